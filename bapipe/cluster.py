@@ -1,0 +1,92 @@
+"""The devices and the links between them: the cluster/1 file."""
+
+from typing import Annotated
+
+import msgspec
+
+from bapipe.errors import InvalidFile
+from bapipe.units import NonNegative, Positive
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device. `speed` divides the times of the profile of its kind."""
+
+    name: str
+    host: str
+    kind: str
+    memory_bytes: NonNegative
+    speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    overlaps_transfers: bool = True
+
+
+class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a message costs: latency plus bytes over bandwidth."""
+
+    bytes_per_s: Positive
+    latency_ns: NonNegative
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """Returns the time of one message, its bandwidth share rounded up to a nanosecond."""
+        return self.latency_ns - (-num_bytes * 1_000_000_000 // self.bytes_per_s)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A one-way link between two named devices that differs from the rest."""
+
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    bytes_per_s: Positive
+    latency_ns: NonNegative
+
+
+class Cluster(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="bapipe",
+    tag="cluster/1",
+):
+    """Devices in rank order, and what links them.
+
+    Raises:
+        InvalidFile: no device, a name used twice, or a link that joins no two devices.
+    """
+
+    devices: tuple[Device, ...]
+    intra_host: Bandwidth
+    inter_host: Bandwidth
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InvalidFile("a cluster needs at least one device", "$.devices")
+        names: set[str] = set()
+        for index, device in enumerate(self.devices):
+            if device.name in names:
+                raise InvalidFile(f"a second device is named '{device.name}'", f"$.devices[{index}].name")
+            names.add(device.name)
+        pairs: set[tuple[str, str]] = set()
+        for index, link in enumerate(self.links):
+            where = f"$.links[{index}]"
+            for end in (link.source, link.target):
+                if end not in names:
+                    raise InvalidFile(f"'{end}' is not a device of the cluster ({', '.join(sorted(names))})", where)
+            if link.source == link.target:
+                raise InvalidFile(f"a link from '{link.source}' to itself", where)
+            if (link.source, link.target) in pairs:
+                raise InvalidFile(f"a second link from '{link.source}' to '{link.target}'", where)
+            pairs.add((link.source, link.target))
+
+    @property
+    def index(self) -> dict[str, int]:
+        """The rank of each device by name."""
+        return {device.name: rank for rank, device in enumerate(self.devices)}
+
+    def link(self, source: int, target: int) -> Bandwidth:
+        """Returns the link between two ranks: a named one, else its host's, else the one between hosts."""
+        a, b = self.devices[source], self.devices[target]
+        for link in self.links:
+            if link.source == a.name and link.target == b.name:
+                return Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
+        return self.intra_host if a.host == b.host else self.inter_host

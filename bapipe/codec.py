@@ -1,0 +1,150 @@
+"""Files to types and back: version header, the path of every fault, atomic writes."""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from bapipe.cluster import Cluster
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.plan import Plan
+from bapipe.profile import ModelProfile
+
+File = ModelProfile | Cluster | Plan
+T = TypeVar("T", ModelProfile, Cluster, Plan)
+
+KINDS: dict[str, type[ModelProfile] | type[Cluster] | type[Plan]] = {
+    "profile/1": ModelProfile,
+    "cluster/1": Cluster,
+    "plan/1": Plan,
+}
+
+
+class _Header(msgspec.Struct):
+    bapipe: str
+
+
+def encode(value: File) -> bytes:
+    """Returns the file's text: indented JSON, the same bytes for the same value."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def decode(text: bytes) -> File:
+    """Returns the profile, cluster or plan that `text` holds.
+
+    Raises:
+        InvalidFile: not JSON, another header, an unknown or missing key, a wrong type, or a value out of range.
+    """
+    kind = _kind(text)
+    if kind not in KINDS:
+        raise InvalidFile(f"unknown file kind '{kind}'; want one of {', '.join(KINDS)}", "$.bapipe")
+    return _decode(text, KINDS[kind])
+
+
+def decode_as(text: bytes, want: type[T]) -> T:
+    """Returns what `text` holds, which must be a `want`; raises InvalidFile as `decode` does."""
+    kind = _kind(text)
+    if KINDS.get(kind) is not want:
+        wanted = next(name for name, cls in KINDS.items() if cls is want)
+        raise InvalidFile(f"this is a '{kind}' file; want '{wanted}'", "$.bapipe")
+    return _decode(text, want)
+
+
+def _kind(text: bytes) -> str:
+    try:
+        return msgspec.json.decode(text, type=_Header).bapipe
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidFile("not a bapipe file: nested too deeply") from None
+
+
+def _decode(text: bytes, want: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(text, type=want)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidFile("not a bapipe file: nested too deeply") from None
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidFile:
+    message, _, where = str(error).rpartition(" - at `")
+    outer = where.rstrip("`") or "$"
+    if isinstance(error.__cause__, InvalidFile):  # raised by the type inside: its path continues the outer one
+        return InvalidFile(error.__cause__.message, outer + error.__cause__.where.removeprefix("$"))
+    return InvalidFile(message or str(error), outer)
+
+
+def read_any(path: Path) -> File:
+    """Returns what the file at `path` holds; errors begin with the path."""
+    return _named(path, decode)
+
+
+def read(path: Path, want: type[T]) -> T:
+    """Returns the `want` that the file at `path` holds; errors begin with the path."""
+    return _named(path, lambda text: decode_as(text, want))
+
+
+def _named(path: Path, decoder: Any) -> Any:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise BapipeError(f"{path}: no such file") from None
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return decoder(text)
+    except InvalidFile as error:
+        raise InvalidFile(f"{path}: {error.message}", error.where) from None
+
+
+def write(path: Path, value: File) -> None:
+    """Writes `value` to `path`: the whole file or, when that fails, nothing."""
+    write_bytes(path, encode(value))
+
+
+def write_bytes(path: Path, text: bytes) -> None:
+    """Writes `text` to `path` atomically, by renaming a finished file beside it.
+
+    Raises:
+        BapipeError: the folder does not exist, or cannot be written to.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def fingerprint(profile: ModelProfile) -> str:
+    """Returns the SHA-256 of the encoded profile, as a plan names it."""
+    return hashlib.sha256(encode(profile)).hexdigest()
+
+
+def schema(kind: str) -> bytes:
+    """Returns the JSON Schema of a file kind, such as `plan/1`."""
+    body = msgspec.json.schema(KINDS[kind])
+    return msgspec.json.format(msgspec.json.encode({"$schema": "https://json-schema.org/draft/2020-12/schema"} | body), indent=1) + b"\n"

@@ -1,0 +1,211 @@
+"""What a stage costs: its layers summed up, on each of its devices and at each of its boundaries."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from bapipe.cluster import Cluster, Device
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.plan import StagePlan
+from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.schedule import Phase
+from bapipe.units import at_speed
+
+BUCKET_BYTES = 25 * 2**20
+"""Least gradients in an all-reduce, but for the last one; the default of torch's DistributedDataParallel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """A stage on one of its devices, for one micro-batch.
+
+    Attributes:
+        forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F.
+        update_ns: the optimizer's update, once a step.
+        param_bytes, optimizer_bytes: held all through; gradients take `param_bytes` more.
+        stash_bytes: kept from F to the end of the backward of a micro-batch.
+        workspace_bytes: the most that one of its layers needs while it runs.
+        gradient_done_ns: for each bucket, when its last gradient is done after the start of the stage's last B, and
+            after the start of its last W.
+    """
+
+    forward_ns: int
+    input_grad_ns: int
+    weight_grad_ns: int
+    update_ns: int = 0
+    param_bytes: int = 0
+    optimizer_bytes: int = 0
+    stash_bytes: int = 0
+    workspace_bytes: int = 0
+    gradient_done_ns: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def backward_ns(self) -> int:
+        return self.input_grad_ns + self.weight_grad_ns
+
+    def ns(self, phase: Phase) -> int:
+        """Returns the time of one phase."""
+        match phase:
+            case Phase.FORWARD:
+                return self.forward_ns
+            case Phase.BACKWARD:
+                return self.backward_ns
+            case Phase.INPUT_GRAD:
+                return self.input_grad_ns
+            case Phase.WEIGHT_GRAD:
+                return self.weight_grad_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a pipeline.
+
+    Attributes:
+        on: its cost on each of its devices, in the order of `Schedule.devices`.
+        send_bytes, grad_bytes: activations of a micro-batch sent to the next stage, and their gradients sent back; 0
+            for the last stage.
+        bucket_bytes: gradients in each all-reduce, in the order in which they are done; empty for a single device.
+        recompute: only the stage's input is kept; a whole stash lives during each backward.
+    """
+
+    on: tuple[StageCost, ...]
+    send_bytes: int = 0
+    grad_bytes: int = 0
+    bucket_bytes: tuple[int, ...] = ()
+    recompute: bool = False
+
+
+def stages_of(
+    stages: Sequence[StagePlan], profiles: Mapping[str, ModelProfile], cluster: Cluster, microbatch_size: int
+) -> tuple[Stage, ...]:
+    """Returns the cost of every stage, from the profiles by device kind.
+
+    Sizes of tensors and of buckets come from the profile of the stage's first device.
+
+    Raises:
+        InvalidModel: the stages do not hold exactly the profiles' layers, or a tensor would flow to an earlier stage.
+        BapipeError: a device kind without a profile, or a micro-batch size outside the measured ones.
+    """
+    index = cluster.index
+    devices = [[cluster.devices[index[name]] for name in stage.devices] for stage in stages]
+    views: dict[str, _View] = {}
+    for device in (device for group in devices for device in group):
+        if device.kind not in profiles:
+            raise BapipeError(
+                f"no profile for devices of kind '{device.kind}'; given: {', '.join(sorted(profiles)) or 'none'}"
+            )
+        if device.kind not in views:
+            check_layers(stages, profiles[device.kind])
+            views[device.kind] = _View(profiles[device.kind], microbatch_size)
+    return tuple(
+        _stage(stage, group, views, _cut_bytes(stages, views[group[0].kind], after=s))
+        for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
+    )
+
+
+class _View:
+    """A profile at one micro-batch size."""
+
+    def __init__(self, profile: ModelProfile, microbatch_size: int) -> None:
+        self.layers = tuple(zip(profile.layers, profile.at(microbatch_size), strict=True))
+        self.by_name = {layer.name: (layer, measured) for layer, measured in self.layers}
+
+
+def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _View], cut: tuple[int, int]) -> Stage:
+    names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
+    layers = [views[devices[0].kind].by_name[name][0] for name in names]
+    buckets = fill_buckets([layer.param_bytes for layer in layers]) if len(devices) > 1 else ()
+    ends = tuple(accumulate(count for count, _ in buckets))
+    return Stage(
+        on=tuple(
+            stage_cost([views[device.kind].by_name[name] for name in names], device.speed, stage.recompute, ends)
+            for device in devices
+        ),
+        send_bytes=cut[0],
+        grad_bytes=cut[1],
+        bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
+        recompute=stage.recompute,
+    )
+
+
+def fill_buckets(param_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns (number of layers, bytes) of each all-reduce bucket, for layers given last to first."""
+    buckets: list[tuple[int, int]] = []
+    count = held = 0
+    for num_bytes in param_bytes:
+        count, held = count + 1, held + num_bytes
+        if held >= BUCKET_BYTES:
+            buckets.append((count, held))
+            count = held = 0
+    return (*buckets, (count, held)) if held else tuple(buckets)
+
+
+def stage_cost(
+    layers: Sequence[tuple[LayerProfile, LayerMeasurement]], speed: float, recompute: bool, bucket_ends: Sequence[int]
+) -> StageCost:
+    """Returns the cost of layers, given last to first, on a device of some speed.
+
+    `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full.
+    """
+
+    def total(values: Iterable[int]) -> int:
+        return at_speed(sum(values), speed)
+
+    forward = total(m.forward_ns for _, m in layers)
+    again = forward if recompute else 0
+    return StageCost(
+        forward_ns=forward,
+        input_grad_ns=total(m.input_grad_ns for _, m in layers) + again,
+        weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
+        update_ns=total(layer.update_ns for layer, _ in layers),
+        param_bytes=sum(layer.param_bytes for layer, _ in layers),
+        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers),
+        stash_bytes=sum(m.stash_bytes for _, m in layers),
+        workspace_bytes=max(m.workspace_bytes for _, m in layers),
+        gradient_done_ns=tuple(
+            (again + total(m.input_grad_ns for _, m in layers[:end]) + weight, weight)
+            for end in bucket_ends
+            for weight in [total(m.weight_grad_ns for _, m in layers[:end])]
+        ),
+    )
+
+
+def check_layers(stages: Sequence[StagePlan], profile: ModelProfile) -> None:
+    """Raises InvalidModel unless the stages hold exactly the profile's layers and no tensor flows backwards."""
+    stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
+    known = {layer.name for layer in profile.layers}
+    for name in stage_of:
+        if name not in known:
+            raise InvalidModel(
+                f"the plan's layer '{name}' is not in the profile of {profile.model}: "
+                "use the profile that the plan was made from, or plan again"
+            )
+    made_in: dict[str, int] = {}
+    for layer in profile.layers:
+        if layer.name not in stage_of:
+            raise InvalidModel(
+                f"the profile's layer '{layer.name}' is in no stage of the plan: "
+                "use the profile that the plan was made from, or plan again"
+            )
+        for tensor in layer.inputs:
+            if made_in.get(tensor, 0) > stage_of[layer.name]:
+                raise InvalidModel(
+                    f"tensor '{tensor}' is made in stage {made_in[tensor]} but used by '{layer.name}' "
+                    f"in stage {stage_of[layer.name]}: stages must follow the flow of the model"
+                )
+        made_in |= dict.fromkeys(layer.outputs, stage_of[layer.name])
+
+
+def _cut_bytes(stages: Sequence[StagePlan], view: _View, after: int) -> tuple[int, int]:
+    """Returns the activation and the gradient bytes of a micro-batch at the cut after stage `after`."""
+    early = {name for stage in stages[: after + 1] for name in stage.layers}
+    used_beyond = {tensor for layer, _ in view.layers if layer.name not in early for tensor in layer.inputs}
+    send = grad = 0
+    for layer, measured in view.layers:
+        if layer.name not in early:
+            continue
+        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+            if tensor in used_beyond:
+                send += num_bytes
+                grad += 0 if tensor in layer.no_gradient else num_bytes
+    return send, grad

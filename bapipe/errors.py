@@ -1,0 +1,37 @@
+"""Every error bapipe raises on purpose; the command line prints them without a traceback.
+
+BapipeError
+  + InvalidFile      a file that does not say what it must
+  + InvalidSchedule  an order of actions that cannot run
+  + Infeasible       no plan fits the memory of the devices (exit code 3)
+  + InvalidModel     a model that cannot be built, traced or cut, or is not the one a plan was made for
+  + RunFailed        a rank died, hung or was interrupted
+"""
+
+
+class BapipeError(Exception):
+    """What a user can cause and mend; the message says what was wrong, what was wanted and what to try."""
+
+
+class InvalidFile(BapipeError, ValueError):
+    """A file that cannot be decoded; `where` is the path inside it, such as `$.layers[3].param_bytes`."""
+
+    def __init__(self, message: str, where: str = "$") -> None:
+        super().__init__(f"{message} - at `{where}`")
+        self.message, self.where = message, where
+
+
+class InvalidSchedule(BapipeError):
+    """An order of actions that is incomplete, on the wrong device, or can never make progress."""
+
+
+class Infeasible(BapipeError):
+    """No plan in the searched space fits; the message names the closest one and what it lacks."""
+
+
+class InvalidModel(BapipeError):
+    """A model that cannot be built, traced or cut, or whose layers differ from the plan's."""
+
+
+class RunFailed(BapipeError):
+    """A pipelined run ended before its last step; the message names the rank and the cause."""

@@ -1,0 +1,199 @@
+"""What was measured (or estimated) of a model on one kind of device: the profile/1 file."""
+
+from bisect import bisect_left
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.units import NonNegative, Positive, round_half_up
+
+
+class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The hardware a profile is of. `kind` is what a cluster's devices refer to."""
+
+    kind: str
+    name: str
+    memory_bytes: NonNegative
+
+
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layer of the model graph: what does not depend on the micro-batch size.
+
+    Attributes:
+        inputs, outputs: names of tensors; an input that no layer gives is a model input.
+        param_bytes: parameters; their gradients take as much.
+        update_ns: time of the optimizer's update of this layer.
+        shares: layers that share parameters with this one.
+        no_gradient: those of `outputs` that have no gradient (integers, masks, model constants).
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    param_bytes: NonNegative
+    optimizer_state_bytes: NonNegative
+    update_ns: NonNegative = 0
+    shares: tuple[str, ...] = ()
+    no_gradient: tuple[str, ...] = ()
+
+
+class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layer at one micro-batch size.
+
+    Attributes:
+        forward_ns, input_grad_ns, weight_grad_ns: times of F, I and W.
+        stash_bytes: what is kept from F to the backward.
+        workspace_bytes: what lives only while the layer runs.
+        output_bytes: bytes of each of the layer's outputs; 0 for what needs no transfer.
+    """
+
+    forward_ns: NonNegative
+    input_grad_ns: NonNegative
+    weight_grad_ns: NonNegative
+    stash_bytes: NonNegative
+    workspace_bytes: NonNegative = 0
+    output_bytes: tuple[NonNegative, ...]
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All layers at one micro-batch size, in the order of the profile's layers."""
+
+    microbatch_size: Positive
+    layers: tuple[LayerMeasurement, ...]
+
+
+class ModelProfile(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="bapipe",
+    tag="profile/1",
+):
+    """A model on one kind of device. Layers are in topological order.
+
+    Raises:
+        InvalidFile: names are not unique, a tensor is used before it is made, or a length does not agree.
+    """
+
+    model: str
+    factory: str | None = None
+    arguments: dict[str, Any] = {}
+    device: DeviceKind
+    dtype: str
+    optimizer: str
+    environment: dict[str, Any] = {}
+    layers: tuple[LayerProfile, ...]
+    measurements: tuple[Measurement, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidFile("a profile needs at least one layer", "$.layers")
+        if not self.measurements:
+            raise InvalidFile("a profile needs at least one measured micro-batch size", "$.measurements")
+        _check_layers(self.layers)
+        _check_measurements(self.layers, self.measurements)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The measured micro-batch sizes, ascending."""
+        return tuple(sorted(m.microbatch_size for m in self.measurements))
+
+    def covers(self, microbatch_size: int) -> bool:
+        """Returns whether `at(microbatch_size)` is known: measured, or between two measured sizes."""
+        sizes = self.microbatch_sizes
+        return sizes[0] <= microbatch_size <= sizes[-1]
+
+    def at(self, microbatch_size: int) -> tuple[LayerMeasurement, ...]:
+        """Returns every layer at a micro-batch size; between two measured sizes each figure is interpolated.
+
+        Raises:
+            BapipeError: the size lies outside the measured ones.
+        """
+        by_size = {m.microbatch_size: m.layers for m in self.measurements}
+        if microbatch_size in by_size:
+            return by_size[microbatch_size]
+        sizes = self.microbatch_sizes
+        if not self.covers(microbatch_size):
+            raise BapipeError(
+                f"the profile of {self.model} on {self.device.kind} holds micro-batch sizes "
+                f"{sizes[0]} to {sizes[-1]}, not {microbatch_size}: choose one of those, or profile again "
+                f"with --microbatch-size {microbatch_size}"
+            )
+        above = bisect_left(sizes, microbatch_size)
+        low, high = sizes[above - 1], sizes[above]
+        weight = Fraction(microbatch_size - low, high - low)
+        return tuple(_between(a, b, weight) for a, b in zip(by_size[low], by_size[high], strict=True))
+
+
+def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> LayerMeasurement:
+    def mix(x: int, y: int) -> int:
+        return round_half_up(x + (y - x) * weight)
+
+    return LayerMeasurement(
+        forward_ns=mix(a.forward_ns, b.forward_ns),
+        input_grad_ns=mix(a.input_grad_ns, b.input_grad_ns),
+        weight_grad_ns=mix(a.weight_grad_ns, b.weight_grad_ns),
+        stash_bytes=mix(a.stash_bytes, b.stash_bytes),
+        workspace_bytes=mix(a.workspace_bytes, b.workspace_bytes),
+        output_bytes=tuple(mix(x, y) for x, y in zip(a.output_bytes, b.output_bytes, strict=True)),
+    )
+
+
+def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
+    all_outputs = {name for layer in layers for name in layer.outputs}
+    names = {layer.name for layer in layers}
+    seen: set[str] = set()
+    made: set[str] = set()
+    for index, layer in enumerate(layers):
+        where = f"$.layers[{index}]"
+        if layer.name in seen:
+            raise InvalidFile(f"a second layer is named '{layer.name}'; names must be unique", f"{where}.name")
+        seen.add(layer.name)
+        for name in layer.inputs:
+            if name in all_outputs and name not in made:
+                raise InvalidFile(
+                    f"tensor '{name}' is used before the layer that makes it; layers must be in "
+                    "topological order, without cycles",
+                    f"{where}.inputs",
+                )
+        for name in layer.outputs:
+            if name in made:
+                raise InvalidFile(f"tensor '{name}' is made twice", f"{where}.outputs")
+            made.add(name)
+        for name in layer.no_gradient:
+            if name not in layer.outputs:
+                raise InvalidFile(f"'{name}' is not an output of the layer", f"{where}.no_gradient")
+        for name in layer.shares:
+            if name not in names:
+                raise InvalidFile(f"'{name}' is not a layer of the profile", f"{where}.shares")
+    for index, layer in enumerate(layers):
+        for name in layer.inputs:
+            if name in made or name not in names:
+                continue
+            raise InvalidFile(
+                f"'{name}' is the name of a layer, but no layer gives a tensor of that name",
+                f"$.layers[{index}].inputs",
+            )
+
+
+def _check_measurements(layers: tuple[LayerProfile, ...], measurements: tuple[Measurement, ...]) -> None:
+    seen: set[int] = set()
+    for index, measurement in enumerate(measurements):
+        where = f"$.measurements[{index}]"
+        if measurement.microbatch_size in seen:
+            raise InvalidFile(
+                f"micro-batch size {measurement.microbatch_size} is measured twice", f"{where}.microbatch_size"
+            )
+        seen.add(measurement.microbatch_size)
+        if len(measurement.layers) != len(layers):
+            raise InvalidFile(f"{len(measurement.layers)} layers measured, want {len(layers)}", f"{where}.layers")
+        for i, (layer, measured) in enumerate(zip(layers, measurement.layers, strict=True)):
+            if len(measured.output_bytes) != len(layer.outputs):
+                raise InvalidFile(
+                    f"{len(measured.output_bytes)} sizes for the {len(layer.outputs)} outputs of '{layer.name}'",
+                    f"{where}.layers[{i}].output_bytes",
+                )

@@ -1,0 +1,15 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965, fig. 2c)."""
+
+from bapipe.schedule import Action, Phase, Schedule
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """Equal stages idle (p-1)(F+B) a step; every stage keeps all micro-batches in flight."""
+    return Schedule(
+        devices=tuple((s,) for s in range(num_stages)),
+        num_microbatches=num_microbatches,
+        order=tuple(
+            tuple(Action(s, phase, m) for phase in (Phase.FORWARD, Phase.BACKWARD) for m in range(num_microbatches))
+            for s in range(num_stages)
+        ),
+    )

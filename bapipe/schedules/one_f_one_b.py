@@ -1,0 +1,26 @@
+"""1F1B, also called PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, fig. 4)."""
+
+from bapipe.schedule import Action, Phase, Schedule
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Equal stages idle (p-1)(F+B) a step; stage s of p keeps min(p-s, m) micro-batches in flight.
+
+    Stage 1 of 3, 4 micro-batches:  F0 F1 B0 F2 B1 F3 B2 B3
+                                    warm-up, then one F and one B in turn, then what is left of B
+    """
+    return Schedule(
+        devices=tuple((s,) for s in range(num_stages)),
+        num_microbatches=num_microbatches,
+        order=tuple(_rank(s, num_stages, num_microbatches) for s in range(num_stages)),
+    )
+
+
+def _rank(stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    in_flight = min(num_stages - stage, num_microbatches)
+    order = [Action(stage, Phase.FORWARD, m) for m in range(in_flight)]
+    for m in range(num_microbatches):
+        order.append(Action(stage, Phase.BACKWARD, m))
+        if in_flight + m < num_microbatches:
+            order.append(Action(stage, Phase.FORWARD, in_flight + m))
+    return tuple(order)

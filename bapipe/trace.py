@@ -1,0 +1,190 @@
+"""From an `nn.Module` to a graph of named layers and tensors, and from some of its layers back to a module."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from bapipe.errors import InvalidModel
+
+LOSS = "loss"
+"""Name of the layer that profiles and plans hold after a model's own: its inputs are the model's outputs and `TARGET`."""
+
+TARGET = "target"
+"""Name of the tensor that the loss compares with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """A layer: one leaf module and the operators attached to it.
+
+    Attributes:
+        name: path of the module, `path#2` where a module without parameters is called a second time.
+        kind: class of the module.
+        inputs, outputs: names of the tensors that enter and that other layers, or the caller, use.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A model as layers in topological order.
+
+    Attributes:
+        module: the traced module; it shares parameters and buffers with the original.
+        inputs: names of the model's inputs, in the order of its `forward`.
+        outputs: names of the tensors it returns.
+        node_of: the graph node that gives each tensor.
+        layer_of: the name of the layer that each operator belongs to.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    layers: tuple[TracedLayer, ...]
+    node_of: dict[str, fx.Node]
+    layer_of: dict[fx.Node, str]
+
+
+def trace(module: nn.Module) -> TracedModel:
+    """Returns the layers of a module, on whatever device it lives, the meta device included.
+
+    A layer is a call of a module of `torch.nn`; an operator outside such modules belongs to the last layer among those
+    that feed it, or to the first layer that it feeds.
+
+    Raises:
+        InvalidModel: the module cannot be traced, uses a layer with parameters twice, or has none.
+    """
+    try:
+        graph = fx.Tracer().trace(module)
+    except Exception as error:  # whatever the model's own code raises on symbolic values
+        raise InvalidModel(
+            f"{type(module).__name__} cannot be traced: {error}; its forward must not branch on tensor values"
+        ) from error
+    graph_module = fx.GraphModule(module, graph)
+    graph.eliminate_dead_code()
+    layer_of = _assign(graph_module)
+    return _describe(graph_module, layer_of)
+
+
+def extract(model: TracedModel, layers: Iterable[str], inputs: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
+    """Returns a module of some layers that maps the tensors `inputs` to a tuple of the tensors `outputs`.
+
+    An output that none of the layers makes is an input passed on. Parameters keep their names and are shared with the
+    model. An input that a layer would change in place is copied first, because autograd refuses to change a leaf and a
+    sender may still be using it. Outputs are contiguous, and so are the gradients of the inputs: gloo needs both.
+    """
+    chosen = set(layers)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for name in inputs:
+        node = model.node_of[name]
+        env[node] = graph.placeholder(node.name)
+    for name in inputs:
+        node = model.node_of[name]
+        if any(changes_in_place(model.module, user, node) and model.layer_of.get(user) in chosen for user in node.users):
+            env[node] = graph.call_function(torch.clone, (env[node],))
+    for node in model.module.graph.nodes:
+        if model.layer_of.get(node) not in chosen:
+            continue
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in env:
+                env[source] = graph.node_copy(source)
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[model.node_of[name]] for name in outputs))
+    graph.lint()
+    return fx.GraphModule(model.module, graph)
+
+
+def changes_in_place(module: fx.GraphModule, node: fx.Node, tensor: fx.Node) -> bool:
+    """Returns whether an operator writes to one of its inputs."""
+    if not node.args or node.args[0] is not tensor:
+        return False
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    return bool(node.kwargs.get("inplace")) or node.target in (
+        operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    )  # fmt: skip
+
+
+def _assign(module: fx.GraphModule) -> dict[fx.Node, str]:
+    """Gives every operator a layer."""
+    layer_of: dict[fx.Node, str] = {}
+    place: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    early: list[fx.Node] = []  # operators that no layer feeds
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            target = str(node.target)
+            calls[target] = calls.get(target, 0) + 1
+            if calls[target] > 1 and any(True for _ in module.get_submodule(target).parameters()):
+                raise InvalidModel(f"layer '{target}' has parameters and is called more than once; call a layer once")
+            name = target if calls[target] == 1 else f"{target}#{calls[target]}"
+            place[name] = len(place)
+            layer_of[node] = name
+        elif node.op in ("call_function", "call_method"):
+            feeding = [layer_of[source] for source in node.all_input_nodes if source in layer_of]
+            if feeding:
+                layer_of[node] = max(feeding, key=place.__getitem__)
+            else:
+                early.append(node)
+    if not place:
+        raise InvalidModel("the model calls no module of torch.nn, so it has no layers to cut between")
+    for node in reversed(early):
+        fed = [layer_of[user] for user in node.users if user in layer_of]
+        layer_of[node] = min(fed, key=place.__getitem__) if fed else next(iter(place))
+    return layer_of
+
+
+def _describe(module: fx.GraphModule, layer_of: dict[fx.Node, str]) -> TracedModel:
+    nodes = list(module.graph.nodes)
+    returned = set(next(node for node in nodes if node.op == "output").all_input_nodes)
+    members: dict[str, list[fx.Node]] = {}
+    kinds: dict[str, str] = {}
+    for node in nodes:
+        if node in layer_of:
+            members.setdefault(layer_of[node], []).append(node)
+            if node.op == "call_module":
+                kinds[layer_of[node]] = type(module.get_submodule(str(node.target))).__name__
+    name_of = {node: str(node.target) for node in nodes if node.op == "placeholder"}
+    for name, own in members.items():
+        leaving = [n for n in own if n in returned or any(layer_of.get(user, name) != name for user in n.users)]
+        for node in leaving:
+            name_of[node] = name if len(leaving) == 1 else f"{name}:{node.name}"
+    return TracedModel(
+        module=module,
+        inputs=tuple(name_of[node] for node in nodes if node.op == "placeholder"),
+        outputs=tuple(name_of[node] for node in nodes if node in returned),
+        layers=tuple(
+            TracedLayer(name=name, kind=kinds[name], inputs=_entering(own, name, name_of, layer_of), outputs=_leaving(own, name_of))
+            for name, own in _in_call_order(members, nodes, layer_of)
+        ),
+        node_of={name: node for node, name in name_of.items()},
+        layer_of=layer_of,
+    )
+
+
+def _in_call_order(
+    members: dict[str, list[fx.Node]], nodes: list[fx.Node], layer_of: dict[fx.Node, str]
+) -> list[tuple[str, list[fx.Node]]]:
+    return [(layer_of[node], members[layer_of[node]]) for node in nodes if node.op == "call_module"]
+
+
+def _entering(
+    own: list[fx.Node], name: str, name_of: dict[fx.Node, str], layer_of: dict[fx.Node, str]
+) -> tuple[str, ...]:
+    sources = (source for node in own for source in node.all_input_nodes if layer_of.get(source) != name)
+    return tuple(dict.fromkeys(name_of[source] for source in sources if source in name_of))
+
+
+def _leaving(own: list[fx.Node], name_of: dict[fx.Node, str]) -> tuple[str, ...]:
+    return tuple(name_of[node] for node in own if node in name_of)

@@ -1,0 +1,25 @@
+"""Integer types of the file formats, and exact rounding."""
+
+from fractions import Fraction
+from typing import Annotated
+
+import msgspec
+
+MAX_INT = 2**63 - 1
+"""Largest integer a file may hold: 292 years in nanoseconds, 8 EiB in bytes."""
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
+Share = Annotated[float, msgspec.Meta(ge=0)]
+
+
+def round_half_up(value: Fraction) -> int:
+    """Returns the nearest integer, the larger one of two equally near."""
+    return (2 * value.numerator + value.denominator) // (2 * value.denominator)
+
+
+def at_speed(time_ns: int, speed: float) -> int:
+    """Returns `time_ns / speed` rounded half up; `speed` is read as the decimal number a file shows."""
+    if speed == 1.0:
+        return time_ns
+    return round_half_up(time_ns / Fraction(str(speed)))

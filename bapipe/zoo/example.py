@@ -1,0 +1,28 @@
+"""A model with what it takes to train it; what a factory named on the command line returns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A model and how to train it.
+
+    Attributes:
+        module: the model; on the meta device where its factory was called there.
+        inputs: example inputs, batch first, of any batch size.
+        target: an example target of the same batch size.
+        loss: (output, target) -> mean loss over the batch, a scalar.
+        data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs.
+        initialize: sets the parameters of one layer's module in place; None takes its `reset_parameters()`.
+    """
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    data: "Callable[[str], Dataset[tuple[Tensor, Tensor]]] | None" = None
+    initialize: Callable[[nn.Module], None] | None = None
