@@ -3,6 +3,8 @@
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +43,8 @@ def decode(text: bytes) -> File:
     kind = _kind(text)
     if kind not in KINDS:
         raise InvalidFile(f"unknown file kind '{kind}'; want one of {', '.join(KINDS)}", "$.bapipe")
-    return _decode(text, KINDS[kind])
+    value: File = _decode(text, KINDS[kind])
+    return value
 
 
 def decode_as(text: bytes, want: type[T]) -> T:
@@ -50,7 +53,8 @@ def decode_as(text: bytes, want: type[T]) -> T:
     if KINDS.get(kind) is not want:
         wanted = next(name for name, cls in KINDS.items() if cls is want)
         raise InvalidFile(f"this is a '{kind}' file; want '{wanted}'", "$.bapipe")
-    return _decode(text, want)
+    value: T = _decode(text, want)
+    return value
 
 
 def _kind(text: bytes) -> str:
@@ -85,23 +89,29 @@ def _invalid(error: msgspec.ValidationError) -> InvalidFile:
 
 def read_any(path: Path) -> File:
     """Returns what the file at `path` holds; errors begin with the path."""
-    return _named(path, decode)
+    with _named(path):
+        return decode(_text(path))
 
 
 def read(path: Path, want: type[T]) -> T:
     """Returns the `want` that the file at `path` holds; errors begin with the path."""
-    return _named(path, lambda text: decode_as(text, want))
+    with _named(path):
+        return decode_as(_text(path), want)
 
 
-def _named(path: Path, decoder: Any) -> Any:
+def _text(path: Path) -> bytes:
     try:
-        text = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         raise BapipeError(f"{path}: no such file") from None
     except OSError as error:
         raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
     try:
-        return decoder(text)
+        yield
     except InvalidFile as error:
         raise InvalidFile(f"{path}: {error.message}", error.where) from None
 
@@ -147,4 +157,9 @@ def fingerprint(profile: ModelProfile) -> str:
 def schema(kind: str) -> bytes:
     """Returns the JSON Schema of a file kind, such as `plan/1`."""
     body = msgspec.json.schema(KINDS[kind])
-    return msgspec.json.format(msgspec.json.encode({"$schema": "https://json-schema.org/draft/2020-12/schema"} | body), indent=1) + b"\n"
+    return (
+        msgspec.json.format(
+            msgspec.json.encode({"$schema": "https://json-schema.org/draft/2020-12/schema"} | body), indent=1
+        )
+        + b"\n"
+    )

@@ -90,7 +90,9 @@ def check(schedule: Schedule) -> None:
                 raise InvalidSchedule(f"rank {rank}, action {place}: {action} comes before its {needed}")
         forwards = [a.microbatch for a in actions if a.stage == schedule.num_stages - 1 and a.phase is Phase.FORWARD]
         if forwards != sorted(forwards):
-            raise InvalidSchedule(f"rank {rank}: the last stage must run F in ascending micro-batch order, not {forwards}")
+            raise InvalidSchedule(
+                f"rank {rank}: the last stage must run F in ascending micro-batch order, not {forwards}"
+            )
     _check_complete(schedule, seen)
 
 

@@ -74,9 +74,13 @@ class _Engine:
         now, count = 0, 0
         while True:
             while self.events and self.events[0][0] == now:
-                event = heappop(self.events)[2]
-                self.end_span(event) if isinstance(event, Span) else self.end_transfer(event)
-            for item in (*self.start_transfers(now), *self.start_spans(now)):
+                _, _, event = heappop(self.events)
+                if isinstance(event, Span):
+                    self.end_span(event)
+                else:
+                    self.end_transfer(event)
+            started: list[Span | Transfer] = [*self.start_transfers(now), *self.start_spans(now)]
+            for item in started:
                 count += 1
                 heappush(self.events, (item.end_ns, count, item))
             if not self.events:
@@ -88,7 +92,7 @@ class _Engine:
     def end_span(self, span: Span) -> None:
         self.idle[span.rank] = True
         self.wake(span.rank)
-        stage, phase, microbatch = span.action
+        stage, phase, _ = span.action
         if phase is Phase.FORWARD and stage + 1 < len(self.stages):
             self.hand_over(span, stage + 1, self.stages[stage].send_bytes)
         elif phase in (Phase.BACKWARD, Phase.INPUT_GRAD) and stage > 0:
@@ -176,7 +180,9 @@ class _Engine:
 
     def check_all_ran(self) -> None:
         waiting = {
-            rank: order[self.place[rank]] for rank, order in enumerate(self.schedule.order) if self.place[rank] < len(order)
+            rank: order[self.place[rank]]
+            for rank, order in enumerate(self.schedule.order)
+            if self.place[rank] < len(order)
         }
         if waiting:
             stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())

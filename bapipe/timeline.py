@@ -71,7 +71,8 @@ class Timeline:
     @property
     def step_ns(self) -> int:
         """When the last device is done."""
-        return max((item.end_ns for item in (*self.spans, *self.updates, *self.syncs)), default=0)
+        ends = [[s.end_ns for s in self.spans], [u.end_ns for u in self.updates], [s.end_ns for s in self.syncs]]
+        return max((end for group in ends for end in group), default=0)
 
     def prediction(self, minibatch_size: int) -> Prediction:
         """Returns the step's figures as a plan holds them."""
@@ -89,7 +90,7 @@ class Timeline:
     def _rank(self, rank: int, step_ns: int) -> RankPrediction:
         spans = [s for s in self.spans if s.rank == rank]
         updates = [u for u in self.updates if u.rank == rank]
-        busy = sum(item.end_ns - item.start_ns for item in (*spans, *updates))
+        busy = sum(s.end_ns - s.start_ns for s in spans) + sum(u.end_ns - u.start_ns for u in updates)
         sync = _waiting(max((s.end_ns for s in spans), default=0), updates)
         return RankPrediction(
             device=self.devices[rank],

@@ -10,7 +10,7 @@ from torch import fx, nn
 from bapipe.errors import InvalidModel
 
 LOSS = "loss"
-"""Name of the layer that profiles and plans hold after a model's own: its inputs are the model's outputs and `TARGET`."""
+"""Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
 
 TARGET = "target"
 """Name of the tensor that the loss compares with."""
@@ -88,7 +88,9 @@ def extract(model: TracedModel, layers: Iterable[str], inputs: Sequence[str], ou
         env[node] = graph.placeholder(node.name)
     for name in inputs:
         node = model.node_of[name]
-        if any(changes_in_place(model.module, user, node) and model.layer_of.get(user) in chosen for user in node.users):
+        if any(
+            changes_in_place(model.module, user, node) and model.layer_of.get(user) in chosen for user in node.users
+        ):
             env[node] = graph.call_function(torch.clone, (env[node],))
     for node in model.module.graph.nodes:
         if model.layer_of.get(node) not in chosen:
@@ -165,7 +167,12 @@ def _describe(module: fx.GraphModule, layer_of: dict[fx.Node, str]) -> TracedMod
         inputs=tuple(name_of[node] for node in nodes if node.op == "placeholder"),
         outputs=tuple(name_of[node] for node in nodes if node in returned),
         layers=tuple(
-            TracedLayer(name=name, kind=kinds[name], inputs=_entering(own, name, name_of, layer_of), outputs=_leaving(own, name_of))
+            TracedLayer(
+                name=name,
+                kind=kinds[name],
+                inputs=_entering(own, name, name_of, layer_of),
+                outputs=_leaving(own, name_of),
+            )
             for name, own in _in_call_order(members, nodes, layer_of)
         ),
         node_of={name: node for node, name in name_of.items()},

@@ -1,0 +1,113 @@
+"""What people would otherwise do, judged by the same rules: one device, data parallelism, equal numbers of layers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bapipe.cost import stages_of
+from bapipe.plan import Alternative, Plan, StagePlan
+from bapipe.profile import ModelProfile
+from bapipe.schedules import SCHEDULES
+from bapipe.search.problem import spread
+from bapipe.simulate import judge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to train the plan's mini-batch on the plan's cluster."""
+
+    stages: tuple[StagePlan, ...]
+    schedule: str
+    microbatch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A candidate's step time, and its largest memory and lack of memory over the devices."""
+
+    step_ns: int
+    peak_bytes: int
+    lack_bytes: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sorts by time among those that fit, the rest by what they lack."""
+        return max(self.lack_bytes, 0), self.step_ns
+
+
+def alternatives(
+    plan: Plan,
+    profiles: Mapping[str, ModelProfile],
+    microbatch_sizes: Sequence[int],
+    schedules: Sequence[str],
+    limits: Sequence[int],
+) -> tuple[Alternative, ...]:
+    """Returns the best of each kind over the micro-batch sizes, the fastest first."""
+    names = tuple(name for stage in plan.stages for name in stage.layers)
+    devices = [device.name for device in plan.cluster.devices]
+    kinds: dict[str, Iterable[Candidate]] = {
+        "one-device": (
+            Candidate(stages=(StagePlan(layers=names, devices=(device,)),), schedule="1f1b", microbatch_size=size)
+            for device in devices
+            for size in microbatch_sizes
+        )
+    }
+    if len(devices) > 1:
+        kinds["data-parallel"] = (
+            Candidate(stages=(StagePlan(layers=names, devices=tuple(devices)),), schedule="1f1b", microbatch_size=size)
+            for size in microbatch_sizes
+        )
+        count = min(max(len(plan.stages), 2), len(names))
+        kinds["equal-layers"] = (
+            Candidate(stages=_equal_layers(names, devices[:count]), schedule=schedule, microbatch_size=size)
+            for schedule in schedules
+            for size in microbatch_sizes
+        )
+    found = []
+    for name, candidates in kinds.items():
+        best = min((_judge(candidate, plan, profiles, limits) for candidate in candidates), key=lambda j: j.rank)
+        found.append(
+            Alternative(
+                name=name,
+                step_ns=best.step_ns,
+                peak_bytes=best.peak_bytes,
+                feasible=best.lack_bytes <= 0,
+                why_not=_why_not(best, plan),
+            )
+        )
+    return tuple(sorted(found, key=lambda a: (not a.feasible, a.step_ns)))
+
+
+def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int]) -> Judged:
+    index = plan.cluster.index
+    table = spread(
+        SCHEDULES[candidate.schedule](len(candidate.stages), plan.minibatch_size // candidate.microbatch_size),
+        tuple(tuple(index[name] for name in stage.devices) for stage in candidate.stages),
+        len(index),
+    )
+    costs = stages_of(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
+    timeline = judge(table, costs, plan.cluster)
+    peaks = [memory.total for memory in timeline.memory]
+    return Judged(
+        step_ns=timeline.step_ns,
+        peak_bytes=max(peaks),
+        lack_bytes=max(peak - limit for peak, limit in zip(peaks, limits, strict=True)),
+    )
+
+
+def _why_not(judged: Judged, plan: Plan) -> str:
+    if judged.lack_bytes > 0:
+        return f"does not fit: a device lacks {judged.lack_bytes:,} bytes"
+    change = judged.step_ns / plan.prediction.step_ns - 1 if plan.prediction.step_ns else 0.0
+    if judged.step_ns == plan.prediction.step_ns:
+        return "as fast as this plan"
+    if change < 0:
+        return f"{-change:.1%} faster, but outside the searched space"
+    return f"{change:.1%} slower"
+
+
+def _equal_layers(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:
+    ends = [len(names) * (s + 1) // len(devices) for s in range(len(devices))]
+    return tuple(
+        StagePlan(layers=tuple(names[start:stop]), devices=(device,))
+        for device, start, stop in zip(devices, [0, *ends], ends, strict=False)
+    )

@@ -1,0 +1,66 @@
+"""Exact search: completes partial plans in the order of a lower bound until the bound meets the best plan found."""
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from bapipe.search.bounds import Bounds, Prefix
+from bapipe.search.problem import Found, Problem
+
+Progress = Callable[[int, int, int], None]
+"""(plans judged, best step time, lower bound), both in nanoseconds."""
+
+
+def best_first(problems: Sequence[Problem], *, limit: int = 200_000, progress: Progress | None = None) -> Found | None:
+    """Returns the fastest cuts over all problems, None where nothing fits.
+
+    The bound never exceeds the judged time, so the first moment it reaches the best plan's time proves that plan
+    optimal. After `limit` partial plans the best one so far is returned with the bound reached.
+    """
+    bounds = [Bounds(problem) for problem in problems]
+    best: Found | None = None
+    for problem, bound in zip(problems, bounds, strict=True):
+        if (cuts := _descend(bound)) is not None:
+            best = _better(best, problem, cuts)
+    if best is None:
+        return None
+    queue = [(b.bound_ns(b.start()), i, b.start().cuts, b.start()) for i, b in enumerate(bounds)]
+    heapify(queue)
+    opened = judged = 0
+    while queue and queue[0][0] < best.step_ns and opened < limit:
+        bound_ns, i, _, prefix = heappop(queue)
+        opened += 1
+        if len(prefix.cuts) > problems[i].num_stages:
+            best = _better(best, problems[i], prefix.cuts)
+            judged += 1
+            if progress:
+                progress(judged, best.step_ns, int(bound_ns))
+            continue
+        for z in bounds[i].ends(len(prefix.cuts) - 1, prefix.cuts[-1]):
+            longer = bounds[i].extend(prefix, z)
+            if longer is not None and (entry_ns := bounds[i].bound_ns(longer)) < best.step_ns:
+                heappush(queue, (entry_ns, i, longer.cuts, longer))
+    lower = best.step_ns if not queue else int(min(best.step_ns, queue[0][0]))
+    return Found(problem=best.problem, cuts=best.cuts, step_ns=best.step_ns, lower_bound_ns=lower)
+
+
+def _descend(bounds: Bounds) -> tuple[int, ...] | None:
+    """Returns the cuts reached by always taking the stage of least bound; a good first plan."""
+    prefix = bounds.start()
+    while len(prefix.cuts) <= bounds.problem.num_stages:
+        step: Prefix | None = None
+        for z in bounds.ends(len(prefix.cuts) - 1, prefix.cuts[-1]):
+            longer = bounds.extend(prefix, z)
+            if longer is not None and bounds.bound_ns(longer) < (bounds.bound_ns(step) if step else inf):
+                step = longer
+        if step is None:
+            return None
+        prefix = step
+    return prefix.cuts
+
+
+def _better(best: Found | None, problem: Problem, cuts: tuple[int, ...]) -> Found:
+    step_ns = problem.judge(cuts).step_ns
+    if best is not None and step_ns >= best.step_ns:
+        return best
+    return Found(problem=problem, cuts=cuts, step_ns=step_ns, lower_bound_ns=step_ns)

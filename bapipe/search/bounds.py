@@ -1,0 +1,141 @@
+"""Lower bounds on the step time of a chain that is cut only in part.
+
+Single letters here, for stage s: f, b times of F and of B = I + W; x, y transfer times of its activations to stage s+1
+and of the gradients back; u its update; M micro-batches. A step cannot be shorter than
+
+  load    one device:    reach stage s, do all its work, return to the first stage, update
+              sum_{i<s}(f+x) + M(f_s+b_s) + max_{j<=s}(sum_{j<=i<s}(y+b) + u_j)
+  link    one direction of one link, with one micro-batch going all the way before or after it
+  gpipe   all F before all B, each a flow shop:
+              sum(f+x) + (M-1)max(f, x) + sum(b+y) + (M-1)max(b, y) + u_0
+
+The `Rest` tables give, for every stage s and layer a, the least that stages s, s+1, ... can add when they hold the
+layers a, a+1, ...; they come from one dynamic programme over the stages, last to first.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from bapipe.search.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first stages of a plan: where they end, and what is known of the step.
+
+    Attributes:
+        cuts: (0, ..., a): the layers before a are placed.
+        head_ns: when the first micro-batch can reach the next stage.
+        tail_ns: what must follow the next stage's last backward.
+        first_tail_ns: the part of that which ends with the first stage's update.
+        send_ns, return_ns: the largest of the stages' f and x, and b and y.
+        bound_ns: least step time for the stages so far.
+    """
+
+    cuts: tuple[int, ...]
+    head_ns: int = 0
+    tail_ns: int = 0
+    first_tail_ns: int = 0
+    send_ns: int = 0
+    return_ns: int = 0
+    bound_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stage that holds certain layers: its f, b, x, y and u."""
+
+    f: int
+    b: int
+    x: int
+    y: int
+    u: int
+
+
+class Bounds:
+    """The `Rest` tables of one problem. Building them takes O(stages * layers**2)."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._pieces: dict[tuple[int, int, int], Piece | None] = {}
+        p, n = problem.num_stages, problem.num_layers
+        self._path = [[inf] * (n + 1) for _ in range(p + 1)]
+        self._load = [[inf] * (n + 1) for _ in range(p + 1)]
+        self._send = [[inf] * (n + 1) for _ in range(p + 1)]
+        self._return = [[inf] * (n + 1) for _ in range(p + 1)]
+        for table in (self._path, self._load, self._send, self._return):
+            table[p][n] = 0
+        for s in reversed(range(p)):
+            for a in range(s, n):
+                self._fill(s, a)
+
+    def piece(self, s: int, a: int, z: int) -> Piece | None:
+        """Returns stage s with the layers a to z, or None where its device cannot hold them."""
+        key = (s, a, z)
+        if key not in self._pieces:
+            self._pieces[key] = self._make(s, a, z)
+        return self._pieces[key]
+
+    def ends(self, s: int, a: int) -> range:
+        """Returns where stage s can end when it begins at layer a."""
+        p, n = self.problem.num_stages, self.problem.num_layers
+        return range(n, n + 1) if s == p - 1 else range(a + 1, n - (p - 1 - s) + 1)
+
+    def start(self) -> Prefix:
+        return Prefix((0,))
+
+    def extend(self, prefix: Prefix, z: int) -> Prefix | None:
+        """Returns the prefix with one more stage that ends at layer z, or None where that does not fit."""
+        s, a = len(prefix.cuts) - 1, prefix.cuts[-1]
+        piece = self.piece(s, a, z)
+        if piece is None:
+            return None
+        f, b, x, y, u = piece.f, piece.b, piece.x, piece.y, piece.u
+        num = self.problem.num_microbatches
+        path = self._path[s + 1][z]
+        if path == inf:
+            return None
+        after = max(u, prefix.tail_ns)
+        link = f + b + path + max((num * x) + y, x + num * y)
+        return Prefix(
+            cuts=(*prefix.cuts, z),
+            head_ns=prefix.head_ns + f + x,
+            tail_ns=y + b + after,
+            first_tail_ns=y + b + (prefix.first_tail_ns if s > 0 else u),
+            send_ns=max(prefix.send_ns, f, x),
+            return_ns=max(prefix.return_ns, b, y),
+            bound_ns=int(max(prefix.bound_ns, prefix.head_ns + max(num * (f + b), link) + after)),
+        )
+
+    def bound_ns(self, prefix: Prefix) -> float:
+        """Returns a time that no completion of the prefix beats; infinite where none fits."""
+        s, a = len(prefix.cuts) - 1, prefix.cuts[-1]
+        bound = max(prefix.bound_ns, prefix.head_ns + self._load[s][a] + prefix.tail_ns)
+        if self.problem.schedule == "gpipe":
+            more = max(prefix.send_ns, self._send[s][a]) + max(prefix.return_ns, self._return[s][a])
+            path = prefix.head_ns + self._path[s][a] + prefix.first_tail_ns
+            bound = max(bound, path + (self.problem.num_microbatches - 1) * more)
+        return bound
+
+    def _make(self, s: int, a: int, z: int) -> Piece | None:
+        problem = self.problem
+        if problem.peak_bytes(s, a, z) > problem.memory_bytes[s]:
+            return None
+        cost = problem.chains[s].cost(a, z)
+        x, y = problem.transfer_ns(s, z)
+        return Piece(cost.forward_ns, cost.backward_ns, x, y, cost.update_ns)
+
+    def _fill(self, s: int, a: int) -> None:
+        num = self.problem.num_microbatches
+        for z in self.ends(s, a):
+            path, piece = self._path[s + 1][z], self.piece(s, a, z)
+            if piece is None or path == inf:
+                continue
+            f, b, x, y = piece.f, piece.b, piece.x, piece.y
+            through = f + b + x + y
+            link = f + b + path + max(num * x + y, x + num * y)
+            load = max(num * (f + b), through + self._load[s + 1][z], link)
+            self._path[s][a] = min(self._path[s][a], through + path)
+            self._load[s][a] = min(self._load[s][a], load)
+            self._send[s][a] = min(self._send[s][a], max(f, x, self._send[s + 1][z]))
+            self._return[s][a] = min(self._return[s][a], max(b, y, self._return[s + 1][z]))

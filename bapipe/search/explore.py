@@ -1,0 +1,185 @@
+"""Explores stages x cuts x micro-batch sizes x schedules, and makes the best of them a plan."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+
+import msgspec
+
+from bapipe.cluster import Cluster, Device
+from bapipe.codec import fingerprint
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.plan import Certificate, Plan, StagePlan
+from bapipe.profile import ModelProfile
+from bapipe.schedules import SCHEDULES
+from bapipe.search.alternatives import alternatives
+from bapipe.search.best_first import Progress, best_first
+from bapipe.search.chain import Chain
+from bapipe.search.closest import closest
+from bapipe.search.problem import Found, Problem
+
+
+def explore(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    *,
+    minibatch_size: int,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    num_stages: int | None = None,
+    microbatch_size: int | None = None,
+    memory_limit_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the fastest plan of the space that its certificate names, by an exact search.
+
+    The space: the layers in the profile's order, cut anywhere into 1 to D stages, one of the cluster's D devices each, in
+    the cluster's order; every measured or interpolated micro-batch size that divides the mini-batch; the schedules.
+
+    Args:
+        profiles: one for each kind of device in the cluster.
+        num_stages, microbatch_size: fixed where given.
+        memory_limit_bytes: caps what every device may hold, beside its own memory.
+
+    Raises:
+        Infeasible: nothing fits; the message names the closest plan and what each device lacks.
+        BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that do
+            not divide.
+    """
+    _check(profiles, cluster, schedules, num_stages)
+    sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
+    limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
+    counts = [num_stages] if num_stages else range(1, min(len(cluster.devices), _num_layers(profiles)) + 1)
+    chains: dict[tuple[str, int, float], Chain] = {}
+    problems = [
+        Problem(
+            chains=tuple(_chain(chains, profiles, cluster.devices[rank], size) for rank in ranks),
+            ranks=ranks,
+            cluster=cluster,
+            memory_bytes=tuple(limits[rank] for rank in ranks),
+            schedule=schedule,
+            microbatch_size=size,
+            num_microbatches=minibatch_size // size,
+        )
+        for count in counts
+        for ranks in distinct_choices(cluster, limits, count)
+        for size in reversed(sizes)
+        for schedule in schedules
+    ]
+    found = best_first(problems, progress=progress)
+    if found is None:
+        raise Infeasible(closest(problems, [layer.name for layer in next(iter(profiles.values())).layers]))
+    space = (
+        f"every cut of {_num_layers(profiles)} layers, in the profile's order, into {_span(counts)}, one device a stage "
+        f"in the cluster's order ({len(cluster.devices)} devices); micro-batches of {', '.join(map(str, sizes))}; "
+        f"schedules {', '.join(schedules)}; no replicas, no recomputation"
+    )
+    plan = _plan(profiles, found, minibatch_size, space)
+    return msgspec.structs.replace(plan, alternatives=alternatives(plan, profiles, sizes, schedules, limits))
+
+
+def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Returns the ascending choices of `count` devices, the first of each set of choices that are alike."""
+    seen: dict[object, tuple[int, ...]] = {}
+    for ranks in combinations(range(len(cluster.devices)), count):
+        devices = [cluster.devices[rank] for rank in ranks]
+        same = tuple(
+            (d.kind, d.speed, d.overlaps_transfers, limits[rank]) for d, rank in zip(devices, ranks, strict=True)
+        )
+        links = tuple((cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks))
+        seen.setdefault((same, links), ranks)
+    return list(seen.values())
+
+
+def _check(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Sequence[str], num_stages: int | None
+) -> None:
+    for name in schedules:
+        if name not in SCHEDULES:
+            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(SCHEDULES)}")
+    for device in cluster.devices:
+        if device.kind not in profiles:
+            raise BapipeError(
+                f"no profile for device '{device.name}' of kind '{device.kind}'; given: "
+                f"{', '.join(sorted(profiles)) or 'none'}"
+            )
+    first = next(iter(profiles.values()))
+    for profile in profiles.values():
+        if (profile.model, _shape(profile)) != (first.model, _shape(first)):
+            raise BapipeError(
+                f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
+                "their names, layers or tensors differ"
+            )
+    limit = min(len(cluster.devices), _num_layers(profiles))
+    if num_stages is not None and not 1 <= num_stages <= limit:
+        raise BapipeError(
+            f"{num_stages} stages asked for; {len(cluster.devices)} devices and {_num_layers(profiles)} layers allow "
+            f"1 to {limit}"
+        )
+
+
+def _microbatch_sizes(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int, wanted: int | None
+) -> list[int]:
+    used = [profiles[kind] for kind in sorted({device.kind for device in cluster.devices})]
+    if wanted is not None and minibatch_size % wanted:
+        raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {wanted}")
+    divisors = [wanted] if wanted else [b for b in range(1, minibatch_size + 1) if minibatch_size % b == 0]
+    sizes = [b for b in divisors if all(profile.covers(b) for profile in used)]
+    if not sizes:
+        known = "; ".join(f"{p.device.kind}: {', '.join(map(str, p.microbatch_sizes))}" for p in used)
+        raise BapipeError(
+            f"no micro-batch size divides the mini-batch of {minibatch_size} and lies within those profiled ({known}): "
+            "change --minibatch-size, or profile more sizes"
+        )
+    return sizes
+
+
+def _chain(
+    chains: dict[tuple[str, int, float], Chain], profiles: Mapping[str, ModelProfile], device: Device, size: int
+) -> Chain:
+    key = (device.kind, size, device.speed)
+    if key not in chains:
+        chains[key] = Chain(profiles[device.kind], size, device.speed)
+    return chains[key]
+
+
+def _plan(profiles: Mapping[str, ModelProfile], found: Found, minibatch_size: int, space: str) -> Plan:
+    problem = found.problem
+    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    first = profiles[problem.cluster.devices[problem.ranks[0]].kind]
+    return Plan(
+        model=first.model,
+        factory=first.factory,
+        arguments=first.arguments,
+        profiles={kind: fingerprint(profile) for kind, profile in sorted(profiles.items())},
+        cluster=problem.cluster,
+        minibatch_size=minibatch_size,
+        microbatch_size=problem.microbatch_size,
+        num_microbatches=problem.num_microbatches,
+        schedule=problem.schedule,
+        stages=tuple(
+            StagePlan(layers=tuple(names[start:stop]), devices=(problem.cluster.devices[rank].name,))
+            for rank, start, stop in zip(problem.ranks, found.cuts, found.cuts[1:], strict=False)
+        ),
+        order=tuple(tuple(map(str, actions)) for actions in problem.table.order),
+        prediction=problem.judge(found.cuts).prediction(minibatch_size),
+        certificate=Certificate(
+            lower_bound_ns=found.lower_bound_ns,
+            gap=found.step_ns / found.lower_bound_ns - 1 if found.lower_bound_ns else 0.0,
+            proven_optimal=found.lower_bound_ns == found.step_ns,
+            space=space,
+        ),
+        alternatives=(),
+    )
+
+
+def _shape(profile: ModelProfile) -> object:
+    return [(layer.name, layer.inputs, layer.outputs) for layer in profile.layers]
+
+
+def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
+    return len(next(iter(profiles.values())).layers)
+
+
+def _span(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low} stage{'s' if low > 1 else ''}" if low == high else f"{low} to {high} stages"

@@ -1,0 +1,83 @@
+"""Random small profiles and clusters, the same for the same seed."""
+
+from random import Random
+
+from bapipe.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+
+
+def random_profile(random: Random, num_layers: int, sizes: tuple[int, ...] = (1, 2, 4), kind: str = "a") -> ModelProfile:
+    """A chain with some skip connections; figures small enough that ties are common."""
+    layers = []
+    for i in range(num_layers):
+        inputs = ["x"] if i == 0 else [f"t{i - 1}"]
+        if i > 1 and random.random() < 0.3:
+            inputs.append(f"t{random.randrange(i - 1)}")
+        layers.append(
+            LayerProfile(
+                name=f"l{i}",
+                kind="Layer",
+                inputs=tuple(dict.fromkeys(inputs)),
+                outputs=(f"t{i}",),
+                param_bytes=random.randrange(20),
+                optimizer_state_bytes=random.randrange(20),
+                update_ns=random.choice([0, random.randrange(60)]),
+                no_gradient=(f"t{i}",) if random.random() < 0.1 else (),
+            )
+        )
+    return ModelProfile(
+        model="random",
+        device=DeviceKind(kind=kind, name="none", memory_bytes=10**6),
+        dtype="float32",
+        optimizer="sgd-momentum",
+        layers=tuple(layers),
+        measurements=tuple(_measurement(random, size, num_layers) for size in sizes),
+    )
+
+
+def _measurement(random: Random, size: int, num_layers: int) -> Measurement:
+    return Measurement(
+        microbatch_size=size,
+        layers=tuple(
+            LayerMeasurement(
+                forward_ns=random.randrange(60) * size,
+                input_grad_ns=random.randrange(60) * size,
+                weight_grad_ns=random.randrange(60) * size,
+                stash_bytes=random.randrange(30) * size,
+                workspace_bytes=random.randrange(20),
+                output_bytes=(random.choice([0, random.randrange(40) * size]),),
+            )
+            for _ in range(num_layers)
+        ),
+    )
+
+
+def random_cluster(random: Random, num_devices: int, kinds: tuple[str, ...] = ("a",)) -> Cluster:
+    """Devices of several speeds on one to three hosts, some of which cannot compute while they transfer."""
+    names = [f"d{i}" for i in range(num_devices)]
+    num_hosts = random.randint(1, 3)
+    overlaps = random.random() < 0.7
+    pairs = [(a, b) for a in names for b in names if a != b]
+    return Cluster(
+        devices=tuple(
+            Device(
+                name=name,
+                host=f"h{random.randrange(num_hosts)}",
+                kind=random.choice(kinds),
+                memory_bytes=random.choice([10**6, random.randrange(50, 900)]),
+                speed=random.choice([1.0, 1.0, 2.0, 0.5, 1.5, 0.3]),
+                overlaps_transfers=overlaps or random.random() < 0.5,
+            )
+            for name in names
+        ),
+        intra_host=_bandwidth(random),
+        inter_host=_bandwidth(random),
+        links=tuple(
+            Link(source=a, target=b, bytes_per_s=random.randrange(10**8, 10**10), latency_ns=random.randrange(50))
+            for a, b in random.sample(pairs, min(len(pairs), random.randrange(3)))
+        ),
+    )
+
+
+def _bandwidth(random: Random) -> Bandwidth:
+    return Bandwidth(bytes_per_s=random.randrange(10**8, 10**10), latency_ns=random.randrange(50))
