@@ -80,11 +80,13 @@ def _decode(text: bytes, want: type[Any]) -> Any:
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidFile:
-    message, _, where = str(error).rpartition(" - at `")
-    outer = where.rstrip("`") or "$"
-    if isinstance(error.__cause__, InvalidFile):  # raised by the type inside: its path continues the outer one
-        return InvalidFile(error.__cause__.message, outer + error.__cause__.where.removeprefix("$"))
-    return InvalidFile(message or str(error), outer)
+    cause = error.__cause__
+    text = str(error).removeprefix(str(cause)) if isinstance(cause, InvalidFile) else str(error)
+    message, found, where = text.rpartition(" - at `")
+    outer = where.rstrip("`") if found else "$"
+    if isinstance(cause, InvalidFile):  # raised by a type inside: its path continues the outer one
+        return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
+    return InvalidFile(message if found else text, outer)
 
 
 def read_any(path: Path) -> File:

@@ -1,12 +1,12 @@
 """This machine as a place to compute: its devices, their names and memory, and settings that make times repeatable."""
 
 import ctypes
-import os
 import platform
 import sys
 
 import torch
 
+from bapipe.host import cpu_name, memory_bytes, num_cores
 from bapipe.profile import DeviceKind
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
@@ -15,8 +15,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 def prepare_cpu(num_threads: int = 1) -> None:
     """Fixes the number of compute threads of this process and makes freed memory cheap to take again.
 
-    glibc gives large blocks back to the kernel when they are freed, so every weight gradient of 100 MB costs 25,000 page
-    faults a micro-batch; a process that trains keeps its memory.
+    glibc gives large blocks back to the kernel when they are freed, so every weight gradient of 100 MB costs 25,000
+    page faults a micro-batch; a process that trains keeps its memory.
     """
     torch.set_num_threads(num_threads)
     if sys.platform == "linux":
@@ -30,7 +30,7 @@ def num_devices(kind: str) -> int:
     """Returns how many devices of a kind this machine has: CUDA devices, or the cores this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 def describe(device: torch.device) -> DeviceKind:
@@ -38,8 +38,7 @@ def describe(device: torch.device) -> DeviceKind:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceKind(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceKind(kind="cpu", name=_cpu_name(), memory_bytes=memory_bytes)
+    return DeviceKind(kind="cpu", name=cpu_name(), memory_bytes=memory_bytes())
 
 
 def environment(num_threads: int) -> dict[str, object]:
@@ -50,12 +49,3 @@ def environment(num_threads: int) -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "threads": num_threads,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

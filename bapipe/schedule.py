@@ -127,5 +127,6 @@ def _check_complete(schedule: Schedule, seen: Counter[Action]) -> None:
             if not has[Phase.FORWARD] or whole not in ((1, 0, 0), (0, 1, 1)):
                 got = [str(Action(stage, p, microbatch)) for p in Phase if has[p]]
                 raise InvalidSchedule(
-                    f"stage {stage}, micro-batch {microbatch}: has {', '.join(got) or 'nothing'}; want F and B, or F, I and W"
+                    f"stage {stage}, micro-batch {microbatch}: has {', '.join(got) or 'nothing'}; "
+                    "want F and B, or F, I and W"
                 )

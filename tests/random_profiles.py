@@ -6,7 +6,9 @@ from bapipe.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 
 
-def random_profile(random: Random, num_layers: int, sizes: tuple[int, ...] = (1, 2, 4), kind: str = "a") -> ModelProfile:
+def random_profile(
+    random: Random, num_layers: int, sizes: tuple[int, ...] = (1, 2, 4), kind: str = "a"
+) -> ModelProfile:
     """A chain with some skip connections; figures small enough that ties are common."""
     layers = []
     for i in range(num_layers):

@@ -31,8 +31,8 @@ def explore(
 ) -> Plan:
     """Returns the fastest plan of the space that its certificate names, by an exact search.
 
-    The space: the layers in the profile's order, cut anywhere into 1 to D stages, one of the cluster's D devices each, in
-    the cluster's order; every measured or interpolated micro-batch size that divides the mini-batch; the schedules.
+    The space: the layers in the profile's order, cut anywhere into 1 to D stages, one of the cluster's D devices each,
+    in the cluster's order; every measured or interpolated micro-batch size that divides the mini-batch; the schedules.
 
     Args:
         profiles: one for each kind of device in the cluster.
@@ -68,8 +68,8 @@ def explore(
     if found is None:
         raise Infeasible(closest(problems, [layer.name for layer in next(iter(profiles.values())).layers]))
     space = (
-        f"every cut of {_num_layers(profiles)} layers, in the profile's order, into {_span(counts)}, one device a stage "
-        f"in the cluster's order ({len(cluster.devices)} devices); micro-batches of {', '.join(map(str, sizes))}; "
+        f"every cut of {_num_layers(profiles)} layers, in the profile's order, into {_span(counts)}, one device a "
+        f"stage in the cluster's order ({len(cluster.devices)} devices); micro-batches of {', '.join(map(str, sizes))}; "
         f"schedules {', '.join(schedules)}; no replicas, no recomputation"
     )
     plan = _plan(profiles, found, minibatch_size, space)

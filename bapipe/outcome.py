@@ -1,0 +1,44 @@
+"""What a pipelined run measured, beside what its plan promised."""
+
+from dataclasses import dataclass
+from statistics import median
+
+from bapipe.schedule import Action
+from bapipe.timeline import Timeline
+
+WARM_UP_STEPS = 2
+"""Steps left out of the typical step time, as long as others are left: memory is first touched, links first used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """A step that is done: the mean loss over its mini-batch, and the time of its slowest rank."""
+
+    step: int
+    loss: float
+    step_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run measured.
+
+    Attributes:
+        losses, step_ns: of each step, in order; a step's time is its slowest rank's, from a common start.
+        devices: names of the plan's devices that ran, in rank order.
+        peak_bytes: of each of them, the most memory its stages took; None where the system does not tell.
+        timeline: of the last step.
+        order: what each of them ran in the last step, in order.
+    """
+
+    losses: tuple[float, ...]
+    step_ns: tuple[int, ...]
+    devices: tuple[str, ...]
+    peak_bytes: tuple[int | None, ...]
+    timeline: Timeline
+    order: tuple[tuple[Action, ...], ...]
+
+    @property
+    def typical_step_ns(self) -> int:
+        """The median step after the warm-up."""
+        return int(median(self.step_ns[WARM_UP_STEPS:] or self.step_ns[-1:]))

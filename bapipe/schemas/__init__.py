@@ -1,0 +1,1 @@
+"""JSON Schemas of the file kinds, generated from the types."""

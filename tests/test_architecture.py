@@ -1,0 +1,128 @@
+"""Imports point down the layers, heavy packages stay where they belong, public names and options are pinned."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import bapipe
+from bapipe.cli import app
+
+PACKAGE = Path(bapipe.__file__).parent
+
+LAYERS = [
+    {"errors"},
+    {"units", "host"},
+    {"profile", "cluster", "schedule"},
+    {"plan", "machine", "trace"},
+    {"cost", "codec", "timeline", "schedules"},
+    {"memory", "schemas", "cache", "outcome"},
+    {"simulate", "report"},
+    {"search", "measure", "runtime", "zoo"},
+    {"api"},
+    {"__init__"},
+    {"cli"},
+]
+"""Lowest first. A module imports from layers below its own; within a package such as `search` from its files too."""
+
+TORCH = {"trace", "machine", "measure", "runtime", "zoo"}
+HEAVY = {"torch": TORCH, "numpy": {"zoo"}, "PIL": {"zoo"}, "ortools": set[str](), "networkx": set[str]()}
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(top-level name inside the package, file)"""
+    return [(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(dotted name, whether it is at the top of the file) of every import, but those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    checking = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in checking:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [
+                (f"{node.module}.{alias.name}" if node.module == "bapipe" else str(node.module), node in tree.body)
+                for alias in node.names
+            ]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, node in tree.body) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), modules(), ids=lambda x: str(x.relative_to(PACKAGE)) if isinstance(x, Path) else ""
+)
+def test_imports_point_down(name: str, path: Path) -> None:
+    level = next(i for i, layer in enumerate(LAYERS) if name in layer)
+    for imported, _ in imports(path):
+        parts = imported.split(".")
+        if parts[0] != "bapipe" or parts[1:2] == [name]:
+            continue
+        target = parts[1] if len(parts) > 1 else "__init__"
+        assert any(target in layer for layer in LAYERS[:level]), (
+            f"{path.name} imports {imported}, which is not below it"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), modules(), ids=lambda x: str(x.relative_to(PACKAGE)) if isinstance(x, Path) else ""
+)
+def test_heavy_packages_stay_where_they_belong(name: str, path: Path) -> None:
+    for imported, _ in imports(path):
+        package = imported.split(".")[0]
+        assert name in HEAVY.get(package, {name}), f"{path.name} imports {package}"
+
+
+def test_only_the_command_line_prints_and_exits() -> None:
+    for name, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.exit", "exit"):
+                assert name == "cli", f"{path.name}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("command", ["import bapipe", "import bapipe.cli", "import bapipe.search.explore"])
+def test_planning_loads_no_heavy_package(command: str) -> None:
+    code = f"import sys; {command}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names() -> None:
+    assert sorted(bapipe.__all__) == [
+        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Cluster", "Device", "Example", "Infeasible",
+        "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "Prediction",
+        "RunFailed", "StagePlan", "Timeline", "plan", "profile", "read", "run", "simulate", "write",
+    ]  # fmt: skip
+    for name in bapipe.__all__:
+        assert getattr(bapipe, name) is not None
+
+
+def test_command_line_options() -> None:
+    group = typer.main.get_command(app)
+    options = {
+        name: sorted(opt for p in command.params for opt in p.opts if opt.startswith("--") and opt != "--help")
+        for name, command in group.commands.items()  # type: ignore[attr-defined]
+    }
+    assert options == {
+        "profile": ["--arg", "--device", "--microbatch-size", "--output"],
+        "cluster": ["--device", "--devices", "--output"],
+        "plan": [
+            "--arg", "--cluster", "--devices", "--memory-limit", "--microbatch-size", "--minibatch-size", "--output",
+            "--schedule", "--stages",
+        ],
+        "simulate": ["--json", "--trace"],
+        "show": [],
+        "run": ["--arg", "--data", "--json", "--lr", "--seed", "--steps", "--trace"],
+    }  # fmt: skip
