@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from bapipe.cluster import Cluster, Device
 from bapipe.errors import BapipeError, InvalidModel
@@ -115,7 +114,7 @@ def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _Vie
     names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
     buckets = fill_buckets([layer.param_bytes for layer in layers]) if len(devices) > 1 else ()
-    ends = tuple(accumulate(count for count, _ in buckets))
+    ends = tuple(end for end, _ in buckets)
     return Stage(
         on=tuple(
             stage_cost([views[device.kind].by_name[name] for name in names], device.speed, stage.recompute, ends)
@@ -129,15 +128,19 @@ def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _Vie
 
 
 def fill_buckets(param_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns (number of layers, bytes) of each all-reduce bucket, for layers given last to first."""
+    """Returns (end, bytes) of each all-reduce bucket, for layers given last to first.
+
+    The bucket is full when the first `end` of the given layers have their gradients.
+    """
     buckets: list[tuple[int, int]] = []
-    count = held = 0
-    for num_bytes in param_bytes:
-        count, held = count + 1, held + num_bytes
+    end = held = 0
+    for place, num_bytes in enumerate(param_bytes, start=1):
+        if num_bytes:
+            end, held = place, held + num_bytes
         if held >= BUCKET_BYTES:
-            buckets.append((count, held))
-            count = held = 0
-    return (*buckets, (count, held)) if held else tuple(buckets)
+            buckets.append((end, held))
+            held = 0
+    return (*buckets, (end, held)) if held else tuple(buckets)
 
 
 def stage_cost(

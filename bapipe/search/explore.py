@@ -41,8 +41,8 @@ def explore(
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
-        BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that do
-            not divide.
+        BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that
+            do not divide.
     """
     _check(profiles, cluster, schedules, num_stages)
     sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
@@ -69,8 +69,8 @@ def explore(
         raise Infeasible(closest(problems, [layer.name for layer in next(iter(profiles.values())).layers]))
     space = (
         f"every cut of {_num_layers(profiles)} layers, in the profile's order, into {_span(counts)}, one device a "
-        f"stage in the cluster's order ({len(cluster.devices)} devices); micro-batches of {', '.join(map(str, sizes))}; "
-        f"schedules {', '.join(schedules)}; no replicas, no recomputation"
+        f"stage in the cluster's order ({len(cluster.devices)} devices); micro-batches of "
+        f"{', '.join(map(str, sizes))}; schedules {', '.join(schedules)}; no replicas, no recomputation"
     )
     plan = _plan(profiles, found, minibatch_size, space)
     return msgspec.structs.replace(plan, alternatives=alternatives(plan, profiles, sizes, schedules, limits))
