@@ -63,7 +63,7 @@ def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
 @pytest.mark.parametrize(
     ("path", "new", "message"),
     [
-        (("bapipe",), "profile/2", "unknown file kind 'profile/2'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),  # noqa: E501
+        (("bapipe",), "profile/2", "unknown file kind 'profile/2'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),
         (("bapipe",), ..., "Object missing required field `bapipe` - at `$`"),
         (("layers", 3, "param_bytes"), -1, "Expected `int` >= 0 - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), "x", "Expected `int`, got `str` - at `$.layers[3].param_bytes`"),
@@ -84,7 +84,7 @@ def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
         (("layers", 1, "shares"), ["zz"], "'zz' is not a layer of the profile - at `$.layers[1].shares`"),
         (("layers",), [], "a profile needs at least one layer - at `$.layers`"),
         (("measurements",), [], "a profile needs at least one measured micro-batch size - at `$.measurements`"),
-        (("measurements", 1, "microbatch_size"), 1, "micro-batch size 1 is measured twice - at `$.measurements[1].microbatch_size`"),  # noqa: E501
+        (("measurements", 1, "microbatch_size"), 1, "micro-batch size 1 is measured twice - at `$.measurements[1].microbatch_size`"),
         (("measurements", 1, "microbatch_size"), 0, "Expected `int` >= 1 - at `$.measurements[1].microbatch_size`"),
         (
             ("measurements", 0, "layers", 2, "output_bytes"),
@@ -127,7 +127,7 @@ def test_a_damaged_cluster_names_the_place(cluster: Cluster, path: Any, new: Any
         (("stages", 1, "layers"), ["l0"], "layer 'l0' is in two places - at `$.stages[1].layers`"),
         (("stages", 1, "devices"), ["d7"], "'d7' is not a device of the plan's cluster - at `$.stages[1].devices`"),
         (("stages", 1, "devices"), [], "a stage needs at least one device - at `$.stages[1].devices`"),
-        (("order", 1, 0), "1X0", "'1X0' is no action; want stage, one of F B I W, micro-batch, such as '2F0' - at `$.order[1][0]`"),  # noqa: E501
+        (("order", 1, 0), "1X0", "'1X0' is no action; want stage, one of F B I W, micro-batch, such as '2F0' - at `$.order[1][0]`"),
         (("order",), [[]], "1 orders for 2 devices - at `$.order`"),
         (("cluster", "devices", 1, "name"), "d0", "a second device is named 'd0' - at `$.cluster.devices[1].name`"),
         (("factory",), ..., "Object missing required field `factory` - at `$`"),

@@ -1,0 +1,465 @@
+"""A slow, plain reference judge for plan/1, written apart from bapipe, from its rules alone.
+
+Everything is looked up again whenever it is needed: no heaps, no caches, no running totals. The heart is `play`, which
+stands on one instant after another and does there exactly what rule 4 says: what ends, transfers, actions, again until
+nothing changes. The clock then jumps to the next instant at which something ends.
+"""
+
+import re
+from fractions import Fraction
+from itertools import permutations
+from math import ceil, floor
+
+BUCKET_BYTES = 25 * 2**20
+FIGURES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "stash_bytes", "workspace_bytes")
+
+
+def judge(plan, profiles):
+    """Spans, transfers, all-reduces, updates, step and peak memory of a plan; ValueError if its table is illegal."""
+    case = Case(plan, profiles)
+    table = read_table(case)
+    spans, transfers = play(case, table)
+    syncs = all_reduces(case, table, spans)
+    updates = run_updates(case, table, spans, syncs)
+    # Rule 6: the step ends when the last device is done, with its actions and its updates. Transfers do not count.
+    ends = [0] + [end for _, _, _, end in spans.values()] + [end for _, _, _, end in updates]
+    return {
+        "step_ns": max(ends),
+        "spans": [
+            (device, f"{s}{phase}{m}", spans[s, phase, m][2], spans[s, phase, m][3])
+            for device in case.device_names
+            for s, phase, m in table[device]
+        ],
+        "transfers": transfers,
+        "syncs": syncs,
+        "updates": updates,
+        "peak_bytes": {device: peak(case, table, device) for device in case.device_names},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the files say
+
+
+def half_up(number):
+    """Rounded to the nearest integer, halves upwards, exactly."""
+    return floor(Fraction(number) + Fraction(1, 2))
+
+
+class Case:
+    """A plan with its profiles, as questions and answers."""
+
+    def __init__(self, plan, profiles):
+        self.cluster = plan["cluster"]
+        self.device_names = [device["name"] for device in self.cluster["devices"]]
+        self.devices = {device["name"]: device for device in self.cluster["devices"]}
+        self.stages = plan["stages"]
+        self.order = plan["order"]
+        self.size = plan["microbatch_size"]
+        self.micro_batches = range(plan["num_microbatches"])
+        self.last_stage = len(self.stages) - 1
+        self.profiles = profiles
+        self.used_kinds = []
+        for stage in self.stages:
+            if not stage["devices"] or len(set(stage["devices"])) != len(stage["devices"]):
+                raise ValueError(f"A stage needs one or more different devices, not {stage['devices']}.")
+            for name in stage["devices"]:
+                if name not in self.devices:
+                    raise ValueError(f"A stage names the device {name!r}, which the cluster does not have.")
+                kind = self.devices[name]["kind"]
+                if kind not in profiles:
+                    raise ValueError(f"There is no profile for the device kind {kind!r}.")
+                if kind not in self.used_kinds:
+                    self.used_kinds.append(kind)
+        self.layer_figures = {kind: figures_at(profiles[kind], self.size) for kind in self.used_kinds}
+        self.graph = self.agreed_graph()
+        self.check_stages()
+
+    def agreed_graph(self):
+        """name -> inputs, {output: bytes}, {output: gradient bytes}, param and optimizer bytes; all kinds must agree."""
+        graphs = []
+        for kind in self.used_kinds:
+            graph = {}
+            for layer in self.profiles[kind]["layers"]:
+                sizes = dict(
+                    zip(layer["outputs"], self.layer_figures[kind][layer["name"]]["output_bytes"], strict=True)
+                )
+                no_gradient = layer.get("no_gradient", [])
+                graph[layer["name"]] = {
+                    "inputs": layer["inputs"],
+                    "bytes": sizes,
+                    "gradient_bytes": {t: 0 if t in no_gradient else b for t, b in sizes.items()},
+                    "param_bytes": layer["param_bytes"],
+                    "optimizer_state_bytes": layer["optimizer_state_bytes"],
+                }
+            graphs.append(graph)
+        if any(graph != graphs[0] or list(graph) != list(graphs[0]) for graph in graphs):
+            raise ValueError("The profiles of the device kinds disagree on the graph or on its bytes.")
+        return graphs[0]
+
+    def check_stages(self):
+        home = {}
+        for s, stage in enumerate(self.stages):
+            if not stage["layers"]:
+                raise ValueError(f"Stage {s} has no layers.")
+            for name in stage["layers"]:
+                if name not in self.graph or name in home:
+                    raise ValueError(f"Stage {s} lists {name!r}, which is no layer or is in two stages.")
+                home[name] = s
+        if set(home) != set(self.graph):
+            raise ValueError("Some layer is in no stage.")
+        self.home = home
+        for producer in self.graph:
+            for consumer in self.graph:
+                if set(self.graph[producer]["bytes"]) & set(self.graph[consumer]["inputs"]):
+                    if home[producer] > home[consumer]:
+                        raise ValueError(
+                            f"Layer {consumer!r} is in an earlier stage than {producer!r}, which it needs."
+                        )
+
+    # -- devices ------------------------------------------------------------------------------------------------------
+
+    def device_of(self, s, m):
+        """Rule 2: micro-batch m runs on device number m mod r."""
+        replicas = self.stages[s]["devices"]
+        return replicas[m % len(replicas)]
+
+    def speed(self, device):
+        return Fraction(str(self.devices[device].get("speed", 1.0)))
+
+    def overlaps(self, device):
+        return self.devices[device].get("overlaps_transfers", True)
+
+    def link_ns(self, source, target, size):
+        """Rule 4: latency + ⌈bytes ÷ bandwidth⌉ on the link from source to target."""
+        same_host = self.devices[source]["host"] == self.devices[target]["host"]
+        link = self.cluster["intra_host"] if same_host else self.cluster["inter_host"]
+        for entry in self.cluster.get("links", []):
+            if entry["from"] == source and entry["to"] == target:
+                link = entry
+        return link["latency_ns"] + ceil(Fraction(size * 10**9, link["bytes_per_s"]))
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def figures(self, s, device, figure, last=None):
+        """That figure of the stage's layers (of its `last` layers only) in the profile of the device's kind."""
+        names = self.stages[s]["layers"]
+        if last is not None:
+            names = names[len(names) - last :]
+        return [self.layer_figures[self.devices[device]["kind"]][name][figure] for name in names]
+
+    def stage_ns(self, s, device, figure, last=None):
+        """Rule 1: the sum over the layers, divided by the speed, rounded half up."""
+        return half_up(sum(self.figures(s, device, figure, last)) / self.speed(device))
+
+    def action_ns(self, s, phase, device):
+        """Rule 1: B = I + W, and recomputing adds F to B or I."""
+        forward = self.stage_ns(s, device, "forward_ns")
+        input_grad = self.stage_ns(s, device, "input_grad_ns")
+        weight_grad = self.stage_ns(s, device, "weight_grad_ns")
+        again = forward if self.stages[s]["recompute"] else 0
+        return {
+            "F": forward,
+            "B": again + input_grad + weight_grad,
+            "I": again + input_grad,
+            "W": weight_grad,
+        }[phase]
+
+    def cut_bytes(self, s, what):
+        """Rule 3: bytes (or gradient bytes) of all tensors made in stage s or before and used after stage s."""
+        if s < 0 or s >= self.last_stage:
+            return 0
+        total = 0
+        for producer, layer in self.graph.items():
+            for tensor in layer["bytes"]:
+                users = [self.home[name] for name, other in self.graph.items() if tensor in other["inputs"]]
+                if self.home[producer] <= s and any(user > s for user in users):
+                    total += layer[what][tensor]
+        return total
+
+
+def figures_at(profile, size):
+    """layer name -> figure -> value at the micro-batch size; interpolated linearly and rounded half up if not measured."""
+    measured = {}
+    for entry in profile["measurements"]:
+        measured[entry["microbatch_size"]] = entry["layers"]
+    if not min(measured) <= size <= max(measured):
+        raise ValueError(f"Micro-batch size {size} is outside the measured sizes {sorted(measured)}.")
+    low = max(known for known in measured if known <= size)
+    high = min(known for known in measured if known >= size)
+
+    def between(at_low, at_high):
+        if low == high:
+            return at_low
+        return half_up(at_low + Fraction((at_high - at_low) * (size - low), high - low))
+
+    figures = {}
+    for number, layer in enumerate(profile["layers"]):
+        at_low, at_high = measured[low][number], measured[high][number]
+        values = {figure: between(at_low.get(figure, 0), at_high.get(figure, 0)) for figure in FIGURES}
+        values["output_bytes"] = [
+            between(a, b) for a, b in zip(at_low["output_bytes"], at_high["output_bytes"], strict=True)
+        ]
+        values["update_ns"] = layer.get("update_ns", 0)
+        figures[layer["name"]] = values
+    return figures
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rule 8: the table
+
+
+def read_table(case):
+    """device -> [(stage, phase, micro-batch), ...]; all of rule 8 but the deadlock, which `play` finds."""
+    if len(case.order) != len(case.device_names):
+        raise ValueError(f"The order has {len(case.order)} lists for {len(case.device_names)} devices.")
+    table = {}
+    places = {}
+    for device, actions in zip(case.device_names, case.order, strict=True):
+        table[device] = []
+        for position, text in enumerate(actions):
+            match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text)
+            if match is None:
+                raise ValueError(f"{text!r} is not an action.")
+            s, phase, m = int(match[1]), match[2], int(match[3])
+            if s > case.last_stage or m not in case.micro_batches:
+                raise ValueError(f"{text} names a stage or a micro-batch that the plan does not have.")
+            if case.device_of(s, m) != device:
+                raise ValueError(f"{text} stands in the order of {device}, not of {case.device_of(s, m)}.")
+            if (s, phase, m) in places:
+                raise ValueError(f"{text} is there twice.")
+            places[s, phase, m] = position
+            table[device].append((s, phase, m))
+    for s in range(len(case.stages)):
+        for m in case.micro_batches:
+            phases = [phase for phase in "FBIW" if (s, phase, m) in places]
+            if phases not in (["F", "B"], ["F", "I", "W"]):
+                raise ValueError(f"Stage {s} does {phases} of micro-batch {m}, not F and B, nor F, I and W.")
+            if sorted(phases, key=lambda phase: places[s, phase, m]) != phases:
+                raise ValueError(f"Stage {s} does not do {', '.join(phases)} of micro-batch {m} in that order.")
+    for device in case.device_names:
+        arrivals = [m for s, phase, m in table[device] if s == case.last_stage and phase == "F"]
+        if arrivals != sorted(arrivals):
+            raise ValueError(f"The last stage does F on {device} in the order {arrivals}, not ascending.")
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules 2 to 4: the timeline
+
+
+def play(case, table):
+    """({(stage, phase, micro-batch): (device, text, start, end)}, [transfers in order of their start])."""
+    now = 0
+    running = []  # (device, action, start, end) of actions begun but not ended
+    flying = []  # (transfer, start, end) of transfers begun but not ended; transfer as made by `transfer_after`
+    waiting = []  # transfers that are ready and have not begun
+    ended = []  # actions that have ended
+    arrived = []  # (direction, sender stage, micro-batch) whose data is at the receiver
+    spans = {}
+    flights = []
+
+    def transfer_after(action):
+        """The (ready, sender, direction, m, from, to, bytes) that an action's end sets off, or None: rule 3."""
+        s, phase, m = action
+        if phase == "F" and s < case.last_stage:
+            return (now, s, "F", m, case.device_of(s, m), case.device_of(s + 1, m), case.cut_bytes(s, "bytes"))
+        if phase in "BI" and s > 0:
+            size = case.cut_bytes(s - 1, "gradient_bytes")
+            return (now, s, "B", m, case.device_of(s, m), case.device_of(s - 1, m), size)
+        return None
+
+    def precedence(transfer):
+        """Rule 4: readiness, then the lower (sending) stage, then forward first, then the lower micro-batch."""
+        ready, sender, direction, m = transfer[:4]
+        return (ready, sender, "FB".index(direction), m)
+
+    def inputs_are_there(action):
+        s, phase, m = action
+        if phase == "F":  # rule 3: F of the stage before and its transfer
+            return s == 0 or ("F", s - 1, m) in arrived
+        if phase == "W":  # rule 3: its own I
+            return (s, "I", m) in ended
+        # rule 3: its own F, and B or I of the stage after and its transfer
+        return (s, "F", m) in ended and (s == case.last_stage or ("B", s + 1, m) in arrived)
+
+    def computes(device):
+        return any(busy == device for busy, _, _, _ in running)
+
+    def is_held(device):
+        """Rule 4: a transfer occupies those of its ends that do not overlap."""
+        return not case.overlaps(device) and any(device in transfer[4:6] for transfer, _, _ in flying)
+
+    def may_fly(transfer):
+        """Rule 4: the link is idle, and so is every end that does not overlap."""
+        source, target = transfer[4:6]
+        if any(other[4:6] == (source, target) for other, _, _ in flying):
+            return False
+        return all(case.overlaps(end) or not (computes(end) or is_held(end)) for end in (source, target))
+
+    while True:
+        changed = True
+        while changed:
+            changed = False
+            # Rule 4, first: what ends.
+            for entry in [entry for entry in running if entry[3] == now]:
+                device, action, start, end = entry
+                running.remove(entry)
+                ended.append(action)
+                changed = True
+                transfer = transfer_after(action)
+                if transfer is not None:
+                    _, sender, direction, m, source, target, size = transfer
+                    if source == target or size == 0:
+                        arrived.append((direction, sender, m))  # takes no time, occupies nothing
+                    else:
+                        waiting.append(transfer)
+            for entry in [entry for entry in flying if entry[2] == now]:
+                (_, sender, direction, m, source, target, _), start, end = entry
+                flying.remove(entry)
+                arrived.append((direction, sender, m))
+                changed = True
+            # Rule 4, then: transfers that can start.
+            for transfer in sorted(waiting, key=precedence):
+                if may_fly(transfer):
+                    _, sender, direction, m, source, target, size = transfer
+                    end = now + case.link_ns(source, target, size)
+                    waiting.remove(transfer)
+                    flying.append((transfer, now, end))
+                    flights.append((source, target, direction, sender, m, now, end))
+                    changed = True
+            # Rule 4, then: actions that can start (rule 2: the head of each device's order, as early as it can).
+            for device in case.device_names:
+                rest = [action for action in table[device] if action not in spans]
+                if rest and not computes(device) and not is_held(device) and inputs_are_there(rest[0]):
+                    s, phase, m = rest[0]
+                    end = now + case.action_ns(s, phase, device)
+                    running.append((device, rest[0], now, end))
+                    spans[rest[0]] = (device, f"{s}{phase}{m}", now, end)
+                    changed = True
+        ends = [entry[3] for entry in running] + [entry[2] for entry in flying]
+        if not ends:
+            break
+        now = min(ends)
+
+    stuck = [actions for actions in table.values() if any(action not in spans for action in actions)]
+    if stuck:  # rule 8: nothing deadlocks
+        heads = [next(action for action in actions if action not in spans) for actions in stuck]
+        raise ValueError("The table deadlocks: " + ", ".join(f"{s}{p}{m}" for s, p, m in heads) + " never start.")
+    return spans, flights
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules 5 and 6: all-reduces and updates
+
+
+def buckets_of(case, s):
+    """[(bytes, k)]: the bucket's gradients are all there once the k last layers of the stage are done."""
+    buckets = []
+    held = 0
+    layers = case.stages[s]["layers"]
+    done = 0  # how many layers from the end must be done for the gradients held
+    for k in range(1, len(layers) + 1):
+        size = case.graph[layers[-k]]["param_bytes"]
+        if size > 0:  # a layer without parameters has no gradient for a bucket to wait for
+            held += size
+            done = k
+        if held >= BUCKET_BYTES:
+            buckets.append((held, done))
+            held = 0
+    if held > 0:
+        buckets.append((held, done))
+    return buckets
+
+
+def all_reduces(case, table, spans):
+    """Rule 5: [(stage, bucket bytes, start, end)]."""
+    syncs = []
+    for s, stage in enumerate(case.stages):
+        r = len(stage["devices"])
+        if r == 1:
+            continue
+        free = 0  # the end of the bucket before
+        for size, k in buckets_of(case, s):
+            ready = []
+            for device in stage["devices"]:
+                backwards = [action for action in table[device] if action[0] == s and action[1] in "BW"]
+                if not backwards:
+                    ready.append(0)
+                    continue
+                last = backwards[-1]
+                moment = spans[last][2]
+                if last[1] == "B":
+                    if stage["recompute"]:
+                        moment += case.stage_ns(s, device, "forward_ns")
+                    moment += case.stage_ns(s, device, "input_grad_ns", last=k)
+                moment += case.stage_ns(s, device, "weight_grad_ns", last=k)
+                ready.append(moment)
+            part = ceil(Fraction(size, r))
+            hop = max(case.link_ns(source, target, part) for source, target in permutations(stage["devices"], 2))
+            start = max(ready + [free])
+            free = start + 2 * (r - 1) * hop
+            syncs.append((s, size, start, free))
+    return syncs
+
+
+def run_updates(case, table, spans, syncs):
+    """Rule 6: [(device, stage, start, end)], one at a time on a device after its last action."""
+    updates = []
+    for device in case.device_names:
+        todo = []
+        for s, stage in enumerate(case.stages):
+            if device in stage["devices"]:
+                own = [end for other, _, _, end in syncs if other == s]
+                acts = [spans[action][3] for action in table[device] if action[0] == s]
+                not_before = max(own) if own else max(acts, default=0)
+                todo.append((not_before, s))
+        clock = max([spans[action][3] for action in table[device]], default=0)
+        for not_before, s in sorted(todo):
+            start = max(clock, not_before)
+            clock = start + case.stage_ns(s, device, "update_ns")
+            updates.append((device, s, start, clock))
+    return updates
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rule 7: memory
+
+
+def peak(case, table, device):
+    static = 0
+    buffers = 0
+    for s, stage in enumerate(case.stages):
+        if device not in stage["devices"]:
+            continue
+        for name in stage["layers"]:
+            layer = case.graph[name]
+            static += layer["param_bytes"] + layer["param_bytes"] + layer["optimizer_state_bytes"]
+        for m in case.micro_batches:
+            if case.device_of(s, m) != device:
+                continue
+            if s > 0 and case.device_of(s - 1, m) != device:
+                buffers += case.cut_bytes(s - 1, "bytes")
+            if s < case.last_stage and case.device_of(s + 1, m) != device:
+                buffers += case.cut_bytes(s, "gradient_bytes")
+    actions = table[device]
+    moments = [0]
+    for now, (running_stage, _, _) in enumerate(actions):
+        # Places in the order stand for time: what ends at an instant is freed before what starts there is counted.
+        total = max(case.figures(running_stage, device, "workspace_bytes"))
+        for s, phase, m in actions:
+            if phase != "F":
+                continue
+            first = actions.index((s, "F", m))
+            backward = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "I", m))
+            last = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "W", m))
+            stash = sum(case.figures(s, device, "stash_bytes"))
+            if case.stages[s]["recompute"]:
+                if first <= now <= last:
+                    total += case.cut_bytes(s - 1, "bytes")
+                if backward <= now <= last:
+                    total += stash
+            elif first <= now <= last:
+                total += stash
+        moments.append(total)
+    return static + buffers + max(moments)

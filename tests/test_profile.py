@@ -1,0 +1,77 @@
+"""Profiles between measured micro-batch sizes, and what speed does to times."""
+
+from random import Random
+
+import pytest
+
+from bapipe.cluster import Bandwidth
+from bapipe.errors import BapipeError
+from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.units import at_speed
+from tests.random_profiles import random_profile
+
+
+def one_layer(*measured: tuple[int, int]) -> ModelProfile:
+    layer = LayerProfile(name="l", kind="Linear", inputs=("x",), outputs=("l",), param_bytes=4, optimizer_state_bytes=4)
+    return ModelProfile(
+        model="m",
+        device=DeviceKind(kind="cpu", name="none", memory_bytes=0),
+        dtype="float32",
+        optimizer="sgd-momentum",
+        layers=(layer,),
+        measurements=tuple(
+            Measurement(
+                microbatch_size=size,
+                layers=(
+                    LayerMeasurement(
+                        forward_ns=ns, input_grad_ns=ns, weight_grad_ns=ns, stash_bytes=ns, output_bytes=(ns,)
+                    ),
+                ),
+            )
+            for size, ns in measured
+        ),
+    )
+
+
+@pytest.mark.parametrize(("size", "want"), [(1, 10), (2, 13), (3, 17), (4, 20), (6, 15), (8, 10)])
+def test_sizes_between_two_measured_ones_are_interpolated(size: int, want: int) -> None:
+    """10 to 20 over three steps: 10, 13.33, 16.67, 20; then down to 10 over four."""
+    (measured,) = one_layer((4, 20), (1, 10), (8, 10)).at(size)
+    assert measured.forward_ns == measured.stash_bytes == measured.output_bytes[0] == want
+
+
+def test_a_half_is_rounded_up() -> None:
+    assert one_layer((1, 10), (3, 11)).at(2)[0].forward_ns == 11
+    assert one_layer((1, 11), (3, 10)).at(2)[0].forward_ns == 11
+
+
+@pytest.mark.parametrize("size", [1, 9])
+def test_sizes_outside_the_measured_ones_are_refused(size: int) -> None:
+    with pytest.raises(BapipeError) as caught:
+        one_layer((2, 1), (8, 2)).at(size)
+    assert str(caught.value) == (
+        f"the profile of m on cpu holds micro-batch sizes 2 to 8, not {size}: choose one of those, or profile again "
+        f"with --microbatch-size {size}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ns", "speed", "want"), [(10, 1.0, 10), (10, 2.0, 5), (5, 2.0, 3), (1, 0.4, 3), (10, 0.3, 33), (10**18, 3.0, 333333333333333333)]
+)  # fmt: skip
+def test_speed_divides_and_rounds_half_up(ns: int, speed: float, want: int) -> None:
+    assert at_speed(ns, speed) == want
+
+
+def test_a_transfer_takes_latency_and_the_bandwidths_share_rounded_up() -> None:
+    link = Bandwidth(bytes_per_s=3 * 10**9, latency_ns=100)
+    assert [link.transfer_ns(n) for n in (0, 1, 3, 4, 6)] == [100, 101, 101, 102, 102]
+
+
+def test_layers_of_a_stage_add_up() -> None:
+    from bapipe.search.chain import Chain
+
+    profile = random_profile(Random(3), 6)
+    chain = Chain(profile, 2, 1.0)
+    measured = profile.at(2)
+    assert chain.cost(1, 4).forward_ns == sum(m.forward_ns for m in measured[1:4])
+    assert chain.cost(1, 4).workspace_bytes == max(m.workspace_bytes for m in measured[1:4])

@@ -1,0 +1,123 @@
+"""The judge against closed forms; `test_judge.py` holds it against rules written apart."""
+
+from itertools import pairwise
+
+import pytest
+
+from bapipe.cluster import Bandwidth, Cluster, Device
+from bapipe.cost import Stage, StageCost, fill_buckets
+from bapipe.errors import InvalidSchedule
+from bapipe.memory import peak_memory
+from bapipe.schedule import Schedule, parse_action
+from bapipe.schedules import SCHEDULES
+from bapipe.schedules.gpipe import gpipe
+from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.simulate import judge
+
+
+def cluster(num_devices: int, latency_ns: int = 0) -> Cluster:
+    link = Bandwidth(bytes_per_s=10**18, latency_ns=latency_ns)  # a byte takes a nanosecond to round up to
+    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=0) for i in range(num_devices))
+    return Cluster(devices=devices, intra_host=link, inter_host=link)
+
+
+def equal_stages(num: int, f: int, b: int, send: int = 0, stash: int = 0) -> list[Stage]:
+    cost = StageCost(forward_ns=f, input_grad_ns=b, weight_grad_ns=0, stash_bytes=stash)
+    return [Stage(on=(cost,), send_bytes=send, grad_bytes=send) for _ in range(num)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize(("f", "b"), [(1, 2), (5, 3), (10, 10)])
+def test_equal_stages_meet_the_closed_form(name: str, p: int, m: int, f: int, b: int) -> None:
+    """(m+p-1)(F+B): GPipe (arXiv:1811.06965, sec. 2.3), and PipeDream-flush (arXiv:2104.04473, sec. 2.2)."""
+    timeline = judge(SCHEDULES[name](p, m), equal_stages(p, f, b), cluster(p))
+    assert timeline.step_ns == (m + p - 1) * (f + b)
+    assert timeline.prediction(m).bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize("times", [[(3, 5), (7, 2), (4, 4)], [(9, 1), (1, 9)], [(2, 2), (8, 8), (2, 2), (5, 1)]])
+@pytest.mark.parametrize("m", [1, 2, 5, 9])
+def test_uneven_gpipe_meets_its_closed_form(times: list[tuple[int, int]], m: int) -> None:
+    """sum f + (m-1) max f + sum b + (m-1) max b: two flow shops, one after the other."""
+    stages = [Stage(on=(StageCost(forward_ns=f, input_grad_ns=b, weight_grad_ns=0),)) for f, b in times]
+    fs, bs = [f for f, _ in times], [b for _, b in times]
+    want = sum(fs) + (m - 1) * max(fs) + sum(bs) + (m - 1) * max(bs)
+    assert judge(gpipe(len(times), m), stages, cluster(len(times))).step_ns == want
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
+@pytest.mark.parametrize("latency", [1, 4])
+def test_small_latencies_add_to_gpipe_once_a_cut(p: int, latency: int) -> None:
+    m, f, b = 2 * p, 100, 100
+    timeline = judge(gpipe(p, m), equal_stages(p, f, b, send=1), cluster(p, latency))
+    assert timeline.step_ns == (m + p - 1) * (f + b) + 2 * (p - 1) * (latency + 1)
+
+
+@pytest.mark.parametrize("p", [3, 4, 6])
+@pytest.mark.parametrize("latency", [0, 3])
+def test_small_latencies_add_to_1f1b_between_its_turns(p: int, latency: int) -> None:
+    """c [2(p-1)m/p + 2(p-2)] where p divides m, with c the one-way transfer."""
+    m, f, b, c = 2 * p, 1000, 1000, latency + 1
+    timeline = judge(one_f_one_b(p, m), equal_stages(p, f, b, send=1), cluster(p, latency))
+    assert timeline.step_ns == (m + p - 1) * (f + b) + c * (2 * (p - 1) * m // p + 2 * (p - 2))
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("m", range(1, 9))
+def test_stashes_in_flight(p: int, m: int) -> None:
+    stages = equal_stages(p, 1, 1, stash=1)
+    assert [memory.stash for memory in peak_memory(gpipe(p, m), stages)] == [m] * p
+    assert [memory.stash for memory in peak_memory(one_f_one_b(p, m), stages)] == [min(p - s, m) for s in range(p)]
+
+
+def test_memory_is_told_apart_at_the_peak() -> None:
+    cost = StageCost(
+        forward_ns=1, input_grad_ns=1, weight_grad_ns=1, param_bytes=100, optimizer_bytes=50, stash_bytes=7, workspace_bytes=3
+    )  # fmt: skip
+    stages = [Stage(on=(cost,), send_bytes=11, grad_bytes=5), Stage(on=(cost,))]
+    first, second = peak_memory(one_f_one_b(2, 4), stages)
+    assert (first.params, first.gradients, first.optimizer, first.stash, first.workspace) == (100, 100, 50, 14, 3)
+    assert (first.buffers, second.buffers) == (4 * 5, 4 * 11)
+    assert second.stash == 7
+
+
+def test_scaling_all_times_scales_the_step() -> None:
+    times = [(3, 5), (7, 2), (4, 4)]
+    steps = [
+        judge(
+            one_f_one_b(3, 7),
+            [
+                Stage(
+                    on=(StageCost(forward_ns=k * f, input_grad_ns=k * b, weight_grad_ns=0),), send_bytes=1, grad_bytes=1
+                )
+                for f, b in times
+            ],
+            cluster(3, 10 * k - 1),
+        ).step_ns
+        for k in (1, 2, 6)
+    ]
+    assert steps == [steps[0], 2 * steps[0], 6 * steps[0]]
+
+
+def test_a_slower_link_never_speeds_a_named_schedule_up() -> None:
+    stages = equal_stages(4, 10, 15, send=1)
+    for name in SCHEDULES:
+        steps = [judge(SCHEDULES[name](4, 9), stages, cluster(4, latency)).step_ns for latency in range(0, 60, 3)]
+        assert all(a <= b for a, b in pairwise(steps))
+
+
+def test_a_deadlock_is_named() -> None:
+    order = tuple(tuple(map(parse_action, text.split())) for text in ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
+    schedule = Schedule(devices=((0,), (1,)), num_microbatches=2, order=order)
+    with pytest.raises(InvalidSchedule) as caught:
+        judge(schedule, equal_stages(2, 1, 1), cluster(2))
+    assert str(caught.value) == "deadlock: each waits for another: rank 0 at 0B0, rank 1 at 1F1"
+
+
+def test_buckets_close_at_25_mib_and_end_with_a_gradient() -> None:
+    mib = 2**20
+    assert fill_buckets([]) == fill_buckets([0, 0]) == ()
+    assert fill_buckets([0, 10 * mib, 0, 20 * mib, 0, 5, 0]) == ((4, 30 * mib), (6, 5))
+    assert fill_buckets([25 * mib, 25 * mib]) == ((1, 25 * mib), (2, 25 * mib))
