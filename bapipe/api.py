@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bapipe.cache import cached_profile, profile_path
 from bapipe.cluster import Bandwidth, Cluster, Device
@@ -54,8 +54,7 @@ def profile(
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails.
     """
-    import torch
-
+    torch = _torch()
     from bapipe.measure.layers import measure
 
     return measure(
@@ -134,6 +133,7 @@ def run(
             f"the plan of {plan.model} names no factory, so there is nothing to build the model with: profile it as "
             "module.path:function, or use bapipe.Pipeline in a script of your own"
         )
+    _torch()
     _check_devices(plan)
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build
@@ -196,6 +196,7 @@ def alike(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
 
 def local_cluster(num_devices: int | None, kind: str) -> Cluster:
     """Returns this machine's devices of a kind, the link between them measured."""
+    _torch()
     from bapipe.measure.cluster import cluster
 
     return cluster(num_devices, kind)
@@ -211,9 +212,7 @@ def profile_model(
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`."""
     factory = resolve(model)
-
-    import torch
-
+    torch = _torch()
     from bapipe.measure.layers import measure
     from bapipe.zoo.factory import build
 
@@ -242,9 +241,7 @@ def kept_profile(
 ) -> ModelProfile:
     """Returns the profile of a named model that was measured on this machine before, or measures and keeps it."""
     factory = resolve(model)
-
-    import torch
-
+    torch = _torch()
     from bapipe.machine import describe, environment
 
     key = {
@@ -266,6 +263,15 @@ def unit_timeline(plan: Plan) -> Timeline:
     """Returns the plan's order with F, I and W of one microsecond each and no transfers, to draw what the order is."""
     unit = StageCost(forward_ns=1000, input_grad_ns=1000, weight_grad_ns=1000)
     return judge(plan.table, [Stage(on=(unit,) * len(stage.devices)) for stage in plan.stages], plan.cluster)
+
+
+def _torch() -> Any:
+    """Returns torch, which planning does without."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BapipeError(f"profiling and running need torch ({error}): pip install 'bapipe[run]'") from None
+    return torch
 
 
 def _check_devices(plan: Plan) -> None:

@@ -29,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # formatting help with rich would double its time
     help="Decides, proves and runs the best way to train a network as a pipeline over several devices.",
 )
 out = Console()
