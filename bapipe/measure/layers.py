@@ -34,7 +34,7 @@ def measure(
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
     optimizer: str = "sgd-momentum",
-    seconds_per_size: float = 8.0,
+    seconds_per_size: float = 6.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model in training, its last layer the loss.

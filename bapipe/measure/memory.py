@@ -113,7 +113,7 @@ def _profiled(run: Callable[[], T]) -> tuple[T, list[_Use]]:
     changes: list[tuple[int | None, int]] = []  # (layer that begins, 0) or (None, bytes)
     for event in events:
         if event.name() == "[memory]":
-            changes.append((None, event.nbytes()))
+            changes.append((None, event.nbytes()))  # type: ignore[attr-defined]
         elif event.name().startswith(_MARK):
             changes.append((int(event.name().removeprefix(_MARK)), 0))
     return result, list(_uses(changes))

@@ -22,7 +22,7 @@ class LayerTimes:
     """Times of the layers of a model, and of the loss after them.
 
     Attributes:
-        forward_ns, input_grad_ns, backward_ns: medians over the passes; `backward_ns` is I and W together.
+        forward_ns, input_grad_ns, backward_ns: of the typical pass; `backward_ns` is I and W together.
         num_passes: how many there were.
     """
 
@@ -53,7 +53,7 @@ def time_layers(subject: Subject, seconds: float) -> LayerTimes:
             times.append(_timed(clock, _call(run, loss), watched.num_layers + 1)[1])
             del loss
     return LayerTimes(
-        forward_ns=_medians(forward), input_grad_ns=_medians(inputs), backward_ns=_medians(whole), num_passes=len(whole)
+        forward_ns=_typical(forward), input_grad_ns=_typical(inputs), backward_ns=_typical(whole), num_passes=len(whole)
     )
 
 
@@ -128,6 +128,13 @@ def _timed(clock: _CpuClock | _CudaClock, run: Callable[[], T], num_layers: int)
 
 def _call(run: Callable[[Tensor], None], loss: Tensor) -> Callable[[], None]:
     return lambda: run(loss)
+
+
+def _typical(passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns the medians, scaled to add up to the median pass; alone they add up to less, being skewed."""
+    medians = _medians(passes)
+    whole, total = median(map(sum, passes)), sum(medians)
+    return tuple(round(time_ns * whole / total) for time_ns in medians) if total else medians
 
 
 def _medians(passes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ class Watched:
         own = self.subject.model.layers[layer]
         if not isinstance(value, Tensor):
             raise InvalidModel(
-                f"layer '{own.name}' gives other layers {value!r}, which is a {type(value).__name__}; only tensors can "
+                f"layer '{own.name}' gives other layers {value!r} ({type(value).__name__}); only tensors can "
                 "cross between layers: compute it from a tensor where it is used"
             )
         self.tensors[name] = TensorFacts(
