@@ -45,7 +45,7 @@ def environment(num_threads: int) -> dict[str, object]:
     """Returns the software and settings that times depend on."""
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": num_threads,
     }

@@ -1,0 +1,182 @@
+"""From a module to its profile: every layer run and measured on a device of this machine."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.machine import describe, environment, prepare_cpu
+from bapipe.measure.memory import LayerMemory, layer_memory
+from bapipe.measure.timing import LayerTimes, time_layers, time_updates
+from bapipe.measure.watch import Subject, batch, parameters_of
+from bapipe.profile import LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.trace import LOSS, TARGET, TracedModel, trace
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+}
+
+CPU = torch.device("cpu")
+
+
+def measure(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    target: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    microbatch_sizes: Sequence[int],
+    name: str,
+    device: torch.device = CPU,
+    factory: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+    optimizer: str = "sgd-momentum",
+    seconds_per_size: float = 6.0,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ModelProfile:
+    """Returns the profile of a model in training, its last layer the loss.
+
+    Example inputs of any batch size are repeated to each micro-batch size. The module's parameters, buffers and mode
+    are left as they were, its gradients as None; on a CPU, one thread computes. `progress` is called with the number of
+    parts done, the number of all parts, and what comes next.
+
+    Raises:
+        InvalidModel: the module cannot be traced, or a layer fails or gives another something else than a tensor.
+        BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
+    """
+    sizes = _checked_sizes(microbatch_sizes)
+    if optimizer not in OPTIMIZERS:
+        raise BapipeError(f"unknown optimizer '{optimizer}'; want one of {', '.join(OPTIMIZERS)}")
+    tell = progress or (lambda done, total, what: None)
+    model = _traced(module)
+    if device.type == "cpu":
+        prepare_cpu(1)
+    num_parts = 2 * len(sizes) + 1
+    times: list[LayerTimes] = []
+    memory: list[LayerMemory] = []
+    with _ready(module, device):
+        for index, size in enumerate(sizes):
+            *own, wanted = batch((*inputs, target), size, device)
+            subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted)
+            tell(2 * index, num_parts, f"times at micro-batch size {size}")
+            times.append(time_layers(subject, seconds_per_size))
+            tell(2 * index + 1, num_parts, f"memory at micro-batch size {size}")
+            memory.append(layer_memory(subject))
+        tell(num_parts - 1, num_parts, "optimizer")
+        layers = (*_layers(model, memory[0], optimizer), _loss_layer(model, loss))
+    tell(num_parts, num_parts, "done")
+    return ModelProfile(
+        model=name,
+        factory=factory,
+        arguments=dict(arguments or {}),
+        device=describe(device),
+        dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
+        optimizer=optimizer,
+        environment=environment(torch.get_num_threads()) | {"passes": [t.num_passes for t in times]},
+        layers=layers,
+        measurements=tuple(_measurement(model, *each) for each in zip(sizes, times, memory, strict=True)),
+    )
+
+
+def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    if not sizes:
+        raise BapipeError("no micro-batch size to measure at: give one or more, such as 1,2,4,8")
+    if min(sizes) < 1:
+        raise BapipeError(f"micro-batch size {min(sizes)} cannot be measured: want 1 or more")
+    return tuple(sorted(set(sizes)))
+
+
+def _traced(module: nn.Module) -> TracedModel:
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
+    model = trace(module)
+    if any(layer.name == LOSS for layer in model.layers):
+        raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
+    return model
+
+
+@contextmanager
+def _ready(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts the module on the device in training mode without gradients, and restores it and the random state after."""
+    training = {part: part.training for part in module.modules()}
+    module.to(device).train()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    module.zero_grad()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        module.zero_grad()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for part, mode in training.items():
+            part.training = mode
+
+
+def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+    parameters = parameters_of(model)
+    first: dict[int, int] = {}
+    for index, own in enumerate(parameters):
+        for parameter in own:
+            first.setdefault(id(parameter), index)
+    # A shared parameter counts for the first layer that uses it.
+    counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
+    trained = [[p for p in own if p.requires_grad] for own in counted]
+    update_ns = time_updates(trained, OPTIMIZERS[optimizer])
+    for index, layer in enumerate(model.layers):
+        ids = {id(parameter) for parameter in parameters[index]}
+        yield LayerProfile(
+            name=layer.name,
+            kind=layer.kind,
+            inputs=layer.inputs,
+            outputs=layer.outputs,
+            param_bytes=_num_bytes(counted[index]),
+            optimizer_state_bytes=_num_bytes(trained[index]),  # one momentum for each parameter
+            update_ns=update_ns[index],
+            shares=tuple(
+                other.name
+                for other, own in zip(model.layers, parameters, strict=True)
+                if other is not layer and any(id(parameter) in ids for parameter in own)
+            ),
+            no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
+        )
+
+
+def _loss_layer(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
+    function = loss.func if isinstance(loss, partial) else loss
+    return LayerProfile(
+        name=LOSS,
+        kind=getattr(function, "__name__", type(function).__name__),
+        inputs=(*model.outputs, TARGET),
+        outputs=(LOSS,),
+        param_bytes=0,
+        optimizer_state_bytes=0,
+    )
+
+
+def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: LayerMemory) -> Measurement:
+    outputs = [tuple(memory.tensors[tensor].num_bytes for tensor in layer.outputs) for layer in model.layers]
+    return Measurement(
+        microbatch_size=size,
+        layers=tuple(
+            LayerMeasurement(
+                forward_ns=times.forward_ns[index],
+                input_grad_ns=times.input_grad_ns[index],
+                weight_grad_ns=max(times.backward_ns[index] - times.input_grad_ns[index], 0),
+                stash_bytes=memory.stash_bytes[index],
+                workspace_bytes=memory.workspace_bytes[index],
+                output_bytes=output_bytes,
+            )
+            for index, output_bytes in enumerate([*outputs, (0,)])
+        ),
+    )
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,176 @@
+"""What layers keep for their backward, and what they need only while they run."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.profiler import record_function
+
+from bapipe.measure.watch import Subject, TensorFacts, Watched
+
+T = TypeVar("T")
+
+_MARK = "bapipe:layer:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of the layers of a model, and of the loss after them.
+
+    Attributes:
+        tensors: the layers' outputs by name.
+    """
+
+    stash_bytes: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]
+    tensors: dict[str, TensorFacts]
+
+
+def layer_memory(subject: Subject) -> LayerMemory:
+    """Returns what autograd keeps and what the allocator gives out, gradients being added up.
+
+    Stash: every storage that autograd saves, parameters and buffers aside, for the first layer that saves it.
+    Workspace: forward, the most allocated while a layer runs beyond the larger of before and after; backward, the most
+    beyond before, and the gradients of its outputs, which are there before.
+    """
+    stash, tensors = _stash(subject)
+    forward, backward = (_cuda_usage if subject.device.type == "cuda" else _cpu_usage)(subject)
+    workspace = [0] * len(stash)
+    for use in forward:
+        workspace[use.layer] = max(workspace[use.layer], use.peak_bytes - max(use.before_bytes, use.after_bytes))
+    gradients = [
+        sum(tensors[name].num_bytes for name in layer.outputs if name in tensors and tensors[name].has_gradient)
+        for layer in subject.model.layers
+    ]
+    for use in backward:
+        given = gradients[use.layer] if use.layer < len(gradients) else 0
+        workspace[use.layer] = max(workspace[use.layer], use.peak_bytes - use.before_bytes + given)
+    return LayerMemory(stash_bytes=tuple(stash), workspace_bytes=tuple(workspace), tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """Bytes allocated before, at the most during, and after a stretch of a layer's work."""
+
+    layer: int
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+def _stash(subject: Subject) -> tuple[list[int], dict[str, TensorFacts]]:
+    module = subject.model.module
+    counted = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    stash = [0] * (len(subject.model.layers) + 1)
+    watched = Watched(subject=subject, enter=lambda _: None)
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in counted:
+            counted.add(_storage(tensor))
+            stash[watched.running] += tensor.untyped_storage().nbytes()
+        return tensor  # so that the storage lives on, and no other gets its address
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = watched.forward()
+    del loss
+    return stash, dict(watched.tensors)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _cpu_usage(subject: Subject) -> tuple[list[_Use], list[_Use]]:
+    """Reads the allocator's events between marks in a profile of the pass."""
+
+    def mark(layer: int) -> None:
+        with record_function(f"{_MARK}{layer}"):
+            pass
+
+    watched = Watched(subject=subject, enter=mark)
+    watched.backward(watched.forward())
+    loss, forward = _profiled(watched.forward)
+    _, backward = _profiled(lambda: watched.backward(loss))
+    return forward, backward
+
+
+def _profiled(run: Callable[[], T]) -> tuple[T, list[_Use]]:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():  # torch 2.13 writes two lines there for each profile
+        profiler.start()
+    result = run()
+    with _silent_stderr():
+        profiler.stop()
+    inner = profiler.profiler
+    assert inner is not None
+    assert inner.kineto_results is not None
+    events = sorted(inner.kineto_results.events(), key=lambda event: event.start_ns())
+    changes: list[tuple[int | None, int]] = []  # (layer that begins, 0) or (None, bytes)
+    for event in events:
+        if event.name() == "[memory]":
+            changes.append((None, event.nbytes()))  # type: ignore[attr-defined]
+        elif event.name().startswith(_MARK):
+            changes.append((int(event.name().removeprefix(_MARK)), 0))
+    return result, list(_uses(changes))
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Discards what C++ code writes to stderr."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[_Use]:
+    """Yields the stretches between two marks."""
+    running: int | None = None
+    held = before = peak = 0
+    for layer, num_bytes in changes:
+        held += num_bytes
+        peak = max(peak, held)
+        if layer is None:
+            continue
+        if running is not None:
+            yield _Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
+        running, before, peak = layer, held, held
+    if running is not None:
+        yield _Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
+
+
+def _cuda_usage(subject: Subject) -> tuple[list[_Use], list[_Use]]:
+    """Reads the caching allocator's counters at marks."""
+    stretches: list[tuple[int, int]] = []  # (layer that begins, bytes before)
+    uses: list[_Use] = []
+
+    def mark(layer: int) -> None:
+        held = torch.cuda.memory_allocated()
+        if stretches:
+            running, before = stretches[-1]
+            peak = torch.cuda.max_memory_allocated()
+            uses.append(_Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held))
+        torch.cuda.reset_peak_memory_stats()
+        stretches.append((layer, held))
+
+    watched = Watched(subject=subject, enter=mark)
+    watched.backward(watched.forward())
+    stretches.clear()
+    uses.clear()
+    loss = watched.forward()
+    mark(-1)
+    forward = uses.copy()
+    stretches.clear()
+    uses.clear()
+    watched.backward(loss)
+    mark(-1)
+    return forward, uses

@@ -1,0 +1,55 @@
+"""The cost of a message, fitted and measured."""
+
+import pytest
+
+from bapipe.cluster import Bandwidth
+from bapipe.errors import BapipeError, RunFailed
+from bapipe.machine import num_devices
+from bapipe.measure.cluster import cluster
+from bapipe.measure.links import fit, measure_link
+
+SIZES = (1_000, 10_000, 100_000, 1_000_000)
+
+
+def test_fit_finds_the_line() -> None:
+    times_ns = [100_000 + num_bytes // 2 for num_bytes in SIZES]
+    assert fit(SIZES, times_ns) == Bandwidth(bytes_per_s=2_000_000_000, latency_ns=100_000)
+
+
+def test_fit_has_no_negative_latency() -> None:
+    link = fit(SIZES, [10, 200, 3_000, 40_000])
+    assert link.latency_ns == 0
+    assert link.bytes_per_s > 0
+    assert fit(SIZES, [500, 400, 300, 200]).bytes_per_s > 0
+
+
+def test_cluster_of_one_device() -> None:
+    made = cluster(1, "cpu")
+    (device,) = made.devices
+    assert (device.name, device.host, device.kind) == ("cpu0", "host0", "cpu")
+    assert device.memory_bytes > 0
+    assert made.intra_host == made.inter_host
+    assert 0 < made.intra_host.latency_ns < 10**9
+    assert 10**6 < made.intra_host.bytes_per_s < 10**12
+
+
+def test_more_devices_than_there_are() -> None:
+    present = num_devices("cpu")
+    with pytest.raises(BapipeError) as error:
+        cluster(present + 1, "cpu")
+    assert str(error.value) == (
+        f"{present + 1} devices of kind 'cpu' were asked for, this machine has {present}: ask for {present} or fewer, "
+        "or write a cluster file for the machines that have more"
+    )
+    with pytest.raises(BapipeError) as error:
+        cluster(0, "cpu")
+    assert str(error.value) == f"a cluster of 0 devices was asked for: want 1 to {present}"
+    with pytest.raises(BapipeError) as error:
+        cluster(1, "tpu")
+    assert str(error.value) == "unknown device kind 'tpu'; want one of cpu, cuda"
+
+
+def test_ranks_that_take_too_long_are_ended() -> None:
+    with pytest.raises(RunFailed) as error:
+        measure_link(timeout_s=0.05)
+    assert str(error.value) == "measuring the link took longer than 0.05 s: try again on a quieter machine"

@@ -1,0 +1,235 @@
+"""Profiles of small modules whose bytes are counted by hand."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bapipe import codec
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.measure.layers import measure
+from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
+
+
+def profile(module: nn.Module, *shape: int) -> ModelProfile:
+    return measure(
+        module,
+        (torch.randn(1, *shape),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+    )
+
+
+def layers(made: ModelProfile) -> dict[str, tuple[LayerProfile, LayerMeasurement]]:
+    return {layer.name: (layer, m) for layer, m in zip(made.layers, made.measurements[0].layers, strict=True)}
+
+
+def test_linear_layers() -> None:
+    made = profile(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5)), 10)
+    (a, at_a), (b, at_b), (loss, at_loss) = layers(made).values()
+    assert (a.param_bytes, a.optimizer_state_bytes) == (4 * (10 * 20 + 20),) * 2
+    assert b.param_bytes == 4 * (20 * 5 + 5)
+    assert (at_a.output_bytes, at_b.output_bytes, at_loss.output_bytes) == ((4 * 4 * 20,), (4 * 4 * 5,), (0,))
+    assert at_a.stash_bytes == 4 * 4 * 10  # the model's input
+    assert at_b.stash_bytes == 4 * 4 * 20  # a's output
+    # b backward: the gradients of its output and its input, then those of weight and bias, to be added.
+    assert at_b.workspace_bytes >= 4 * (4 * 5 + 4 * 20 + 20 * 5)
+    assert at_b.workspace_bytes <= 4 * (4 * 5 + 4 * 20 + 20 * 5 + 5) + 1024
+    assert (loss.name, loss.kind, loss.inputs, loss.outputs) == ("loss", "cross_entropy", ("1", "target"), ("loss",))
+    # log-softmax of 4 x 5 scores, 4 targets of 8 bytes, and the sum of the weights
+    assert at_loss.stash_bytes == 4 * 4 * 5 + 4 * 8 + 4
+    assert at_a.input_grad_ns == 0  # nobody needs the gradient of the data
+    assert at_b.input_grad_ns > 0
+    assert at_a.weight_grad_ns > 0
+
+
+def test_relu_in_place_shares_the_storage_of_the_convolution() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    found = layers(profile(module, 3, 8, 8))
+    stash = {name: m.stash_bytes for name, (_, m) in found.items()}
+    assert stash["0"] == 4 * 4 * 3 * 8 * 8
+    assert stash["1"] == 4 * 4 * 8 * 8 * 8  # its output, which the convolution made
+    assert stash["2"] == 0  # its input is the same storage
+    assert found["1"][1].output_bytes == found["0"][1].output_bytes == (4 * 4 * 8 * 8 * 8,)
+    assert found["1"][1].input_grad_ns > 0
+
+
+def test_dropout_keeps_its_mask_and_leaves_no_input() -> None:
+    stash = {
+        n: m.stash_bytes for n, (_, m) in layers(profile(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5)), 6)).items()
+    }
+    assert stash == {"0": 4 * 4 * 6, "1": 4 * 5 * 4, "loss": 4 * 4 * 5 + 4 * 8 + 4}  # a float mask in torch on a CPU
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        y: Tensor = self.head(self.b(self.a(x)) * mask)
+        return y
+
+
+def test_shared_parameters_count_once() -> None:
+    found = layers(profile(Tied(), 6))
+    assert (found["a"][0].param_bytes, found["b"][0].param_bytes) == (4 * (36 + 6), 4 * 6)
+    assert (found["a"][0].shares, found["b"][0].shares, found["head"][0].shares) == (("b",), ("a",), ())
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z: Tensor = self.b(y) * (y[:, :5] > 0)
+        return z
+
+
+def test_outputs_without_gradient_are_named() -> None:
+    a = layers(profile(Masked(), 6))["a"][0]
+    assert len(a.outputs) == 2
+    assert a.no_gradient == (a.outputs[1],)
+
+
+def test_a_profile_decodes_to_itself_and_the_module_is_left_alone() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(3)
+    told: list[tuple[int, int, str]] = []
+    made = measure(
+        module,
+        (torch.randn(2, 3, 6, 6),),
+        torch.tensor([0, 1]),
+        nn.CrossEntropyLoss(),
+        microbatch_sizes=(4, 1),
+        name="small",
+        factory="own:net",
+        arguments={"width": 3},
+        seconds_per_size=0.0,
+        progress=lambda done, total, what: told.append((done, total, what)),
+    )
+    assert codec.decode(codec.encode(made)) == made
+    assert made.microbatch_sizes == (1, 4)
+    assert made.layers[-1].kind == "CrossEntropyLoss"
+    assert (made.dtype, made.device.kind, made.factory, made.arguments) == ("float32", "cpu", "own:net", {"width": 3})
+    assert told[0] == (0, 5, "times at micro-batch size 1")
+    assert told[-1] == (5, 5, "done")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not any(part.training for part in module.modules())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z: Tensor = self.b(y) / y.size(1)
+        return z
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        raise RuntimeError("no way back")
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 5)),
+            "layer '1' failed in its forward at micro-batch size 4: RuntimeError: "
+            "mat1 and mat2 shapes cannot be multiplied (4x6 and 7x5)",
+        ),
+        (
+            Sized,
+            "layer 'a' gives other layers 6 (int); only tensors can cross between layers: "
+            "compute it from a tensor where it is used",
+        ),
+        (meta, "Sequential is on the meta device, so it cannot run: build it on a real one"),
+        (nn.ReLU, "ReLU has no parameter to train: set requires_grad on those to train"),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 3)),
+            "layer 'loss' failed in its forward at micro-batch size 4: IndexError: Target 4 is out of bounds.",
+        ),
+    ],
+)
+def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure(
+            make(),
+            (torch.randn(1, 6),),
+            torch.tensor([4]),
+            functional.cross_entropy,
+            microbatch_sizes=(4,),
+            name="small",
+            seconds_per_size=0.0,
+        )
+    assert str(error.value) == message
+
+
+def test_an_error_in_a_backward_names_the_layer() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.bad, self.b = nn.Linear(6, 6), Bad(), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.b(self.bad(self.a(x)))
+            return y
+
+    class Bad(nn.Identity):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            made: Tensor = FailsBackward.apply(input)  # type: ignore[no-untyped-call]
+            return made
+
+    Bad.__module__ = "torch.nn.own"  # a layer, to the tracer
+    with pytest.raises(InvalidModel) as error:
+        profile(Model(), 6)
+    assert str(error.value) == ("layer 'bad' failed in its backward at micro-batch size 4: RuntimeError: no way back")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optimizer", "message"),
+    [
+        ((), "sgd-momentum", "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
+        ((2, 0), "sgd-momentum", "micro-batch size 0 cannot be measured: want 1 or more"),
+        ((1,), "adamw", "unknown optimizer 'adamw'; want one of sgd-momentum"),
+    ],
+)
+def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -> None:
+    with pytest.raises(BapipeError) as error:
+        measure(
+            nn.Linear(2, 2),
+            (torch.randn(1, 2),),
+            torch.zeros(1, dtype=torch.int64),
+            functional.cross_entropy,
+            microbatch_sizes=sizes,
+            name="small",
+            optimizer=optimizer,
+        )
+    assert str(error.value) == message

