@@ -111,7 +111,7 @@ def run(
     arguments: Mapping[str, object] | None = None,
     data: str = "synthetic",
     steps: int = 20,
-    learning_rate: float = 0.01,
+    learning_rate: float | None = None,
     seed: int = 0,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> TrainResult:
@@ -120,6 +120,7 @@ def run(
     Args:
         factory: `module.path:function` that returns a `bapipe.Example`; the plan's own where None.
         arguments: what the factory is called with; the plan's own where None.
+        learning_rate: the example's own where None.
         data: what the example's `data` opens, such as mnist, synthetic, or a folder.
         on_step: called after every step; under torchrun in rank 0 only.
 
@@ -147,7 +148,7 @@ def run(
         partial(build, factory, given, meta=True),
         example.data(data),
         steps=steps,
-        lr=learning_rate,
+        lr=example.learning_rate if learning_rate is None else learning_rate,
         seed=seed,
         on_step=on_step,
     )

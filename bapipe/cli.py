@@ -132,10 +132,10 @@ def simulate(
     """Predict one step of a plan: its timeline, its memory."""
     given = read(plan, Plan)
     known = api.by_kind([read(path, ModelProfile) for path in profiles])
+    timeline = api.simulate(given, known)
     for kind, found in known.items():
         if given.profiles.get(kind) not in (None, fingerprint(found)):
             _note(f"the plan was made from another {kind} profile of {given.model}")
-    timeline = api.simulate(given, known)
     prediction = timeline.prediction(given.minibatch_size)
     if trace is not None:
         write_bytes(trace, report.trace([("predicted", timeline)]))
@@ -168,8 +168,9 @@ def run(
         str, typer.Option("--data", help="mnist, synthetic, or a folder with one sub-folder of images a class.")
     ] = "synthetic",
     learning_rate: Annotated[
-        float, typer.Option("--lr", min=0.0, help="Learning rate of SGD with momentum 0.9.")
-    ] = 0.01,
+        float | None,
+        typer.Option("--lr", min=0.0, help="Learning rate of SGD with momentum 0.9; else the model's own."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights, the order of the data, and dropout.")] = 0,
     arg: Arguments = None,
     trace: Annotated[
@@ -237,7 +238,7 @@ def _measure(model: str, pairs: list[str] | None, device: str, sizes: tuple[int,
 def _parts() -> Iterator[api.Tell]:
     """A bar for work in named parts."""
     columns = TextColumn("profiling {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, what="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
 

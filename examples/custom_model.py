@@ -18,6 +18,7 @@ def residual_mlp(width: int = 1024, depth: int = 6) -> bapipe.Example:
         target=torch.zeros(1, dtype=torch.long),
         loss=nn.CrossEntropyLoss(),
         data=partial(images, image_size=28, num_classes=10),
+        learning_rate=0.02,
     )
 
 
@@ -38,6 +39,6 @@ if __name__ == "__main__":
     plan = bapipe.plan(profile, 2, minibatch_size=128, num_stages=2)
     for stage in plan.stages:
         print(f"{stage.devices[0]}: {stage.layers[0]} to {stage.layers[-1]}")
-    result = bapipe.run(plan, factory="custom_model:residual_mlp", data="mnist", steps=30, learning_rate=0.02)
+    result = bapipe.run(plan, factory="custom_model:residual_mlp", data="mnist", steps=30)
     print(f"predicted {plan.prediction.step_ns / 1e6:.1f} ms a step, measured {result.typical_step_ns / 1e6:.1f} ms")
     print(f"loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}")

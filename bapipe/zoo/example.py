@@ -17,6 +17,7 @@ class Example:
         target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch, a scalar.
         data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs.
+        learning_rate: one that trains the model with SGD, momentum 0.9, where nothing else is said.
         initialize: sets the parameters of one layer's module in place; None takes its `reset_parameters()`.
     """
 
@@ -26,3 +27,4 @@ class Example:
     loss: Callable[[Tensor, Tensor], Tensor]
     data: "Callable[[str], Dataset[tuple[Tensor, Tensor]]] | None" = None
     initialize: Callable[[nn.Module], None] | None = None
+    learning_rate: float = 0.01

@@ -60,6 +60,7 @@ def vgg16(image_size: int = 64, num_classes: int = 1000) -> Example:
         loss=functional.cross_entropy,
         data=partial(images, image_size=image_size, num_classes=num_classes),
         initialize=initialize,
+        learning_rate=0.002,
     )
 
 
