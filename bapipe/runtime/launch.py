@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -23,7 +24,6 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.machine import prepare_cpu
-from bapipe.runtime.lower import quiet_torch
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
@@ -83,11 +83,12 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """`expected` errors are a user's; `lost_peer` ones only say that another rank has gone."""
+    """`expected` errors are a user's; `lost_peer` ones only say that another rank has gone, or is too slow."""
 
     text: str
     expected: bool
-    lost_peer: bool
+    lost_peer: bool = False
+    timed_out: bool = False
 
 
 @dataclass(slots=True)
@@ -237,13 +238,21 @@ def _error(children: Sequence[_Child]) -> BapipeError:
             hint = "; a system out of memory does that: plan with less memory" if cause == "SIGKILL" else ""
             return RunFailed(f"{_title(child)} was killed by {cause}{_at(child)}{hint}")
     told = [child for child in children if child.failed is not None]
-    for child in sorted(told, key=_suspicion):
-        assert child.failed is not None
-        if child.failed.expected:
-            return RunFailed(child.failed.text)
-        return RunFailed(f"{_title(child)} failed{_at(child)}: {child.failed.text}")
-    gone = next(child for child in children if child.lost)
-    return RunFailed(f"{_title(gone)} ended{_at(gone)} without a word (exit code {gone.process.exitcode})")
+    cause_first = sorted(told, key=_suspicion)
+    lost = [child for child in children if child.lost]
+    if lost and (not told or _is_symptom(cause_first[0])):
+        return RunFailed(f"{_title(lost[0])} ended{_at(lost[0])} without a word (exit code {lost[0].process.exitcode})")
+    child = cause_first[0]
+    assert child.failed is not None
+    if child.failed.expected:
+        return RunFailed(child.failed.text)
+    if child.failed.timed_out:
+        return RunFailed(f"{_title(child)} {child.failed.text}{_at(child)}")
+    return RunFailed(f"{_title(child)} failed{_at(child)}: {child.failed.text}")
+
+
+def _is_symptom(child: _Child) -> bool:
+    return child.failed is not None and child.failed.lost_peer
 
 
 def _suspicion(child: _Child) -> tuple[bool, bool, int]:
@@ -300,7 +309,7 @@ def _child(
     except BaseException as error:  # whatever it is, the parent says it in one line
         code = 1
         with contextlib.suppress(OSError):
-            pipe.send(_failed(error))
+            pipe.send(_failed(error, timeout_s))
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -324,7 +333,8 @@ def _die_with(parent: int) -> None:
 
 
 def _prepare(kind: str, local_index: int) -> torch.device:
-    quiet_torch()
+    # When an action fails torch prints the whole schedule; the error itself says enough.
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     if kind != "cuda":
         prepare_cpu(1)
         return torch.device("cpu")
@@ -339,10 +349,13 @@ def _init(kind: str, timeout_s: float, **where: Any) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
 
 
-def _failed(error: BaseException) -> _Failed:
-    expected = isinstance(error, BapipeError)
-    text = str(error).strip() if expected else _one_line(error)
-    return _Failed(text=text, expected=expected, lost_peer=_is_lost_peer(error))
+def _failed(error: BaseException, timeout_s: float) -> _Failed:
+    if isinstance(error, BapipeError):
+        return _Failed(text=str(error), expected=True)
+    if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
+        text = f"waited more than {timeout_s:g} s for another rank"
+        return _Failed(text=text, expected=False, lost_peer=True, timed_out=True)
+    return _Failed(text=_one_line(error), expected=False, lost_peer=_is_lost_peer(error))
 
 
 def _one_line(error: BaseException) -> str:
@@ -354,18 +367,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    text = str(error)
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "gloo/transport",
-        "Gloo",
-        "Timed out",
-    )
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
-    )
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
 def _join(

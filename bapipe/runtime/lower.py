@@ -1,6 +1,5 @@
 """A schedule on torch's pipeline runtime: the only file that uses names torch does not promise to keep."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,11 +171,6 @@ class Runner:
         scaled = loss / self._num_microbatches
         self._runs[-1].end = self._clock.stamp()
         return scaled
-
-
-def quiet_torch() -> None:
-    """Stops torch from printing the whole schedule when an action fails; the error itself says enough."""
-    logging.getLogger(_PipelineScheduleRuntime.__module__).setLevel(logging.CRITICAL)
 
 
 def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
