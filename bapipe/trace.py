@@ -39,7 +39,7 @@ class TracedModel:
     Attributes:
         module: the traced module; it shares parameters and buffers with the original.
         inputs: names of the model's inputs, in the order of its `forward`.
-        outputs: names of the tensors it returns.
+        outputs: names of the tensors it returns, in the order in which it does.
         node_of: the graph node that gives each tensor.
         layer_of: the name of the layer that each operator belongs to.
     """
@@ -77,8 +77,9 @@ def extract(model: TracedModel, layers: Iterable[str], inputs: Sequence[str], ou
     """Returns a module of some layers that maps the tensors `inputs` to a tuple of the tensors `outputs`.
 
     An output that none of the layers makes is an input passed on. Parameters keep their names and are shared with the
-    model. An input that a layer would change in place is copied first, because autograd refuses to change a leaf and a
-    sender may still be using it. Outputs are contiguous, and so are the gradients of the inputs: gloo needs both.
+    model. An input that a layer would change in place, itself or through a view, is copied first, because autograd
+    refuses to change a leaf and whoever gave it may still be using it. Outputs are as the layers give them, strides and
+    all.
     """
     chosen = set(layers)
     graph = fx.Graph()
@@ -88,9 +89,7 @@ def extract(model: TracedModel, layers: Iterable[str], inputs: Sequence[str], ou
         env[node] = graph.placeholder(node.name)
     for name in inputs:
         node = model.node_of[name]
-        if any(
-            changes_in_place(model.module, user, node) and model.layer_of.get(user) in chosen for user in node.users
-        ):
+        if _is_changed_in_place(model, node, chosen):
             env[node] = graph.call_function(torch.clone, (env[node],))
     for node in model.module.graph.nodes:
         if model.layer_of.get(node) not in chosen:
@@ -102,6 +101,28 @@ def extract(model: TracedModel, layers: Iterable[str], inputs: Sequence[str], ou
     graph.output(tuple(env[model.node_of[name]] for name in outputs))
     graph.lint()
     return fx.GraphModule(model.module, graph)
+
+
+_ALIASING_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_ALIASING_OPERATORS = frozenset(
+    ("chunk", "contiguous", "expand", "flatten", "getitem", "narrow", "permute", "reshape", "select", "split",
+     "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as")
+)  # fmt: skip
+
+
+def _is_changed_in_place(model: TracedModel, tensor: fx.Node, layers: set[str]) -> bool:
+    """Returns whether one of the layers writes to a tensor or to what may share its memory."""
+    users = [user for user in tensor.users if model.layer_of.get(user) in layers]
+    return any(changes_in_place(model.module, user, tensor) for user in users) or any(
+        _is_changed_in_place(model, user, layers) for user in users if _may_alias(model.module, user)
+    )
+
+
+def _may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), _ALIASING_MODULES)
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in _ALIASING_OPERATORS
 
 
 def changes_in_place(module: fx.GraphModule, node: fx.Node, tensor: fx.Node) -> bool:
@@ -149,7 +170,7 @@ def _assign(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 def _describe(module: fx.GraphModule, layer_of: dict[fx.Node, str]) -> TracedModel:
     nodes = list(module.graph.nodes)
-    returned = set(next(node for node in nodes if node.op == "output").all_input_nodes)
+    returned = dict.fromkeys(next(node for node in nodes if node.op == "output").all_input_nodes)
     members: dict[str, list[fx.Node]] = {}
     kinds: dict[str, str] = {}
     for node in nodes:
@@ -165,7 +186,7 @@ def _describe(module: fx.GraphModule, layer_of: dict[fx.Node, str]) -> TracedMod
     return TracedModel(
         module=module,
         inputs=tuple(name_of[node] for node in nodes if node.op == "placeholder"),
-        outputs=tuple(name_of[node] for node in nodes if node in returned),
+        outputs=tuple(name_of[node] for node in returned if node in name_of),
         layers=tuple(
             TracedLayer(
                 name=name,

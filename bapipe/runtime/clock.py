@@ -1,0 +1,104 @@
+"""When actions ran: clocks of one rank, and how far the clocks of several ranks are apart."""
+
+import platform
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+_ROUNDS = 8
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Clock(Protocol):
+    """Takes stamps cheaply and turns them into nanoseconds of `time.perf_counter_ns` later."""
+
+    def stamp(self) -> object: ...
+
+    def ns(self, stamp: object) -> int: ...
+
+
+class CpuClock:
+    """Stamps are nanoseconds already: on a CPU an action is done when its call returns."""
+
+    def stamp(self) -> object:
+        return time.perf_counter_ns()
+
+    def ns(self, stamp: object) -> int:
+        assert isinstance(stamp, int)
+        return stamp
+
+
+class CudaClock:
+    """Stamps are CUDA events, because a call returns before the device has done its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_ns = time.perf_counter_ns()
+
+    def stamp(self) -> object:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def ns(self, stamp: object) -> int:
+        assert isinstance(stamp, torch.cuda.Event)
+        stamp.synchronize()
+        return self._origin_ns + int(self._origin.elapsed_time(stamp) * 1e6)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Returns the clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Returns what to subtract from this rank's clock to read rank 0's; all ranks of the group call it together.
+
+    On one host all processes read the same clock. Between hosts it is the offset of the fastest of a few round trips,
+    wrong by half their asymmetry at most.
+    """
+    hosts: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, _host(), group=group)
+    if all(host == hosts[0] for host in hosts):
+        return 0
+    rank, offset_ns = dist.get_rank(group), 0
+    for peer in range(1, len(hosts)):
+        if rank == 0:
+            _answer(peer, device, group)
+        elif rank == peer:
+            offset_ns = _ask(device, group)
+    return offset_ns
+
+
+def _host() -> tuple[str, str]:
+    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    return platform.node(), boot
+
+
+def _answer(peer: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    message = torch.zeros(1, dtype=torch.int64, device=device)
+    for _ in range(_ROUNDS):
+        dist.recv(message, group=group, group_src=peer)
+        message.fill_(time.perf_counter_ns())
+        dist.send(message, group=group, group_dst=peer)
+
+
+def _ask(device: torch.device, group: dist.ProcessGroup | None) -> int:
+    message = torch.zeros(1, dtype=torch.int64, device=device)
+    best: tuple[int, int] | None = None
+    for _ in range(_ROUNDS):
+        start_ns = time.perf_counter_ns()
+        dist.send(message, group=group, group_dst=0)
+        dist.recv(message, group=group, group_src=0)
+        there_ns = int(message.item())
+        end_ns = time.perf_counter_ns()
+        trip = (end_ns - start_ns, (start_ns + end_ns) // 2 - there_ns)
+        best = trip if best is None else min(best, trip)
+    assert best is not None
+    return best[1]

@@ -1,0 +1,254 @@
+"""A plan's cuts through a traced model: what every stage receives, loads and passes on, and its module."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from bapipe.errors import InvalidModel
+from bapipe.plan import Plan
+from bapipe.trace import LOSS, TracedModel, extract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTensors:
+    """One stage by names.
+
+    Attributes:
+        layers: its layers, in the model's order, without the loss.
+        received: tensors that come from the stage before, those that are only passed on included.
+        loaded: model inputs that the stage uses; the first stage has no other inputs.
+        outputs: tensors for the stage after; of the last stage, what the model returns.
+    """
+
+    layers: tuple[str, ...]
+    received: tuple[str, ...]
+    loaded: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A model cut into stages.
+
+    Attributes:
+        examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
+            inputs, for one micro-batch.
+    """
+
+    model: TracedModel
+    stages: tuple[StageTensors, ...]
+    examples: dict[str, Tensor]
+
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether the model returns a tuple, so that the loss is given one."""
+        return not isinstance(_returned(self.model), fx.Node)
+
+
+def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
+    """Returns a plan's stages of a model; `inputs` are examples of any batch size, on any device.
+
+    A tensor used further on than the next stage is relayed by the stages between. A model input is loaded by every
+    stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing.
+
+    Raises:
+        InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, stages share a parameter, or
+            something other than a tensor would cross a cut.
+    """
+    check_layers(model, plan)
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
+    _check_flow(model, stage_of)
+    _check_sharing(model, stage_of)
+    _check_returned(model)
+    if len(inputs) != len(model.inputs):
+        raise InvalidModel(
+            f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
+        )
+    stages = _stages(model, stage_of, len(plan.stages))
+    crossing = tuple(dict.fromkeys(name for stage in stages[:-1] for name in stage.outputs))
+    examples = _examples(model, crossing, inputs, plan.microbatch_size)
+    return Split(model=model, stages=stages, examples=examples)
+
+
+def stage_module(parts: Split, index: int) -> fx.GraphModule:
+    """Returns a stage as a module of its `received`, then its `loaded` tensors; it gives a tuple of its `outputs`.
+
+    Parameters keep their names in the model and are shared with it. What goes to another stage is contiguous and no
+    view, and comes from a single node of the autograd graph: see `_Seal`.
+    """
+    stage = parts.stages[index]
+    module = extract(parts.model, stage.layers, (*stage.received, *stage.loaded), stage.outputs)
+    if index + 1 < len(parts.stages) and stage.outputs:
+        output = next(node for node in module.graph.nodes if node.op == "output")
+        with module.graph.inserting_before(output):
+            sealed = module.graph.call_function(seal, tuple(output.all_input_nodes))
+        output.args = (sealed,)
+        module.recompile()
+    return module
+
+
+def argument_names(parts: Split, tensors: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of the arguments by which a stage's module takes some tensors."""
+    return tuple(parts.model.node_of[name].name for name in tensors)
+
+
+class _Seal(torch.autograd.Function):
+    """All outputs of a stage as one operator.
+
+    gloo sends contiguous tensors only. Torch's input-gradient action detaches a stage's outputs in place, which a view
+    refuses. It also finds the parameters of the stage by walking up from them to an operator that the stage's inputs
+    reach, and silently forgets those that only feed an output the inputs do not reach; here they all meet.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        sealed = tuple(tensor.detach() if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors)
+        fixed = [given for given, needed in zip(sealed, ctx.needs_input_grad, strict=True) if not needed]
+        ctx.mark_non_differentiable(*fixed)
+        return sealed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def seal(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors, contiguous, as outputs of one autograd operator; copies only what is not contiguous."""
+    sealed: tuple[Tensor, ...] = _Seal.apply(*tensors)  # type: ignore[no-untyped-call]
+    return sealed
+
+
+def check_layers(model: TracedModel, plan: Plan) -> None:
+    """Raises InvalidModel unless the plan's layers are the model's, with the loss on the last stage."""
+    planned = [name for stage in plan.stages for name in stage.layers]
+    known = {layer.name for layer in model.layers}
+    for name in planned:
+        if name != LOSS and name not in known:
+            raise InvalidModel(
+                f"the plan's layer '{name}' is not in the model: "
+                "run the model that the plan was made for, or plan again"
+            )
+    for layer in model.layers:
+        if layer.name not in set(planned):
+            raise InvalidModel(
+                f"the model's layer '{layer.name}' is in no stage of the plan: "
+                "run the model that the plan was made for, or plan again"
+            )
+    if LOSS not in plan.stages[-1].layers:
+        raise InvalidModel(f"the plan's last stage does not hold the layer '{LOSS}': plan again")
+
+
+def _check_flow(model: TracedModel, stage_of: dict[str, int]) -> None:
+    made_in: dict[str, int] = {}
+    for layer in model.layers:
+        for tensor in layer.inputs:
+            if made_in.get(tensor, 0) > stage_of[layer.name]:
+                raise InvalidModel(
+                    f"tensor '{tensor}' is made in stage {made_in[tensor]} but used by '{layer.name}' in stage "
+                    f"{stage_of[layer.name]}: stages must follow the flow of the model"
+                )
+        made_in |= dict.fromkeys(layer.outputs, stage_of[layer.name])
+
+
+def _check_sharing(model: TracedModel, stage_of: dict[str, int]) -> None:
+    """A parameter or buffer in two stages would be two, and drift apart."""
+    first: dict[int, tuple[str, int]] = {}
+    for layer in model.layers:
+        for name, tensor in layer_state(model, layer.name).items():
+            other, stage = first.setdefault(id(tensor), (layer.name, stage_of[layer.name]))
+            if stage != stage_of[layer.name]:
+                raise InvalidModel(
+                    f"'{name}' is used by layers '{other}' and '{layer.name}' in stages {stage} and "
+                    f"{stage_of[layer.name]}: layers that share state must share a stage"
+                )
+
+
+def _check_returned(model: TracedModel) -> None:
+    returned = _returned(model)
+    nodes = (returned,) if isinstance(returned, fx.Node) else returned
+    names = (
+        dict.fromkeys(nodes) if isinstance(nodes, tuple | list) and all(isinstance(n, fx.Node) for n in nodes) else {}
+    )
+    if not names or len(names) != len(nodes) or len(names) != len(model.outputs):
+        raise InvalidModel("the model must return a tensor, or a tuple of different tensors that its layers make")
+
+
+def _returned(model: TracedModel) -> Any:
+    return next(node for node in model.module.graph.nodes if node.op == "output").args[0]
+
+
+def layer_state(model: TracedModel, layer: str) -> dict[str, Tensor]:
+    """Returns the parameters and buffers that a layer uses, by their names in the model."""
+    nodes = [node for node, name in model.layer_of.items() if name == layer]
+    state: dict[str, Tensor] = {}
+    for node in nodes:
+        if node.op == "call_module":
+            path = str(node.target)
+            module = model.module.get_submodule(path)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                state[f"{path}.{name}"] = tensor
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                state[str(source.target)] = direct_state(model.module, str(source.target))
+    return state
+
+
+def direct_state(module: nn.Module, path: str) -> Tensor:
+    """Returns the parameter, buffer or constant at a dotted path."""
+    parent, _, name = path.rpartition(".")
+    value = getattr(module.get_submodule(parent), name)
+    assert isinstance(value, Tensor), path
+    return value
+
+
+def _stages(model: TracedModel, stage_of: dict[str, int], num_stages: int) -> tuple[StageTensors, ...]:
+    made_in = {name: stage_of[layer.name] for layer in model.layers for name in layer.outputs}
+    used_in: dict[str, set[int]] = {}
+    for layer in model.layers:
+        for name in layer.inputs:
+            used_in.setdefault(name, set()).add(stage_of[layer.name])
+    for name in model.outputs:
+        used_in.setdefault(name, set()).add(num_stages - 1)
+    cuts = [tuple(name for name in made_in if made_in[name] <= s < max(used_in[name])) for s in range(num_stages - 1)]
+    return tuple(
+        StageTensors(
+            layers=tuple(layer.name for layer in model.layers if stage_of[layer.name] == s),
+            received=cuts[s - 1] if s else (),
+            loaded=tuple(name for name in model.inputs if s in used_in.get(name, ())),
+            outputs=cuts[s] if s + 1 < num_stages else model.outputs,
+        )
+        for s in range(num_stages)
+    )
+
+
+def _examples(
+    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int
+) -> dict[str, Tensor]:
+    module = extract(model, [layer.name for layer in model.layers], model.inputs, names)
+    state = {name: _on_meta(tensor, tensor.shape) for name, tensor in module.named_parameters()}
+    state |= {name: _on_meta(tensor, tensor.shape) for name, tensor in module.named_buffers()}
+    given = tuple(_on_meta(example, (microbatch_size, *example.shape[1:])) for example in inputs)
+    try:
+        with torch.enable_grad():
+            values = torch.func.functional_call(module, state, given)
+    except Exception as error:  # whatever the model's own code raises
+        raise InvalidModel(
+            f"the model fails on micro-batches of {microbatch_size}, on shapes alone: {str(error).splitlines()[0]}"
+        ) from error
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise InvalidModel(
+                f"'{name}' is used across a cut but is no tensor but a {type(value).__name__}: "
+                "let each layer find sizes from its own input, as x.flatten(1) does, or plan another cut"
+            )
+    return dict(zip(model.inputs, given, strict=True)) | {
+        name: _on_meta(value, value.shape) for name, value in zip(names, values, strict=True)
+    }
+
+
+def _on_meta(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

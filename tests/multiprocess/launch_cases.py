@@ -1,0 +1,82 @@
+"""Workers of test_launch.py and test_train.py that end well or badly, and a parent to be interrupted."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.launch import Rank, launch
+
+
+def both(rank: Rank, how: str) -> int:
+    """Rank 1 ends as `how` says at step 3, while rank 0 waits for it."""
+    for step in range(4):
+        rank.enter_step(step)
+        rank.report((step, os.getpid()))
+        dist.barrier()
+    if rank.index == 1:
+        _end(how)
+    dist.barrier()
+    return rank.index
+
+
+def _end(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("first line\nsecond line")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(5)
+    if how == "hang":
+        time.sleep(1000)
+
+
+def alone(rank: Rank) -> None:
+    """Refused by every rank at once."""
+    raise BapipeError(f"not on {rank.device}")
+
+
+def hang(rank: Rank, folder: str) -> None:
+    rank.enter_step(0)
+    with open(os.path.join(folder, f"{rank.index}.pid"), "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small:
+    """A model on the meta device and how to train it."""
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    initialize: Callable[[nn.Module], None] | None = None
+
+
+def small() -> Small:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+
+
+def clusters() -> Dataset[tuple[Tensor, ...]]:
+    """Three clusters of points and which one each point is of."""
+    torch.manual_seed(0)
+    labels = torch.arange(40) % 3
+    return TensorDataset(torch.randn(40, 4) * 0.1 + labels[:, None], labels)
+
+
+if __name__ == "__main__":  # a parent for SIGINT and SIGKILL
+    try:
+        launch(hang, ["cpu0", "cpu1"], sys.argv[1], timeout_s=100)
+    except KeyboardInterrupt:
+        print("interrupted")
+        sys.exit(130)

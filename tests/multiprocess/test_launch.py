@@ -1,0 +1,105 @@
+"""However a run ends, every rank ends with it, and one line says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_cases import alone, both
+
+from bapipe.errors import BapipeError, RunFailed
+from bapipe.runtime.launch import launch
+
+NAMES = ["cpu0", "cpu1"]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_until_gone(pids: list[int], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(_alive(pid) for pid in pids):
+        time.sleep(0.05)
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 1 (cpu1) failed at step 3: RuntimeError: first line"),
+        (
+            "kill",
+            "rank 1 (cpu1) was killed by SIGKILL at step 3; a system out of memory does that: plan with less memory",
+        ),
+        ("exit", "rank 1 (cpu1) ended at step 3 without a word (exit code 5)"),
+    ],
+)
+def test_one_rank_fails(how: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    last = time.monotonic()
+
+    def remember(index: int, report: tuple[int, int]) -> None:
+        nonlocal last
+        seen.append((index, report[1]))
+        last = time.monotonic()
+
+    with pytest.raises(RunFailed) as caught:
+        launch(both, NAMES, how, timeout_s=60, on_message=remember)
+    assert time.monotonic() - last < 6
+    assert str(caught.value) == message
+    assert {index for index, _ in seen} == {0, 1}
+    assert not [pid for _, pid in seen if _alive(pid)]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
+    with pytest.raises(RunFailed, match=r"^rank 0 \(cpu0\) waited more than 3 s for another rank at step 3$"):
+        launch(both, NAMES, "hang", timeout_s=3)
+
+
+def test_what_every_rank_refuses_is_said_once() -> None:
+    with pytest.raises(BapipeError, match=r"^not on cpu$"):
+        launch(alone, NAMES, timeout_s=60)
+
+
+def _parent(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    script = str(Path(__file__).with_name("launch_cases.py"))
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+    process = subprocess.Popen(
+        [sys.executable, script, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    files = [folder / "0.pid", folder / "1.pid"]
+    end = time.monotonic() + 90
+    while not all(file.exists() and file.read_text() for file in files):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return process, [int(file.read_text()) for file in files]
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    process, children = _parent(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=10)
+    _wait_until_gone(children, 5)
+    assert (process.returncode, out, err) == (130, "interrupted\n", "")
+
+
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    process, children = _parent(tmp_path)
+    process.kill()
+    process.communicate(timeout=10)
+    _wait_until_gone(children, 5)

@@ -1,0 +1,93 @@
+"""Loss, every gradient and every updated parameter of a pipelined model equal the whole model's."""
+
+import pytest
+from runtime_cases import Case, Outcome, case, named_order, random_order, run_cases, two_ranks
+
+from bapipe.runtime.launch import launch
+
+
+def _named(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: bool) -> Case:
+    ranks = range(len(cuts) + 1)
+    order = named_order(schedule, len(ranks), num)
+    return case(f"{schedule} {model} {cuts} m={num} {more or ''}", model, cuts, order, ranks, num, **more)
+
+
+def _random(seed: int, model: str, cuts: tuple[int, ...], ranks: tuple[int, ...], num: int, split: float) -> Case:
+    order = random_order(seed, ranks, num, split)
+    return case(f"random {seed} {model} {cuts} on {ranks} m={num} I/W={split}", model, cuts, order, ranks, num)
+
+
+TWO = (
+    _named("gpipe", "mlp", (4,), 1),
+    _named("gpipe", "mlp", (1,), 4),
+    _named("1f1b", "mlp", (7,), 2),
+    _named("1f1b", "mlp", (8,), 5),  # the last stage holds the loss alone
+    _named("1f1b", "mlp", (6,), 4, single=True),  # its first layer is an in-place ReLU
+    _named("1f1b", "residual", (2,), 4),
+    _named("1f1b", "residual", (4,), 3),
+    _named("gpipe", "residual", (8,), 2, single=True),
+    _named("1f1b", "permuting", (2,), 3),
+    _named("1f1b", "permuting", (1,), 3),
+    _named("gpipe", "permuting", (3,), 3),
+    _named("1f1b", "two-inputs", (2,), 3),
+    _named("gpipe", "two-inputs", (3,), 3),
+    _named("1f1b", "frozen", (1,), 3),
+    _named("1f1b", "tied", (2,), 3),
+    _random(1, "mlp", (4,), (0, 1), 5, 1.0),
+    _random(2, "mlp", (8,), (0, 1), 3, 1.0),
+    _random(3, "mlp", (2, 4, 6), (0, 1, 1, 0), 4, 0.5),
+    _random(4, "mlp", (2, 4, 6), (0, 0, 0, 1), 4, 1.0),
+    _random(5, "residual", (2, 5, 8), (1, 0, 1, 0), 3, 0.5),
+    _random(6, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0),
+    _random(7, "permuting", (1, 2, 3), (0, 1, 0, 1), 3, 1.0),
+    _random(8, "two-inputs", (2, 3, 4), (0, 1, 0, 1), 3, 1.0),
+    _random(9, "two-inputs", (1, 3), (0, 1, 0), 3, 0.0),
+)
+
+FOUR = (
+    _named("gpipe", "mlp", (2, 4, 6), 2),
+    _named("1f1b", "mlp", (1, 5, 7), 4),
+    _named("1f1b", "mlp", (2, 4, 8), 7),
+    _named("1f1b", "residual", (2, 5, 8), 5),
+    _named("gpipe", "residual", (1, 3, 6), 3, single=True),
+    _named("1f1b", "two-inputs", (1, 2, 3), 4),
+    _random(11, "mlp", (2, 4, 6), (3, 1, 0, 2), 6, 1.0),
+    _random(12, "residual", (1, 2, 3, 5, 6, 8, 10), (0, 1, 2, 3, 3, 2, 1, 0), 4, 0.5),
+    _random(13, "mlp", (1, 2, 3, 5, 6, 7, 8), (0, 0, 1, 2, 3, 1, 2, 0), 4, 1.0),
+)
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Outcome]]:
+    results = launch(two_ranks, ["cpu0", "cpu1"], TWO, timeout_s=60)
+    first, second = results[0][1]
+    found = {item.name: [result[0][i] for result in results] for i, item in enumerate(TWO)}
+    assert first == second, "initial weights depend on the cut"
+    assert sorted(first) == sorted(found["1f1b residual (2,) m=4 "][0].all_keys)
+    return found
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Outcome]]:
+    results = launch(run_cases, [f"cpu{i}" for i in range(4)], FOUR, timeout_s=60)
+    return {item.name: [result[i] for result in results] for i, item in enumerate(FOUR)}
+
+
+@pytest.mark.parametrize("item", TWO, ids=lambda item: item.name)
+def test_two_ranks_equal_the_whole_model(item: Case, two: dict[str, list[Outcome]]) -> None:
+    _check(item, two[item.name])
+
+
+@pytest.mark.parametrize("item", FOUR, ids=lambda item: item.name)
+def test_four_ranks_equal_the_whole_model(item: Case, four: dict[str, list[Outcome]]) -> None:
+    _check(item, four[item.name])
+
+
+def _check(item: Case, outcomes: list[Outcome]) -> None:
+    tolerance = 1e-5 if item.single else 1e-12
+    assert all(outcome.same_order for outcome in outcomes)
+    for outcome in outcomes:
+        assert max(outcome.loss, outcome.gradient, outcome.parameter) <= tolerance
+    merged = [key for outcome in outcomes for key in outcome.keys]
+    assert sorted(merged) == sorted(outcomes[0].all_keys)
+    assert all(outcome.span_ranks == outcomes[0].span_ranks for outcome in outcomes)
