@@ -261,8 +261,8 @@ def kept_profile(
 
 
 def unit_timeline(plan: Plan) -> Timeline:
-    """Returns the plan's order with F, I and W of one microsecond each and no transfers, to draw what the order is."""
-    unit = StageCost(forward_ns=1000, input_grad_ns=1000, weight_grad_ns=1000)
+    """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw what the order is."""
+    unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
     return judge(plan.table, [Stage(on=(unit,) * len(stage.devices)) for stage in plan.stages], plan.cluster)
 
 

@@ -32,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # formatting help with rich would double its time
     help="Decides, proves and runs the best way to train a network as a pipeline over several devices.",
 )
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")))
 err = Console(stderr=True)
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
@@ -68,7 +68,7 @@ def profile(
     """Measure each layer of a model: times of F, I and W, and bytes."""
     measured = _measure(model, arg, device, _integers(microbatch_size))
     write(output, measured)
-    _print(report.profile_tables(measured))
+    _print(report.profile_parts(measured))
     out.print(f"wrote {output}", highlight=False)
 
 
@@ -78,7 +78,7 @@ def cluster(device: Kind = "cpu", devices: Devices = None, output: Output = Path
     with err.status("measuring the link between two ranks"):
         found = api.local_cluster(devices, device)
     write(output, found)
-    _print(report.cluster_tables(found))
+    _print(report.cluster_parts(found))
     out.print(f"wrote {output}", highlight=False)
 
 
@@ -117,7 +117,7 @@ def plan(
         memory_limit_bytes=memory_limit,
     )
     write(output, decided)
-    _print(report.plan_tables(decided))
+    _print(report.plan_parts(decided))
     out.print(report.gantt(api.simulate(decided, profiles), out.width), highlight=False, no_wrap=True)
     out.print(f"wrote {output}", highlight=False)
 
@@ -142,7 +142,7 @@ def simulate(
     if as_json:
         sys.stdout.write(msgspec.json.encode(prediction).decode() + "\n")
         return
-    _print(report.plan_tables(msgspec.structs.replace(given, prediction=prediction)))
+    _print(report.plan_parts(msgspec.structs.replace(given, prediction=prediction)))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
 
 
@@ -151,12 +151,12 @@ def show(file: Annotated[Path, typer.Argument(help="Profile, cluster or plan fil
     """Draw a file: a profile's layers, a cluster's links, a plan's stages and order."""
     found = read_any(file)
     if isinstance(found, ModelProfile):
-        _print(report.profile_tables(found))
+        _print(report.profile_parts(found))
     elif isinstance(found, Cluster):
-        _print(report.cluster_tables(found))
+        _print(report.cluster_parts(found))
     else:
-        _print(report.plan_tables(found))
-        out.print("order, not to scale (F and I and W take 1, B takes 2, transfers 0):")
+        _print(report.plan_parts(found))
+        out.print("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing):")
         out.print(report.gantt(api.unit_timeline(found), out.width), highlight=False, no_wrap=True)
 
 
@@ -188,13 +188,13 @@ def run(
     if as_json:
         sys.stdout.write(json.dumps(report.outcome_json(decided, result)) + "\n")
         return
-    _print(report.outcome_tables(decided, result))
+    _print(report.outcome_parts(decided, result))
     out.print(report.gantt(result.timeline, out.width), highlight=False, no_wrap=True)
 
 
 def _print(parts: Iterable[Any]) -> None:
     for part in parts:
-        out.print(part, highlight=False)
+        out.print(part, "", highlight=False, sep="\n")
 
 
 def _note(text: str) -> None:
@@ -274,7 +274,7 @@ def _plan_of(source: str, pairs: list[str] | None) -> Plan:
     with err.status("measuring the link between two ranks"):
         where = api.local_cluster(None, next(iter(profiles)))
     decided = _explore(profiles, where, minibatch_size=32)
-    _print(report.plan_tables(decided))
+    _print(report.plan_parts(decided))
     return decided
 
 

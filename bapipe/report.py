@@ -1,119 +1,152 @@
 """What people look at: tables of plans and profiles, a text Gantt chart, a trace for Perfetto."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from math import floor, log10
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from bapipe.cluster import Cluster
 from bapipe.outcome import TrainResult
-from bapipe.plan import Memory, Plan, Prediction
+from bapipe.plan import Memory, Plan
 from bapipe.profile import ModelProfile
 from bapipe.schedule import Phase
 from bapipe.timeline import Timeline
 
 FILL = {Phase.FORWARD: "░", Phase.BACKWARD: "▓", Phase.INPUT_GRAD: "▒", Phase.WEIGHT_GRAD: "█"}
+NAME = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT_GRAD: "input gradient",
+    Phase.WEIGHT_GRAD: "weight gradient",
+}
 UPDATE = "u"
 
 
-def ms(time_ns: int) -> str:
-    """Returns a time in milliseconds, three significant places below 100."""
-    value = time_ns / 1e6
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+def number(value: float) -> str:
+    """Returns a figure with three significant digits, all those before the point, and none for zero."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - floor(log10(abs(value))))
+    return f"{value:,.{digits}f}" if digits < 4 else "0.000"
 
 
-def mib(num_bytes: int) -> str:
+def ms(time_ns: float) -> str:
+    """Returns a time in milliseconds."""
+    return f"{number(time_ns / 1e6)} ms"
+
+
+def mib(num_bytes: float) -> str:
     """Returns a size in MiB."""
-    value = num_bytes / 2**20
-    return f"{value:,.0f} MiB" if value >= 100 else f"{value:.3g} MiB"
+    return f"{number(num_bytes / 2**20)} MiB"
 
 
-def plan_tables(plan: Plan) -> Iterator[Table | str]:
+def plan_parts(plan: Plan) -> Iterator[Table | str]:
     """Yields what a plan decides, promises and was compared with."""
     p = plan.prediction
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     yield (
-        f"{plan.model}: {plan.schedule}, {len(plan.stages)} stages, {plan.num_microbatches} micro-batches of "
-        f"{plan.microbatch_size}: {ms(p.step_ns)} a step, {p.samples_per_s:.4g} samples/s, bubble {p.bubble:.1%}"
+        f"{plan.model}: {stages}, {plan.schedule}, {plan.num_microbatches} micro-batches of {plan.microbatch_size}\n"
+        f"{ms(p.step_ns)} a step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
     )
     yield stage_table(plan)
-    yield _memory_table(plan.prediction)
+    yield memory_table(plan)
     c = plan.certificate
-    proof = "proven optimal" if c.proven_optimal else f"within {c.gap:.2%} of the lower bound {ms(c.lower_bound_ns)}"
+    proof = "proven optimal" if c.proven_optimal else f"within {c.gap:.2%} of the lower bound, {ms(c.lower_bound_ns)},"
     yield f"{proof} over {c.space}"
     if plan.alternatives:
         yield alternatives_table(plan)
 
 
 def stage_table(plan: Plan) -> Table:
-    """Returns a row for each stage: its devices, its layers, and how its device spends the step."""
-    table = Table("stage", "devices", "layers", "from", "to", title="stages", title_justify="left")
+    """Returns a row for each stage: its layers, its devices, and how long these compute and wait."""
+    table = _table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
+    ranks = {rank.device: rank for rank in plan.prediction.ranks}
     for s, stage in enumerate(plan.stages):
-        table.add_row(str(s), ", ".join(stage.devices), str(len(stage.layers)), stage.layers[0], stage.layers[-1])
+        for device in stage.devices:
+            rank = ranks.get(device)
+            times = [rank.busy_ns, rank.sync_ns, rank.idle_ns] if rank else []
+            layers = (str(s), str(len(stage.layers)), stage.layers[0], stage.layers[-1])
+            table.add_row(*layers, device, *(number(t / 1e6) for t in times))
     return table
 
 
-def _memory_table(prediction: Prediction) -> Table:
+def memory_table(plan: Plan) -> Table:
+    """Returns a row for each device: what it holds at its peak."""
     names = Memory.__struct_fields__
-    table = Table(
-        "device", "busy", "sync", "idle", *names, "peak", title="predicted, for each device", title_justify="left"
-    )
-    for rank in prediction.ranks:
-        parts = [mib(getattr(rank.memory, name)) for name in names]
-        table.add_row(rank.device, ms(rank.busy_ns), ms(rank.sync_ns), ms(rank.idle_ns), *parts, mib(rank.peak_bytes))
+    heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
+    table = _table("memory at the peak, in MiB", "device", *heads)
+    has = {device.name: device.memory_bytes for device in plan.cluster.devices}
+    for rank in plan.prediction.ranks:
+        parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
+        table.add_row(rank.device, *(number(part / 2**20) for part in parts))
     return table
 
 
 def alternatives_table(plan: Plan) -> Table:
     """Returns the plan beside the other ways to train the same mini-batch."""
-    table = Table("strategy", "step", "samples/s", "peak memory", "against the plan", title_justify="left")
-    table.title = "alternatives"
-    peak = max(rank.peak_bytes for rank in plan.prediction.ranks)
-    table.add_row("this plan", ms(plan.prediction.step_ns), f"{plan.prediction.samples_per_s:.4g}", mib(peak), "")
-    for other in plan.alternatives:
-        rate = plan.minibatch_size * 1e9 / other.step_ns if other.step_ns else 0.0
-        table.add_row(other.name, ms(other.step_ns), f"{rate:.4g}", mib(other.peak_bytes), other.why_not)
+    table = _table("alternatives", "strategy", "ms a step>", "samples/s>", "peak MiB>", "against this plan")
+    peak = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
+    rows = [
+        ("this plan", plan.prediction.step_ns, peak, ""),
+        *((a.name, a.step_ns, a.peak_bytes, a.why_not) for a in plan.alternatives),
+    ]
+    for name, step_ns, peak_bytes, why in rows:
+        rate = plan.minibatch_size * 1e9 / step_ns if step_ns else 0.0
+        table.add_row(name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
     return table
 
 
-def profile_tables(profile: ModelProfile) -> Iterator[Table | str]:
+def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
     """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
     yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
-    table = Table("layer", "kind", "F", "I", "W", "update", "params", "stash", "output", title_justify="left")
-    table.title = f"layers, micro-batches of {largest.microbatch_size}"
+    title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
+    table = _table(title, "layer", "kind", "F>", "I>", "W>", "update>", "params>", "stash>", "output>")
     for layer, m in zip(profile.layers, largest.layers, strict=True):
-        table.add_row(
-            layer.name,
-            layer.kind,
-            *(ms(t) for t in (m.forward_ns, m.input_grad_ns, m.weight_grad_ns, layer.update_ns)),
-            *(mib(b) for b in (layer.param_bytes, m.stash_bytes, sum(m.output_bytes))),
-        )
+        times = (m.forward_ns, m.input_grad_ns, m.weight_grad_ns, layer.update_ns)
+        sizes = (layer.param_bytes, m.stash_bytes, sum(m.output_bytes))
+        table.add_row(layer.name, layer.kind, *(number(t / 1e6) for t in times), *(number(b / 2**20) for b in sizes))
     yield table
-    totals = Table("micro-batch", "F", "I", "W", "F+I+W a sample", "stash", title="whole model", title_justify="left")
+    totals = _table("the whole model", "micro-batch>", "F ms>", "I ms>", "W ms>", "ms a sample>", "stash MiB>")
     for measured in sorted(profile.measurements, key=lambda m: m.microbatch_size):
-        f, i, w = (
-            sum(getattr(x, k) for x in measured.layers) for k in ("forward_ns", "input_grad_ns", "weight_grad_ns")
-        )
-        stash = sum(x.stash_bytes for x in measured.layers)
+        f = sum(m.forward_ns for m in measured.layers)
+        i = sum(m.input_grad_ns for m in measured.layers)
+        w = sum(m.weight_grad_ns for m in measured.layers)
+        stash = sum(m.stash_bytes for m in measured.layers)
         size = measured.microbatch_size
-        totals.add_row(str(size), ms(f), ms(i), ms(w), ms((f + i + w) // size), mib(stash))
+        totals.add_row(str(size), *(number(t / 1e6) for t in (f, i, w, (f + i + w) / size)), number(stash / 2**20))
     yield totals
 
 
-def cluster_tables(cluster: Cluster) -> Iterator[Table | str]:
+def _table(title: str, *columns: str) -> Table:
+    """An empty table; a column whose name ends in > is of numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        if column.endswith(">"):
+            table.add_column(column[:-1], justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold", min_width=min(len(column), 6))
+    return table
+
+
+def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
     """Yields the devices and the links of a cluster."""
-    table = Table("device", "host", "kind", "memory", "speed", "overlaps transfers", title_justify="left")
+    table = _table("devices", "device", "host", "kind", "memory MiB>", "speed>", "computes while it transfers")
     for d in cluster.devices:
-        table.add_row(
-            d.name, d.host, d.kind, mib(d.memory_bytes), f"{d.speed:g}", "yes" if d.overlaps_transfers else "no"
-        )
+        overlaps = "yes" if d.overlaps_transfers else "no"
+        table.add_row(d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
     yield table
-    links = Table("link", "bandwidth", "latency", title_justify="left")
-    for name, link in (("within a host", cluster.intra_host), ("between hosts", cluster.inter_host)):
-        links.add_row(name, f"{link.bytes_per_s / 1e9:.3g} GB/s", f"{link.latency_ns / 1e3:.3g} µs")
-    for own in cluster.links:
-        rate = f"{own.bytes_per_s / 1e9:.3g} GB/s"
-        links.add_row(f"{own.source} to {own.target}", rate, f"{own.latency_ns / 1e3:.3g} µs")
+    links = _table("links", "link", "GB/s>", "latency µs>")
+    named = [(f"{own.source} to {own.target}", own.bytes_per_s, own.latency_ns) for own in cluster.links]
+    intra, inter = cluster.intra_host, cluster.inter_host
+    named += [
+        ("within a host", intra.bytes_per_s, intra.latency_ns),
+        ("between hosts", inter.bytes_per_s, inter.latency_ns),
+    ]
+    for name, bytes_per_s, latency_ns in named:
+        links.add_row(name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
     yield links
 
 
@@ -144,8 +177,9 @@ def gantt(timeline: Timeline, width: int) -> str:
             if update.rank == rank:
                 paint(line, update.start_ns, update.end_ns, UPDATE, "")
         lines.append(f"{name:>{margin}} " + "".join(line).rstrip())
-    legend = "░ forward  ▓ backward  ▒ input gradient  █ weight gradient  u update"
-    return "\n".join([*lines, f"{'':>{margin}} 0 to {ms(timeline.step_ns)}: {legend}"])
+    phases = {span.action.phase for span in timeline.spans}
+    legend = "  ".join(f"{FILL[phase]} {NAME[phase]}" for phase in Phase if phase in phases)
+    return "\n".join([*lines, f"{'':>{margin}} {legend}  {UPDATE} update  (0 to {ms(timeline.step_ns)})"])
 
 
 def trace(timelines: Sequence[tuple[str, Timeline]]) -> bytes:
@@ -188,12 +222,11 @@ def _slice(process: int, thread: int, label: str, start_ns: int, end_ns: int) ->
     }
 
 
-def outcome_tables(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
+def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     """Yields a run's losses, and its prediction beside what was measured."""
-    figures = outcome_figures(plan, result)
     yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
-    table = Table("", "predicted", "measured", "prediction is", title="predicted and measured", title_justify="left")
-    for name, (predicted, measured) in figures.items():
+    table = _table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
+    for name, (predicted, measured) in outcome_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
         off = f"{predicted / measured - 1:+.1%}" if measured else ""
         table.add_row(name, show(predicted), show(measured) if measured is not None else "unknown", off)
@@ -213,11 +246,7 @@ def outcome_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, f
     return figures
 
 
-_SHOW: dict[str, Callable[[float], str]] = {
-    "step": lambda value: ms(int(value)),
-    "samples/s": lambda value: f"{value:.4g}",
-    "peak": lambda value: mib(int(value)),
-}
+_SHOW = {"step": ms, "samples/s": number, "peak": mib}
 
 
 def outcome_json(plan: Plan, result: TrainResult) -> dict[str, object]:
