@@ -1,5 +1,6 @@
 """A schedule on torch's pipeline runtime: the only file that uses names torch does not promise to keep."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.stage import _RecvInfo
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
 from bapipe.schedule import Action, Phase, Schedule
 
 _RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
+
+_EVERY_INPUT_HAS_A_GRADIENT = "tensor_meta" not in inspect.signature(_RecvInfo).parameters
+"""Before torch 2.13 a stage sends a gradient for everything it receives, and receives floats only.
+
+Its W is also wrong where it starts at an operator with several outputs, as it may in a stage that loads inputs.
+"""
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(what the last stage gives, target) -> mean loss over the micro-batch, a scalar."""
@@ -69,6 +77,7 @@ class Runner:
         self._num_microbatches = schedule.num_microbatches
         self._runs: list[_Run] = []
         self._arguments: Mapping[str, Sequence[Tensor]] = {}
+        _check_types(stages)
         _check_input_grads(schedule, stages)
         held = [self._stage(stage, schedule.num_stages, device, group) for stage in stages]
         self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
@@ -112,6 +121,8 @@ class Runner:
             output_args=stage.outputs,
             group=group,
         )
+        if device.type == "cpu":  # before torch 2.13 a stage greets its neighbours first, itself included: gloo breaks
+            held._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         self._watch_forward(held, stage)
         self._watch_backward(held)
         self._watch_weight(held)
@@ -132,6 +143,8 @@ class Runner:
         def compute(microbatch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
             inner(microbatch, loss=loss, full_backward=full_backward, last_backward=last_backward)
             grads = held.bwd_cache[microbatch]
+            if _EVERY_INPUT_HAS_A_GRADIENT and not held.is_first:
+                grads = _filled(grads, [info.buffer for info in held.args_recv_info[microbatch]])
             held.bwd_cache[microbatch] = tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
         def backward(
@@ -173,16 +186,35 @@ class Runner:
         return scaled
 
 
+def _filled(grads: Sequence[Tensor | None], received: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Returns the gradients of what a stage received, zero where there is none."""
+    pairs = zip(grads[: len(received)], received, strict=True)
+    return tuple(torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs)
+
+
+def _check_types(stages: Sequence[LocalStage]) -> None:
+    for stage in stages:
+        for tensor in stage.received if _EVERY_INPUT_HAS_A_GRADIENT and stage.index else ():
+            if not tensor.is_floating_point():
+                raise BapipeError(
+                    f"stage {stage.index} receives a tensor of {str(tensor.dtype).removeprefix('torch.')}, which torch "
+                    f"{torch.__version__} cannot pass between stages: use torch 2.13 or later, or plan another cut"
+                )
+
+
 def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
     """Torch's W starts where I stopped, so a stage that has nothing to do in I would lose its gradients."""
     split = {action.stage for actions in schedule.order for action in actions if action.phase is Phase.INPUT_GRAD}
     for stage in stages:
-        if stage.index in split & set(range(1, schedule.num_stages)) and not any(
-            t.requires_grad for t in stage.received
-        ):
+        if stage.index == 0 or stage.index not in split:
+            continue
+        reason = "receives nothing that needs a gradient" if not any(t.requires_grad for t in stage.received) else ""
+        if _EVERY_INPUT_HAS_A_GRADIENT and stage.arguments:
+            reason = f"loads inputs of the model, for which torch {torch.__version__} is wrong"
+        if reason:
             raise BapipeError(
-                f"stage {stage.index} receives nothing that needs a gradient, so its backward cannot be split into I "
-                "and W: plan with a schedule of whole backwards, such as 1f1b"
+                f"stage {stage.index} {reason}, so its backward cannot be split into I and W: plan with a schedule of "
+                "whole backwards, such as 1f1b"
             )
 
 

@@ -241,13 +241,12 @@ def check_runnable(plan: Plan) -> tuple[int, ...]:
 
 def _local_stage(parts: Split, index: int) -> LocalStage:
     stage = parts.stages[index]
-    last = index + 1 == len(parts.stages)
     taken = stage.received if index else stage.loaded
     return LocalStage(
         index=index,
         module=stage_module(parts, index),
         received=tuple(parts.examples[name] for name in taken),
-        outputs=() if last else tuple(parts.examples[name] for name in stage.outputs),
+        outputs=tuple(parts.examples[name] for name in stage.outputs),
         arguments=argument_names(parts, stage.loaded) if index else (),
     )
 

@@ -35,7 +35,7 @@ class Split:
 
     Attributes:
         examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
-            inputs, for one micro-batch.
+            inputs and outputs, for one micro-batch.
     """
 
     model: TracedModel
@@ -68,8 +68,8 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
             f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
         )
     stages = _stages(model, stage_of, len(plan.stages))
-    crossing = tuple(dict.fromkeys(name for stage in stages[:-1] for name in stage.outputs))
-    examples = _examples(model, crossing, inputs, plan.microbatch_size)
+    given = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
+    examples = _examples(model, given, inputs, plan.microbatch_size)
     return Split(model=model, stages=stages, examples=examples)
 
 
@@ -81,7 +81,8 @@ def stage_module(parts: Split, index: int) -> fx.GraphModule:
     """
     stage = parts.stages[index]
     module = extract(parts.model, stage.layers, (*stage.received, *stage.loaded), stage.outputs)
-    if index + 1 < len(parts.stages) and stage.outputs:
+    passed_on = index + 1 < len(parts.stages) or set(stage.outputs) & set(stage.received)
+    if stage.outputs and passed_on:  # the last stage only where torch would detach its own receive buffer
         output = next(node for node in module.graph.nodes if node.op == "output")
         with module.graph.inserting_before(output):
             sealed = module.graph.call_function(seal, tuple(output.all_input_nodes))

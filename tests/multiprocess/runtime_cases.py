@@ -132,6 +132,19 @@ class TwoInputs(nn.Module):
         return self.head(self.mix(tokens).masked_fill(mask.unsqueeze(-1), 0.0) + context)
 
 
+class Masked(nn.Module):
+    """A mask of booleans that is passed on, past a stage that does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        mask = y > 0
+        return self.c(self.b(y).relu()) * mask[:, :5]
+
+
 class Frozen(nn.Module):
     """The first layers are not trained, so nothing at the first cut needs a gradient."""
 
@@ -172,6 +185,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, .
     "residual": (Residual, lambda n: (torch.randn(n, 3, 6, 6, dtype=torch.float64),)),
     "permuting": (Permuting, lambda n: (torch.randn(n, 4, 6, dtype=torch.float64),)),
     "two-inputs": (TwoInputs, lambda n: (*_rows(n), torch.randint(0, 10, (n,)))),
+    "masked": (Masked, _rows),
     "frozen": (Frozen, _rows),
     "tied": (Tied, _rows),
 }
