@@ -9,6 +9,12 @@ import msgspec
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.units import NonNegative, Positive, round_half_up
 
+LOSS = "loss"
+"""Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
+
+TARGET = "target"
+"""Name of the tensor that the loss compares with."""
+
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The hardware a profile is of. `kind` is what a cluster's devices refer to."""

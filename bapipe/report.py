@@ -122,7 +122,9 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
 
 def _table(title: str, *columns: str) -> Table:
     """An empty table; a column whose name ends in > is of numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
     for column in columns:
         if column.endswith(">"):
             table.add_column(column[:-1], justify="right", no_wrap=True)

@@ -9,12 +9,6 @@ from torch import fx, nn
 
 from bapipe.errors import InvalidModel
 
-LOSS = "loss"
-"""Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
-
-TARGET = "target"
-"""Name of the tensor that the loss compares with."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedLayer:

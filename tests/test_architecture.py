@@ -80,8 +80,10 @@ def test_imports_point_down(name: str, path: Path) -> None:
     ("name", "path"), modules(), ids=lambda x: str(x.relative_to(PACKAGE)) if isinstance(x, Path) else ""
 )
 def test_heavy_packages_stay_where_they_belong(name: str, path: Path) -> None:
-    for imported, _ in imports(path):
+    for imported, at_top in imports(path):
         package = imported.split(".")[0]
+        if name == "api" and not at_top:  # the door between planning and torch opens when it is used
+            continue
         assert name in HEAVY.get(package, {name}), f"{path.name} imports {package}"
 
 

@@ -12,8 +12,8 @@ from bapipe.machine import describe, environment, prepare_cpu
 from bapipe.measure.memory import LayerMemory, layer_memory
 from bapipe.measure.timing import LayerTimes, time_layers, time_updates
 from bapipe.measure.watch import Subject, batch, parameters_of
-from bapipe.profile import LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.trace import LOSS, TARGET, TracedModel, trace
+from bapipe.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.trace import TracedModel, trace
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),

@@ -8,7 +8,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bapipe.errors import InvalidModel
-from bapipe.trace import LOSS, TracedModel
+from bapipe.profile import LOSS
+from bapipe.trace import TracedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.plan import Plan
-from bapipe.trace import LOSS, TracedModel, extract
+from bapipe.profile import LOSS
+from bapipe.trace import TracedModel, extract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bapipe.cost import stages_of
 from bapipe.plan import Alternative, Plan, StagePlan
-from bapipe.profile import ModelProfile
+from bapipe.profile import LOSS, ModelProfile
 from bapipe.schedules import SCHEDULES
 from bapipe.search.problem import spread
 from bapipe.simulate import judge
@@ -56,9 +56,10 @@ def alternatives(
             Candidate(stages=(StagePlan(layers=names, devices=tuple(devices)),), schedule="1f1b", microbatch_size=size)
             for size in microbatch_sizes
         )
-        count = min(max(len(plan.stages), 2), len(names))
+    num_stages = max(len(plan.stages), 2)
+    if num_stages <= min(len(devices), len(names) - (names[-1] == LOSS)):
         kinds["equal-layers"] = (
-            Candidate(stages=_equal_layers(names, devices[:count]), schedule=schedule, microbatch_size=size)
+            Candidate(stages=equal_layers(names, devices[:num_stages]), schedule=schedule, microbatch_size=size)
             for schedule in schedules
             for size in microbatch_sizes
         )
@@ -105,8 +106,10 @@ def _why_not(judged: Judged, plan: Plan) -> str:
     return f"{change:.1%} slower"
 
 
-def _equal_layers(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:
-    ends = [len(names) * (s + 1) // len(devices) for s in range(len(devices))]
+def equal_layers(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:
+    """Returns stages of as many of the model's layers each; the loss goes with the last."""
+    num_layers = len(names) - (names[-1] == LOSS)
+    ends = [*(num_layers * (s + 1) // len(devices) for s in range(len(devices) - 1)), len(names)]
     return tuple(
         StagePlan(layers=tuple(names[start:stop]), devices=(device,))
         for device, start, stop in zip(devices, [0, *ends], ends, strict=False)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.plan import Certificate, Plan, Prediction, StagePlan
+from bapipe.profile import LOSS
 from bapipe.runtime.launch import Rank
 from bapipe.runtime.pipeline import Pipeline, sgd
 from bapipe.schedules import SCHEDULES
-from bapipe.trace import LOSS, trace
+from bapipe.trace import trace
 
 
 def make_plan(
