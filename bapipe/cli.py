@@ -304,4 +304,9 @@ def _train(decided: Plan, steps: int, **options: Any) -> TrainResult:
                 spoke_s = time.monotonic()
                 _note(f"step {done.step + 1}/{steps}  {text}")
 
-        return api.run(decided, steps=steps, on_step=on_step, **options)
+        try:
+            return api.run(decided, steps=steps, on_step=on_step, **options)
+        except KeyboardInterrupt:
+            bar.stop()
+            _note("interrupted: all ranks have ended")
+            raise typer.Exit(130) from None
