@@ -19,7 +19,7 @@ LAYERS = [
     {"profile", "cluster", "schedule"},
     {"plan", "machine", "trace"},
     {"cost", "codec", "timeline", "schedules"},
-    {"memory", "schemas", "cache", "outcome"},
+    {"memory", "schemas", "cache", "outcome", "events", "recurrence"},
     {"simulate", "report"},
     {"search", "measure", "runtime", "zoo"},
     {"api"},

@@ -60,7 +60,7 @@ def _descend(bounds: Bounds) -> tuple[int, ...] | None:
 
 
 def _better(best: Found | None, problem: Problem, cuts: tuple[int, ...]) -> Found:
-    step_ns = problem.judge(cuts).step_ns
+    step_ns = problem.step_ns(cuts)
     if best is not None and step_ns >= best.step_ns:
         return best
     return Found(problem=problem, cuts=cuts, step_ns=step_ns, lower_bound_ns=step_ns)

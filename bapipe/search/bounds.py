@@ -1,10 +1,13 @@
 """Lower bounds on the step time of a chain that is cut only in part.
 
-Single letters here, for stage s: f, b times of F and of B = I + W; x, y transfer times of its activations to stage s+1
-and of the gradients back; u its update; M micro-batches. A step cannot be shorter than
+Single letters here, for stage s: f, b times of F and of B = I + W; r the part of the backward that must end before the
+stage before can begin its own (b, or I alone where the schedule splits it), w what must then follow on the stage itself
+(nothing, or W); x, y transfer times of its activations to stage s+1 and of the gradients back; u its update; M
+micro-batches. A step cannot be shorter than
 
-  load    one device:    reach stage s, do all its work, return to the first stage, update
-              sum_{i<s}(f+x) + M(f_s+b_s) + max_{j<=s}(sum_{j<=i<s}(y+b) + u_j)
+  work    one device:  reach stage s, do all its work, update:  sum_{i<s}(f+x) + M(f_s+b_s) + u_s
+  return  one device:  reach stage s, do all its F and r, go back to a stage j <= s, finish there:
+              sum_{i<s}(f+x) + M(f_s+r_s) + max_j(sum_{j<=i<s}(y+r) + w_j + u_j)
   link    one direction of one link, with one micro-batch going all the way before or after it
   gpipe   all F before all B, each a flow shop:
               sum(f+x) + (M-1)max(f, x) + sum(b+y) + (M-1)max(b, y) + u_0
@@ -43,10 +46,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stage that holds certain layers: its f, b, x, y and u."""
+    """A stage that holds certain layers: its f, b, r, w, x, y and u."""
 
     f: int
     b: int
+    r: int
+    w: int
     x: int
     y: int
     u: int
@@ -60,10 +65,11 @@ class Bounds:
         self._pieces: dict[tuple[int, int, int], Piece | None] = {}
         p, n = problem.num_stages, problem.num_layers
         self._path = [[inf] * (n + 1) for _ in range(p + 1)]
+        self._work = [[inf] * (n + 1) for _ in range(p + 1)]
         self._load = [[inf] * (n + 1) for _ in range(p + 1)]
         self._send = [[inf] * (n + 1) for _ in range(p + 1)]
         self._return = [[inf] * (n + 1) for _ in range(p + 1)]
-        for table in (self._path, self._load, self._send, self._return):
+        for table in (self._path, self._work, self._load, self._send, self._return):
             table[p][n] = 0
         for s in reversed(range(p)):
             for a in range(s, n):
@@ -90,27 +96,30 @@ class Bounds:
         piece = self.piece(s, a, z)
         if piece is None:
             return None
-        f, b, x, y, u = piece.f, piece.b, piece.x, piece.y, piece.u
+        f, b, r, x, y = piece.f, piece.b, piece.r, piece.x, piece.y
         num = self.problem.num_microbatches
         path = self._path[s + 1][z]
         if path == inf:
             return None
-        after = max(u, prefix.tail_ns)
-        link = f + b + path + max((num * x) + y, x + num * y)
+        own_end = piece.w + piece.u
+        after = max(own_end, prefix.tail_ns)
+        link = f + r + path + max(num * x + y, x + num * y)
+        here = max(num * (f + b) + piece.u, max(num * (f + r), link) + after)
         return Prefix(
             cuts=(*prefix.cuts, z),
             head_ns=prefix.head_ns + f + x,
-            tail_ns=y + b + after,
-            first_tail_ns=y + b + (prefix.first_tail_ns if s > 0 else u),
+            tail_ns=y + r + after,
+            first_tail_ns=y + r + (prefix.first_tail_ns if s > 0 else own_end),
             send_ns=max(prefix.send_ns, f, x),
-            return_ns=max(prefix.return_ns, b, y),
-            bound_ns=int(max(prefix.bound_ns, prefix.head_ns + max(num * (f + b), link) + after)),
+            return_ns=max(prefix.return_ns, r, y),
+            bound_ns=int(max(prefix.bound_ns, prefix.head_ns + here)),
         )
 
     def bound_ns(self, prefix: Prefix) -> float:
         """Returns a time that no completion of the prefix beats; infinite where none fits."""
         s, a = len(prefix.cuts) - 1, prefix.cuts[-1]
-        bound = max(prefix.bound_ns, prefix.head_ns + self._load[s][a] + prefix.tail_ns)
+        rest = max(self._work[s][a], self._load[s][a] + prefix.tail_ns)
+        bound = max(prefix.bound_ns, prefix.head_ns + rest)
         if self.problem.schedule == "gpipe":
             more = max(prefix.send_ns, self._send[s][a]) + max(prefix.return_ns, self._return[s][a])
             path = prefix.head_ns + self._path[s][a] + prefix.first_tail_ns
@@ -123,7 +132,8 @@ class Bounds:
             return None
         cost = problem.chains[s].cost(a, z)
         x, y = problem.transfer_ns(s, z)
-        return Piece(cost.forward_ns, cost.backward_ns, x, y, cost.update_ns)
+        i, w = (cost.input_grad_ns, cost.weight_grad_ns) if problem.splits_backward else (cost.backward_ns, 0)
+        return Piece(cost.forward_ns, cost.backward_ns, i, w, x, y, cost.update_ns)
 
     def _fill(self, s: int, a: int) -> None:
         num = self.problem.num_microbatches
@@ -131,11 +141,12 @@ class Bounds:
             path, piece = self._path[s + 1][z], self.piece(s, a, z)
             if piece is None or path == inf:
                 continue
-            f, b, x, y = piece.f, piece.b, piece.x, piece.y
-            through = f + b + x + y
-            link = f + b + path + max(num * x + y, x + num * y)
-            load = max(num * (f + b), through + self._load[s + 1][z], link)
+            f, b, r, x, y = piece.f, piece.b, piece.r, piece.x, piece.y
+            through = f + r + x + y
+            link = f + r + path + max(num * x + y, x + num * y)
+            load = max(num * (f + r), through + self._load[s + 1][z], link)
             self._path[s][a] = min(self._path[s][a], through + path)
+            self._work[s][a] = min(self._work[s][a], max(num * (f + b), f + x + self._work[s + 1][z]))
             self._load[s][a] = min(self._load[s][a], load)
             self._send[s][a] = min(self._send[s][a], max(f, x, self._send[s + 1][z]))
-            self._return[s][a] = min(self._return[s][a], max(b, y, self._return[s + 1][z]))
+            self._return[s][a] = min(self._return[s][a], max(r, y, self._return[s + 1][z]))

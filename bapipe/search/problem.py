@@ -7,10 +7,11 @@ from functools import cached_property
 from bapipe.cluster import Cluster
 from bapipe.cost import Stage, StageCost
 from bapipe.memory import peak_memory
-from bapipe.schedule import Action, Schedule
+from bapipe.recurrence import Program, compile_table
+from bapipe.schedule import Action, Phase, Schedule
 from bapipe.schedules import SCHEDULES
 from bapipe.search.chain import Chain
-from bapipe.simulate import judge
+from bapipe.simulate import finish_ns, judge
 from bapipe.timeline import Timeline
 
 
@@ -48,6 +49,21 @@ class Problem:
         """The schedule on the problem's devices."""
         schedule = SCHEDULES[self.schedule](self.num_stages, self.num_microbatches)
         return spread(schedule, tuple((rank,) for rank in self.ranks), len(self.cluster.devices))
+
+    @cached_property
+    def program(self) -> Program:
+        """The table, compiled once for all cuts."""
+        return compile_table(self.table)
+
+    @cached_property
+    def fast(self) -> bool:
+        """Whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
+        return self.program.exact and all(device.overlaps_transfers for device in self.cluster.devices)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs I and W apart."""
+        return any(action.phase is Phase.INPUT_GRAD for order in self.table.order for action in order)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -88,6 +104,14 @@ class Problem:
             )
             for s, chain in enumerate(self.chains)
         )
+
+    def step_ns(self, cuts: Sequence[int]) -> int:
+        """Returns the judge's step time under these cuts, without the rest of the timeline."""
+        if not self.fast:
+            return self.judge(cuts).step_ns
+        stages = self.stages(cuts)
+        finish = finish_ns(self.program, stages, self.cluster)
+        return max(finish[rank] + stage.on[0].update_ns for rank, stage in zip(self.ranks, stages, strict=True))
 
     def judge(self, cuts: Sequence[int]) -> Timeline:
         """Returns the timeline of one step under these cuts."""

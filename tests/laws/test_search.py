@@ -68,6 +68,7 @@ def test_bounds_never_exceed_the_judge() -> None:
                     prefixes.append(longer)
                 if len(prefixes) == len(cuts):  # every stage fits
                     step_ns = problem.judge(cuts).step_ns
+                    assert problem.step_ns(cuts) == step_ns
                     assert all(bounds.bound_ns(prefix) <= step_ns for prefix in prefixes), (seed, cuts)
                     checked += 1
     assert checked > 1000
