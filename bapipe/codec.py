@@ -58,14 +58,8 @@ def decode_as(text: bytes, want: type[T]) -> T:
 
 
 def _kind(text: bytes) -> str:
-    try:
-        return msgspec.json.decode(text, type=_Header).bapipe
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"not JSON: {error}") from None
-    except RecursionError:
-        raise InvalidFile("not a bapipe file: nested too deeply") from None
+    header: _Header = _decode(text, _Header)
+    return header.bapipe
 
 
 def _decode(text: bytes, want: type[Any]) -> Any:
