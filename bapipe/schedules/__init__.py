@@ -3,8 +3,36 @@
 from collections.abc import Callable
 
 from bapipe.schedule import Schedule
+from bapipe.schedules.controllable_memory import v_half, v_min
+from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
+from bapipe.schedules.dualpipe_v import dualpipe_v
+from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
+from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
+from bapipe.schedules.k_f_k_b import k_f_k_b
+from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.schedules.zb_v import zb_v
+from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+    "2f2b": k_f_k_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "gpipe-2bp": gpipe_2bp,
+    "1f1b-2bp": one_f_one_b_2bp,
+}
 """`(num_stages, num_microbatches) -> Schedule`, with stage s on rank s."""
+
+LOOPED: dict[str, Callable[[int, int], Schedule]] = {
+    "interleaved-1f1b": interleaved_one_f_one_b,
+    "looped-bfs": looped_breadth_first,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+}
+"""`(num_ranks, num_microbatches) -> Schedule`, with two stages a rank, `Schedule.devices` says which."""
