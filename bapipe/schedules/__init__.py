@@ -36,3 +36,5 @@ LOOPED: dict[str, Callable[[int, int], Schedule]] = {
     "dualpipe-v": dualpipe_v,
 }
 """`(num_ranks, num_microbatches) -> Schedule`, with two stages a rank, `Schedule.devices` says which."""
+
+ALL: dict[str, Callable[[int, int], Schedule]] = {**SCHEDULES, **LOOPED}

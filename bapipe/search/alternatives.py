@@ -56,11 +56,12 @@ def alternatives(
             Candidate(stages=(StagePlan(layers=names, devices=tuple(devices)),), schedule="1f1b", microbatch_size=size)
             for size in microbatch_sizes
         )
-    num_stages = max(len(plan.stages), 2)
+    named = [name for name in schedules if name in SCHEDULES] or ["1f1b"]
+    num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
     if num_stages <= min(len(devices), len(names) - (names[-1] == LOSS)):
         kinds["equal-layers"] = (
             Candidate(stages=equal_layers(names, devices[:num_stages]), schedule=schedule, microbatch_size=size)
-            for schedule in schedules
+            for schedule in named
             for size in microbatch_sizes
         )
     found = []

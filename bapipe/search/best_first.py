@@ -7,39 +7,47 @@ from math import inf
 from bapipe.search.bounds import Bounds, Prefix
 from bapipe.search.problem import Found, Problem
 
+SLOW = 50
+"""How many partial plans could be opened in the time of a plan judged event by event."""
+
 Progress = Callable[[int, int, int], None]
 """(plans judged, best step time, lower bound), both in nanoseconds."""
 
 
 def best_first(problems: Sequence[Problem], *, limit: int = 200_000, progress: Progress | None = None) -> Found | None:
-    """Returns the fastest cuts over all problems, None where nothing fits.
+    """Returns the fastest cuts over all problems, None where nothing was found that fits.
 
     The bound never exceeds the judged time, so the first moment it reaches the best plan's time proves that plan
-    optimal. After `limit` partial plans the best one so far is returned with the bound reached.
+    optimal. After `limit` partial plans the best one so far is returned with the bound reached; a plan that takes the
+    judge's slow clockwork counts as `SLOW` of them.
     """
     bounds = [Bounds(problem) for problem in problems]
     best: Found | None = None
     for problem, bound in zip(problems, bounds, strict=True):
         if (cuts := _descend(bound)) is not None:
             best = _better(best, problem, cuts)
-    if best is None:
-        return None
     queue = [(b.bound_ns(b.start()), i, b.start().cuts, b.start()) for i, b in enumerate(bounds)]
     heapify(queue)
-    opened = judged = 0
-    while queue and queue[0][0] < best.step_ns and opened < limit:
+    spent = judged = 0
+    while queue and queue[0][0] < (best.step_ns if best else inf) and spent < limit:
         bound_ns, i, _, prefix = heappop(queue)
-        opened += 1
+        spent += 1
         if len(prefix.cuts) > problems[i].num_stages:
             best = _better(best, problems[i], prefix.cuts)
+            spent += 0 if problems[i].fast else SLOW
             judged += 1
-            if progress:
+            if progress and best:
                 progress(judged, best.step_ns, int(bound_ns))
             continue
         for z in bounds[i].ends(len(prefix.cuts) - 1, prefix.cuts[-1]):
             longer = bounds[i].extend(prefix, z)
-            if longer is not None and (entry_ns := bounds[i].bound_ns(longer)) < best.step_ns:
+            if longer is None:
+                continue
+            entry_ns = bounds[i].bound_ns(longer)
+            if entry_ns < (best.step_ns if best else inf):
                 heappush(queue, (entry_ns, i, longer.cuts, longer))
+    if best is None:
+        return None
     lower = best.step_ns if not queue else int(min(best.step_ns, queue[0][0]))
     return Found(problem=best.problem, cuts=best.cuts, step_ns=best.step_ns, lower_bound_ns=lower)
 
@@ -59,7 +67,9 @@ def _descend(bounds: Bounds) -> tuple[int, ...] | None:
     return prefix.cuts
 
 
-def _better(best: Found | None, problem: Problem, cuts: tuple[int, ...]) -> Found:
+def _better(best: Found | None, problem: Problem, cuts: tuple[int, ...]) -> Found | None:
+    if problem.looped and not problem.fits(cuts):  # the bounds look at one stage of a device at a time
+        return best
     step_ns = problem.step_ns(cuts)
     if best is not None and step_ns >= best.step_ns:
         return best

@@ -9,6 +9,7 @@ micro-batches. A step cannot be shorter than
   return  one device:  reach stage s, do all its F and r, go back to a stage j <= s, finish there:
               sum_{i<s}(f+x) + M(f_s+r_s) + max_j(sum_{j<=i<s}(y+r) + w_j + u_j)
   link    one direction of one link, with one micro-batch going all the way before or after it
+  shared  devices with several stages: the most work of one of them, and the mean over all
   gpipe   all F before all B, each a flow shop:
               sum(f+x) + (M-1)max(f, x) + sum(b+y) + (M-1)max(b, y) + u_0
 
@@ -33,6 +34,7 @@ class Prefix:
         first_tail_ns: the part of that which ends with the first stage's update.
         send_ns, return_ns: the largest of the stages' f and x, and b and y.
         bound_ns: least step time for the stages so far.
+        work_ns: where devices have several stages, F and B of all micro-batches placed on each so far.
     """
 
     cuts: tuple[int, ...]
@@ -42,6 +44,7 @@ class Prefix:
     send_ns: int = 0
     return_ns: int = 0
     bound_ns: int = 0
+    work_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,10 @@ class Bounds:
         self._path = [[inf] * (n + 1) for _ in range(p + 1)]
         self._work = [[inf] * (n + 1) for _ in range(p + 1)]
         self._load = [[inf] * (n + 1) for _ in range(p + 1)]
+        self._sum = [[inf] * (n + 1) for _ in range(p + 1)]
         self._send = [[inf] * (n + 1) for _ in range(p + 1)]
         self._return = [[inf] * (n + 1) for _ in range(p + 1)]
-        for table in (self._path, self._work, self._load, self._send, self._return):
+        for table in (self._path, self._work, self._load, self._sum, self._send, self._return):
             table[p][n] = 0
         for s in reversed(range(p)):
             for a in range(s, n):
@@ -88,7 +92,7 @@ class Bounds:
         return range(n, n + 1) if s == p - 1 else range(a + 1, n - (p - 1 - s) + 1)
 
     def start(self) -> Prefix:
-        return Prefix((0,))
+        return Prefix((0,), work_ns=(0,) * len(self.problem.ranks) if self.problem.looped else ())
 
     def extend(self, prefix: Prefix, z: int) -> Prefix | None:
         """Returns the prefix with one more stage that ends at layer z, or None where that does not fit."""
@@ -113,6 +117,7 @@ class Bounds:
             send_ns=max(prefix.send_ns, f, x),
             return_ns=max(prefix.return_ns, r, y),
             bound_ns=int(max(prefix.bound_ns, prefix.head_ns + here)),
+            work_ns=_added(prefix.work_ns, self.problem.places[s], num * (f + b)),
         )
 
     def bound_ns(self, prefix: Prefix) -> float:
@@ -120,6 +125,9 @@ class Bounds:
         s, a = len(prefix.cuts) - 1, prefix.cuts[-1]
         rest = max(self._work[s][a], self._load[s][a] + prefix.tail_ns)
         bound = max(prefix.bound_ns, prefix.head_ns + rest)
+        if prefix.work_ns:
+            total = sum(prefix.work_ns) + self.problem.num_microbatches * self._sum[s][a]
+            bound = max(bound, *prefix.work_ns, total // len(prefix.work_ns))
         if self.problem.schedule == "gpipe":
             more = max(prefix.send_ns, self._send[s][a]) + max(prefix.return_ns, self._return[s][a])
             path = prefix.head_ns + self._path[s][a] + prefix.first_tail_ns
@@ -128,9 +136,10 @@ class Bounds:
 
     def _make(self, s: int, a: int, z: int) -> Piece | None:
         problem = self.problem
-        if problem.peak_bytes(s, a, z) > problem.memory_bytes[s]:
+        place = problem.places[s]
+        if problem.peak_bytes(s, a, z) > problem.memory_bytes[place]:
             return None
-        cost = problem.chains[s].cost(a, z)
+        cost = problem.chains[place].cost(a, z)
         x, y = problem.transfer_ns(s, z)
         i, w = (cost.input_grad_ns, cost.weight_grad_ns) if problem.splits_backward else (cost.backward_ns, 0)
         return Piece(cost.forward_ns, cost.backward_ns, i, w, x, y, cost.update_ns)
@@ -148,5 +157,10 @@ class Bounds:
             self._path[s][a] = min(self._path[s][a], through + path)
             self._work[s][a] = min(self._work[s][a], max(num * (f + b), f + x + self._work[s + 1][z]))
             self._load[s][a] = min(self._load[s][a], load)
+            self._sum[s][a] = min(self._sum[s][a], f + b + self._sum[s + 1][z])
             self._send[s][a] = min(self._send[s][a], max(f, x, self._send[s + 1][z]))
             self._return[s][a] = min(self._return[s][a], max(r, y, self._return[s + 1][z]))
+
+
+def _added(work_ns: tuple[int, ...], place: int, more_ns: int) -> tuple[int, ...]:
+    return (*work_ns[:place], work_ns[place] + more_ns, *work_ns[place + 1 :]) if work_ns else ()

@@ -10,7 +10,7 @@ from bapipe.codec import fingerprint
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.plan import Certificate, Plan, StagePlan
 from bapipe.profile import ModelProfile
-from bapipe.schedules import SCHEDULES
+from bapipe.schedules import ALL
 from bapipe.search.alternatives import alternatives
 from bapipe.search.best_first import Progress, best_first
 from bapipe.search.chain import Chain
@@ -31,8 +31,8 @@ def explore(
 ) -> Plan:
     """Returns the fastest plan of the space that its certificate names, by an exact search.
 
-    The space: the layers in the profile's order, cut anywhere into 1 to D stages, one of the cluster's D devices each,
-    in the cluster's order; every measured or interpolated micro-batch size that divides the mini-batch; the schedules.
+    The space: the layers in the profile's order, cut anywhere into the stages of a schedule on 1 to D of the cluster's
+    D devices, in the cluster's order; every measured or interpolated micro-batch size that divides the mini-batch.
 
     Args:
         profiles: one for each kind of device in the cluster.
@@ -44,10 +44,34 @@ def explore(
         BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that
             do not divide.
     """
-    _check(profiles, cluster, schedules, num_stages)
+    _check(profiles, cluster, schedules)
     sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
     limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
-    counts = [num_stages] if num_stages else range(1, min(len(cluster.devices), _num_layers(profiles)) + 1)
+    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    problems = _problems(profiles, cluster, schedules, num_stages, minibatch_size, sizes, limits)
+    found = best_first(problems, progress=progress)
+    if found is None:
+        raise Infeasible(closest(problems, names))
+    space = (
+        f"every cut of {len(names)} layers, in the profile's order, into {_span([p.num_stages for p in problems])} on "
+        f"{_span([len(p.ranks) for p in problems], 'device')} of {len(cluster.devices)}, in the cluster's order; "
+        f"micro-batches of {', '.join(map(str, sizes))}; schedules {', '.join(schedules)}; no replicas, no "
+        "recomputation"
+    )
+    plan = _plan(profiles, found, minibatch_size, space)
+    return msgspec.structs.replace(plan, alternatives=alternatives(plan, profiles, sizes, schedules, limits))
+
+
+def _problems(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    schedules: Sequence[str],
+    num_stages: int | None,
+    minibatch_size: int,
+    sizes: Sequence[int],
+    limits: Sequence[int],
+) -> list[Problem]:
+    num_layers = _num_layers(profiles)
     chains: dict[tuple[str, int, float], Chain] = {}
     problems = [
         Problem(
@@ -59,21 +83,21 @@ def explore(
             microbatch_size=size,
             num_microbatches=minibatch_size // size,
         )
-        for count in counts
+        for count in range(1, min(len(cluster.devices), num_layers) + 1)
         for ranks in distinct_choices(cluster, limits, count)
         for size in reversed(sizes)
         for schedule in schedules
     ]
-    found = best_first(problems, progress=progress)
-    if found is None:
-        raise Infeasible(closest(problems, [layer.name for layer in next(iter(profiles.values())).layers]))
-    space = (
-        f"every cut of {_num_layers(profiles)} layers, in the profile's order, into {_span(counts)}, one device a "
-        f"stage in the cluster's order ({len(cluster.devices)} devices); micro-batches of "
-        f"{', '.join(map(str, sizes))}; schedules {', '.join(schedules)}; no replicas, no recomputation"
-    )
-    plan = _plan(profiles, found, minibatch_size, space)
-    return msgspec.structs.replace(plan, alternatives=alternatives(plan, profiles, sizes, schedules, limits))
+    possible = [problem for problem in problems if problem.num_stages <= num_layers]
+    chosen = [problem for problem in possible if num_stages in (None, problem.num_stages)]
+    if not chosen:
+        counts = ", ".join(map(str, sorted({problem.num_stages for problem in possible}))) or "none"
+        asked = "any number of" if num_stages is None else num_stages
+        raise BapipeError(
+            f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers} layers and {', '.join(schedules)} "
+            f"allow {counts}"
+        )
+    return chosen
 
 
 def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> list[tuple[int, ...]]:
@@ -89,12 +113,10 @@ def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> lis
     return list(seen.values())
 
 
-def _check(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Sequence[str], num_stages: int | None
-) -> None:
+def _check(profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Sequence[str]) -> None:
     for name in schedules:
-        if name not in SCHEDULES:
-            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(SCHEDULES)}")
+        if name not in ALL:
+            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}")
     for device in cluster.devices:
         if device.kind not in profiles:
             raise BapipeError(
@@ -108,12 +130,6 @@ def _check(
                 f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
                 "their names, layers or tensors differ"
             )
-    limit = min(len(cluster.devices), _num_layers(profiles))
-    if num_stages is not None and not 1 <= num_stages <= limit:
-        raise BapipeError(
-            f"{num_stages} stages asked for; {len(cluster.devices)} devices and {_num_layers(profiles)} layers allow "
-            f"1 to {limit}"
-        )
 
 
 def _microbatch_sizes(
@@ -157,8 +173,8 @@ def _plan(profiles: Mapping[str, ModelProfile], found: Found, minibatch_size: in
         num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
         stages=tuple(
-            StagePlan(layers=tuple(names[start:stop]), devices=(problem.cluster.devices[rank].name,))
-            for rank, start, stop in zip(problem.ranks, found.cuts, found.cuts[1:], strict=False)
+            StagePlan(layers=tuple(names[start:stop]), devices=(problem.cluster.devices[problem.ranks[place]].name,))
+            for place, (start, stop) in zip(problem.places, pairwise(found.cuts), strict=True)
         ),
         order=tuple(tuple(map(str, actions)) for actions in problem.table.order),
         prediction=problem.judge(found.cuts).prediction(minibatch_size),
@@ -180,6 +196,6 @@ def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
     return len(next(iter(profiles.values())).layers)
 
 
-def _span(counts: Sequence[int]) -> str:
+def _span(counts: Sequence[int], noun: str = "stage") -> str:
     low, high = min(counts), max(counts)
-    return f"{low} stage{'s' if low > 1 else ''}" if low == high else f"{low} to {high} stages"
+    return f"{low} {noun}{'s' if low > 1 else ''}" if low == high else f"{low} to {high} {noun}s"

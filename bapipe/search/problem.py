@@ -1,7 +1,7 @@
 """One question to a search: where to cut the layers, for given devices, micro-batch size and schedule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bapipe.cluster import Cluster
@@ -9,7 +9,7 @@ from bapipe.cost import Stage, StageCost
 from bapipe.memory import peak_memory
 from bapipe.recurrence import Program, compile_table
 from bapipe.schedule import Action, Phase, Schedule
-from bapipe.schedules import SCHEDULES
+from bapipe.schedules import ALL
 from bapipe.search.chain import Chain
 from bapipe.simulate import finish_ns, judge
 from bapipe.timeline import Timeline
@@ -17,13 +17,13 @@ from bapipe.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Cut a chain of layers into one stage for each of `ranks`.
+    """Cut a chain of layers into the stages of a schedule.
 
     Attributes:
-        chains: the layers as the device of each stage runs them.
-        ranks: the device of each stage, as its place in the cluster.
-        memory_bytes: what each stage's device may hold.
-        schedule: a name in `SCHEDULES`.
+        chains: the layers as each of the devices runs them.
+        ranks: the devices, as their places in the cluster.
+        memory_bytes: what each of the devices may hold.
+        schedule: a name in `SCHEDULES` or `LOOPED`.
 
     Cuts are given as (0, ..., num_layers): stage s holds the layers cuts[s] to cuts[s+1], the last one left out.
     """
@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        return len(self.ranks)
+        return self.table.num_stages
 
     @property
     def num_layers(self) -> int:
@@ -47,8 +47,17 @@ class Problem:
     @cached_property
     def table(self) -> Schedule:
         """The schedule on the problem's devices."""
-        schedule = SCHEDULES[self.schedule](self.num_stages, self.num_microbatches)
-        return spread(schedule, tuple((rank,) for rank in self.ranks), len(self.cluster.devices))
+        return place(ALL[self.schedule](len(self.ranks), self.num_microbatches), self.ranks, len(self.cluster.devices))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The device of each stage, as its place in `ranks`."""
+        return tuple(self.ranks.index(devices[0]) for devices in self.table.devices)
+
+    @property
+    def looped(self) -> bool:
+        """Whether devices have several stages."""
+        return self.num_stages > len(self.ranks)
 
     @cached_property
     def program(self) -> Program:
@@ -71,10 +80,14 @@ class Problem:
         return tuple(_most_in_flight(self.table, s) for s in range(self.num_stages))
 
     def peak_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Returns what the device of a stage holds at its peak with layers `start` to `stop`."""
-        cost = self.chains[stage].cost(start, stop)
-        incoming = self.chains[stage - 1].send_bytes[start] if stage > 0 else 0
-        returning = self.chains[stage].grad_bytes[stop]
+        """Returns what the device of a stage holds at its peak for it alone, with layers `start` to `stop`."""
+        place = self.places[stage]
+        chain = self.chains[place]
+        cost = chain.cost(start, stop)
+        before = self.places[stage - 1] if stage > 0 else place
+        after = self.places[stage + 1] if stage + 1 < self.num_stages else place
+        incoming = self.chains[before].send_bytes[start] if before != place else 0
+        returning = chain.grad_bytes[stop] if after != place else 0
         return (
             2 * cost.param_bytes
             + cost.optimizer_bytes
@@ -85,10 +98,11 @@ class Problem:
 
     def transfer_ns(self, stage: int, cut: int) -> tuple[int, int]:
         """Returns the times of activations and gradients between a stage and the next, cut before layer `cut`."""
-        if stage + 1 == self.num_stages:
+        if stage + 1 == self.num_stages or self.places[stage] == self.places[stage + 1]:
             return 0, 0
-        here, there = self.ranks[stage], self.ranks[stage + 1]
-        send, grad = self.chains[stage].send_bytes[cut], self.chains[stage].grad_bytes[cut]
+        here, there = self.ranks[self.places[stage]], self.ranks[self.places[stage + 1]]
+        chain = self.chains[self.places[stage]]
+        send, grad = chain.send_bytes[cut], chain.grad_bytes[cut]
         return (
             self.cluster.link(here, there).transfer_ns(send) if send else 0,
             self.cluster.link(there, here).transfer_ns(grad) if grad else 0,
@@ -102,16 +116,23 @@ class Problem:
                 send_bytes=chain.send_bytes[cuts[s + 1]],
                 grad_bytes=chain.grad_bytes[cuts[s + 1]],
             )
-            for s, chain in enumerate(self.chains)
+            for s, chain in enumerate(self.chains[place] for place in self.places)
         )
+
+    def fits(self, cuts: Sequence[int]) -> bool:
+        """Returns whether every device can hold its stages, by the judge's count."""
+        peaks = peak_memory(self.table, self.stages(cuts))
+        return all(peaks[rank].total <= limit for rank, limit in zip(self.ranks, self.memory_bytes, strict=True))
 
     def step_ns(self, cuts: Sequence[int]) -> int:
         """Returns the judge's step time under these cuts, without the rest of the timeline."""
         if not self.fast:
             return self.judge(cuts).step_ns
         stages = self.stages(cuts)
-        finish = finish_ns(self.program, stages, self.cluster)
-        return max(finish[rank] + stage.on[0].update_ns for rank, stage in zip(self.ranks, stages, strict=True))
+        done = finish_ns(self.program, stages, self.cluster)
+        for place, stage in zip(self.places, stages, strict=True):
+            done[self.ranks[place]] += stage.on[0].update_ns
+        return max(done)
 
     def judge(self, cuts: Sequence[int]) -> Timeline:
         """Returns the timeline of one step under these cuts."""
@@ -148,6 +169,20 @@ def spread(schedule: Schedule, devices: tuple[tuple[int, ...], ...], num_ranks: 
     )
 
 
+def place(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
+    """Returns a schedule with its rank i as rank `ranks[i]` of `num_ranks`."""
+    order: list[tuple[Action, ...]] = [()] * num_ranks
+    for rank, actions in zip(ranks, schedule.order, strict=True):
+        order[rank] = actions
+    return Schedule(
+        devices=tuple(tuple(ranks[own] for own in devices) for devices in schedule.devices),
+        num_microbatches=schedule.num_microbatches,
+        order=tuple(order),
+    )
+
+
 def _most_in_flight(table: Schedule, stage: int) -> int:
-    byte = Stage(on=(StageCost(forward_ns=0, input_grad_ns=0, weight_grad_ns=0, stash_bytes=1),))
-    return peak_memory(table, [byte] * table.num_stages)[table.devices[stage][0]].stash
+    cost = StageCost(forward_ns=0, input_grad_ns=0, weight_grad_ns=0)
+    stages = [Stage(on=(cost,))] * table.num_stages
+    stages[stage] = Stage(on=(replace(cost, stash_bytes=1),))
+    return peak_memory(table, stages)[table.devices[stage][0]].stash

@@ -1,11 +1,13 @@
 """The exact search equals the exhaustive one, and its bounds never exceed what the judge says."""
 
+from collections.abc import Sequence
 from itertools import combinations
 from random import Random
 
 import pytest
 
 from bapipe.errors import Infeasible
+from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.search.best_first import best_first
 from bapipe.search.bounds import Bounds
 from bapipe.search.chain import Chain
@@ -17,8 +19,8 @@ from bapipe.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
 
 
-def random_problems(seed: int) -> list[Problem]:
-    """Both schedules at one or two micro-batch sizes, on the same devices."""
+def random_problems(seed: int, schedules: Sequence[str] = ("1f1b", "gpipe")) -> list[Problem]:
+    """Some schedules at one or two micro-batch sizes, on the same devices."""
     random = Random(seed)
     num_layers = random.randint(1, 8)
     num_stages = random.randint(1, min(4, num_layers))
@@ -37,7 +39,7 @@ def random_problems(seed: int) -> list[Problem]:
         )
         for size in random.sample([1, 2, 3, 4], 2)
         if num_samples % size == 0
-        for schedule in ("1f1b", "gpipe")
+        for schedule in schedules
     ]
 
 
@@ -53,10 +55,31 @@ def test_best_first_is_exact(block: int) -> None:
     assert feasible > 100
 
 
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
+def test_best_first_is_exact_for_every_schedule(schedule: str) -> None:
+    for seed in range(60):
+        problems = random_problems(seed, [schedule])
+        want, found = exhaustive(problems), best_first(problems)
+        assert (found and found.step_ns) == (want and want.step_ns), seed
+        assert found is None or found.lower_bound_ns == found.step_ns, seed
+
+
+@pytest.mark.parametrize("schedule", LOOPED)
+def test_best_first_is_exact_where_devices_have_two_stages(schedule: str) -> None:
+    seen = 0
+    for seed in range(120):
+        problems = [p for p in random_problems(seed, [schedule]) if p.num_stages <= p.num_layers]
+        want, found = exhaustive(problems), best_first(problems)
+        assert (found and found.step_ns) == (want and want.step_ns), seed
+        assert found is None or found.lower_bound_ns == found.step_ns, seed
+        seen += want is not None
+    assert seen > 30
+
+
 def test_bounds_never_exceed_the_judge() -> None:
     checked = 0
     for seed in range(400):
-        for problem in random_problems(seed):
+        for problem in random_problems(seed, list(SCHEDULES) if seed < 100 else ("1f1b", "gpipe")):
             bounds = Bounds(problem)
             for inner in combinations(range(1, problem.num_layers), problem.num_stages - 1):
                 cuts = (0, *inner, problem.num_layers)
