@@ -14,6 +14,7 @@ import pytest
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.codec import fingerprint, read, write
 from bapipe.plan import Plan
+from bapipe.schedules import SCHEDULES
 from bapipe.simulate import simulate
 from tests.random_profiles import random_profile
 
@@ -121,9 +122,9 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
             "3 stages asked for; 2 devices and 6 layers allow 1 to 2",
         ),
         (
-            ("plan", "profile.json", "--cluster", "cluster.json", "--schedule", "2f2b"),
+            ("plan", "profile.json", "--cluster", "cluster.json", "--schedule", "1b1f"),
             1,
-            "unknown schedule '2f2b'; choose from gpipe, 1f1b",
+            f"unknown schedule '1b1f'; choose from {', '.join(SCHEDULES)}",
         ),
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--devices", "2"),
