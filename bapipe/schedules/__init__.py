@@ -3,8 +3,15 @@
 from collections.abc import Callable
 
 from bapipe.schedule import Schedule
+from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
+from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.one_f_one_b import one_f_one_b
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+    "2f2b": k_f_k_b,
+}
 """`(num_stages, num_microbatches) -> Schedule`, with stage s on rank s."""
