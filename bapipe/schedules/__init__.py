@@ -3,15 +3,21 @@
 from collections.abc import Callable
 
 from bapipe.schedule import Schedule
+from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager-1f1b": eager_one_f_one_b,
     "2f2b": k_f_k_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "gpipe-2bp": gpipe_2bp,
+    "1f1b-2bp": one_f_one_b_2bp,
 }
 """`(num_stages, num_microbatches) -> Schedule`, with stage s on rank s."""

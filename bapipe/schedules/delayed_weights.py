@@ -1,0 +1,34 @@
+"""2BP: GPipe and 1F1B with the weight gradients delayed (Rae et al. 2024, arXiv:2405.18047)."""
+
+from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.zero_bubble import late_weights
+
+
+def gpipe_2bp(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Equal stages idle (p-1)(F+I) a step; every stage keeps all micro-batches in flight.
+
+    Any rank, 2 micro-batches:  F0 F1 I0 I1 W0 W1
+    """
+    phases = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+    return Schedule(
+        devices=tuple((s,) for s in range(num_ranks)),
+        num_microbatches=num_microbatches,
+        order=tuple(
+            tuple(Action(s, phase, m) for phase in phases for m in range(num_microbatches)) for s in range(num_ranks)
+        ),
+    )
+
+
+def one_f_one_b_2bp(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Equal stages idle (p-1)(F+I-min(F, I, W)) a step where m >= p; every stage keeps all micro-batches in flight.
+
+    The bubble of ZB-H1 with the memory of GPipe: no F ever waits for a W.
+
+    Rank 1 of 3, 4 micro-batches:  F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+                                   as 1F1B; once no F is left, a W after each I; then the others
+    """
+    return Schedule(
+        devices=tuple((s,) for s in range(num_ranks)),
+        num_microbatches=num_microbatches,
+        order=tuple(late_weights(s, num_ranks - s, num_microbatches, num_microbatches) for s in range(num_ranks)),
+    )
