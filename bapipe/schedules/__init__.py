@@ -6,7 +6,9 @@ from bapipe.schedule import Schedule
 from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
+from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
+from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -21,3 +23,9 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b-2bp": one_f_one_b_2bp,
 }
 """`(num_stages, num_microbatches) -> Schedule`, with stage s on rank s."""
+
+LOOPED: dict[str, Callable[[int, int], Schedule]] = {
+    "interleaved-1f1b": interleaved_one_f_one_b,
+    "looped-bfs": looped_breadth_first,
+}
+"""`(num_ranks, num_microbatches) -> Schedule`, with two stages a rank, `Schedule.devices` says which."""
