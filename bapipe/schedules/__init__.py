@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from bapipe.schedule import Schedule
+from bapipe.schedules.controllable_memory import v_half, v_min
 from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
@@ -10,6 +11,7 @@ from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.schedules.zb_v import zb_v
 from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -27,5 +29,8 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 LOOPED: dict[str, Callable[[int, int], Schedule]] = {
     "interleaved-1f1b": interleaved_one_f_one_b,
     "looped-bfs": looped_breadth_first,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
 }
 """`(num_ranks, num_microbatches) -> Schedule`, with two stages a rank, `Schedule.devices` says which."""

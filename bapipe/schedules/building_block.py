@@ -1,0 +1,129 @@
+"""V-shaped schedules from a building block: when one micro-batch runs where, the next one running six slots later.
+
+A block is drawn in slots of equal F, I and W (Qi et al. 2024, arXiv:2405.15362). Micro-batch 0 on two ranks of two
+stages each, one slot from rank to rank:
+
+    slot      0    1    2    3    4    5    6    7
+    rank 0   0F0            3F0  3I0            0I0
+    rank 1        1F0  2F0            2I0  1I0
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bapipe.schedule import Action, Phase, Schedule
+
+PERIOD = 6
+"""Slots from one micro-batch to the next: F, I and W of a rank's two stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The shape of one micro-batch's way: F down the V and back up, then I down and back up.
+
+    The slots of each rank must differ modulo `PERIOD`, so that all micro-batches fit together.
+
+    Attributes:
+        down, up: slots from one rank to the next.
+        wait_at_top: empty slots on rank 0 between F and I.
+        wait_at_turn: empty slots on the last rank between I of its two stages.
+    """
+
+    down: int
+    up: int
+    wait_at_top: int = 0
+    wait_at_turn: int = 0
+
+    def slots(self, rank: int, num_ranks: int) -> tuple[int, int, int, int]:
+        """Returns the slots of F of a rank's first and second stage, of I of the second and of the first."""
+        down, up = self.down * rank, self.up * (num_ranks - 1 - rank)
+        turn = self.down * (num_ranks - 1) + 1
+        top = turn + self.up * (num_ranks - 1) + 1 + self.wait_at_top
+        return down, turn + up, top + down, top + turn + self.wait_at_turn + up
+
+
+def v_shaped(num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
+    """Returns the schedule that repeats the block for all micro-batches, then fills its start and its end.
+
+    Rank r has the stages r and 2p-1-r. No rank keeps more stashes in flight than the repeated block's fullest rank.
+    O(n p) for n actions.
+    """
+    last = 2 * num_ranks - 1
+    planned = [_repeat(rank, last - rank, num_microbatches, block.slots(rank, num_ranks)) for rank in range(num_ranks)]
+    limit = max(_most_in_flight(actions) for actions in planned)
+    return Schedule(
+        devices=tuple((min(s, last - s),) for s in range(2 * num_ranks)),
+        num_microbatches=num_microbatches,
+        order=_squeeze(planned, limit, last),
+    )
+
+
+def _repeat(first: int, second: int, num_microbatches: int, slots: Sequence[int]) -> list[Action]:
+    """The actions of a rank in the order of their slots; each W in the next empty slot after its I, oldest first."""
+    f, i = Phase.FORWARD, Phase.INPUT_GRAD
+    steps = list(zip(slots, [(first, f), (second, f), (second, i), (first, i)], strict=True))
+    at = {slot + PERIOD * m: Action(*step, m) for slot, step in steps for m in range(num_microbatches)}
+    assert len(at) == len(steps) * num_microbatches
+    order: list[Action] = []
+    waiting: deque[Action] = deque()
+    for slot in range(max(at) + 1):
+        action = at.get(slot) or (waiting.popleft() if waiting else None)
+        if action is None:
+            continue
+        order.append(action)
+        if action.phase is Phase.INPUT_GRAD:
+            waiting.append(Action(action.stage, Phase.WEIGHT_GRAD, action.microbatch))
+    return [*order, *waiting]
+
+
+def _most_in_flight(order: Sequence[Action]) -> int:
+    held = most = 0
+    for action in order:
+        held += action.phase is Phase.FORWARD
+        most = max(most, held)
+        held -= action.phase is Phase.WEIGHT_GRAD
+    return most
+
+
+def _squeeze(planned: Sequence[Sequence[Action]], limit: int, last: int) -> tuple[tuple[Action, ...], ...]:
+    """Runs all ranks slot by slot, in the planned order but for what can fill the start and the end.
+
+    A rank that waits runs one of its first `limit` forwards if one is ready: they fit in memory whatever the order.
+    A rank without forwards runs any I that is ready, else any W.
+    """
+    todo = [list(actions) for actions in planned]
+    early = [[action for action in actions if action.phase is Phase.FORWARD][:limit] for actions in planned]
+    order: list[list[Action]] = [[] for _ in planned]
+    done: set[Action] = set()
+    while any(todo):
+        chosen = [_choose(*rank, done, last) for rank in zip(todo, early, strict=True)]
+        for rank, action in enumerate(chosen):
+            if action is not None:
+                order[rank].append(action)
+                todo[rank].remove(action)
+                if action in early[rank]:
+                    early[rank].remove(action)
+        ran = {action for action in chosen if action is not None}
+        assert ran
+        done |= ran
+    return tuple(map(tuple, order))
+
+
+def _choose(todo: Sequence[Action], early: Sequence[Action], done: set[Action], last: int) -> Action | None:
+    """What a rank runs in this slot; None if it waits."""
+    if any(action.phase is Phase.FORWARD for action in todo):
+        candidates = [*todo[:1], *early]
+    else:
+        candidates = sorted(todo, key=lambda action: action.phase is Phase.WEIGHT_GRAD)
+    return next((action for action in candidates if _is_ready(action, done, last)), None)
+
+
+def _is_ready(action: Action, done: set[Action], last: int) -> bool:
+    stage, phase, microbatch = action
+    if phase is Phase.FORWARD:
+        return stage == 0 or Action(stage - 1, phase, microbatch) in done
+    if phase is Phase.WEIGHT_GRAD:
+        return Action(stage, Phase.INPUT_GRAD, microbatch) in done
+    gradient_is_here = stage == last or Action(stage + 1, phase, microbatch) in done
+    return gradient_is_here and Action(stage, Phase.FORWARD, microbatch) in done
