@@ -5,6 +5,7 @@ from collections.abc import Callable
 from bapipe.schedule import Schedule
 from bapipe.schedules.controllable_memory import v_half, v_min
 from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
+from bapipe.schedules.dualpipe_v import dualpipe_v
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
@@ -32,5 +33,6 @@ LOOPED: dict[str, Callable[[int, int], Schedule]] = {
     "zb-v": zb_v,
     "v-half": v_half,
     "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
 }
 """`(num_ranks, num_microbatches) -> Schedule`, with two stages a rank, `Schedule.devices` says which."""
