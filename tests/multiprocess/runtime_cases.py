@@ -14,7 +14,8 @@ from bapipe.plan import Certificate, Plan, Prediction, StagePlan
 from bapipe.profile import LOSS
 from bapipe.runtime.launch import Rank
 from bapipe.runtime.pipeline import Pipeline, sgd
-from bapipe.schedules import SCHEDULES
+from bapipe.schedule import Schedule
+from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.trace import trace
 
 
@@ -53,7 +54,17 @@ def make_plan(
 
 
 def named_order(schedule: str, num_stages: int, num_microbatches: int) -> list[list[str]]:
-    return [[str(action) for action in rank] for rank in SCHEDULES[schedule](num_stages, num_microbatches).order]
+    return _texts(SCHEDULES[schedule](num_stages, num_microbatches))
+
+
+def looped_order(schedule: str, num_ranks: int, num_microbatches: int) -> tuple[list[list[str]], list[int]]:
+    """Returns a table of two stages a rank, and the rank of each stage."""
+    table = LOOPED[schedule](num_ranks, num_microbatches)
+    return _texts(table), [ranks[0] for ranks in table.devices]
+
+
+def _texts(schedule: Schedule) -> list[list[str]]:
+    return [[str(action) for action in rank] for rank in schedule.order]
 
 
 def random_order(seed: int, ranks: Sequence[int], num_microbatches: int, split: float) -> list[list[str]]:

@@ -2,14 +2,20 @@
 
 import pytest
 import torch
-from runtime_cases import Case, Outcome, case, named_order, random_order, run_cases, two_ranks
+from runtime_cases import Case, Outcome, case, looped_order, named_order, random_order, run_cases, two_ranks
 
 from bapipe.runtime.launch import launch
+from bapipe.schedules import LOOPED, SCHEDULES
 
 
 def _named(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: bool) -> Case:
     ranks = range(len(cuts) + 1)
     order = named_order(schedule, len(ranks), num)
+    return case(f"{schedule} {model} {cuts} m={num} {more or ''}", model, cuts, order, ranks, num, **more)
+
+
+def _looped(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: bool) -> Case:
+    order, ranks = looped_order(schedule, (len(cuts) + 1) // 2, num)
     return case(f"{schedule} {model} {cuts} m={num} {more or ''}", model, cuts, order, ranks, num, **more)
 
 
@@ -42,6 +48,19 @@ TWO = (
     _named("gpipe", "two-inputs", (3,), 3),
     _named("1f1b", "frozen", (1,), 3),
     _named("1f1b", "tied", (2,), 3),
+    _named("eager-1f1b", "mlp", (4,), 5),
+    _named("2f2b", "residual", (4,), 5),
+    _named("zb-h1", "mlp", (4,), 4),
+    _named("zb-h2", "residual", (5,), 4),
+    _named("gpipe-2bp", "residual", (4,), 3),
+    _named("1f1b-2bp", "mlp", (6,), 4),
+    _looped("interleaved-1f1b", "mlp", (2, 4, 6), 3),
+    _looped("looped-bfs", "residual", (2, 5, 8), 3),
+    _looped("zb-v", "residual", (2, 5, 8), 4),
+    _looped("v-half", "mlp", (1, 4, 7), 5),
+    _looped("v-min", "mlp", (2, 4, 6), 5),
+    _looped("dualpipe-v", "mlp", (2, 4, 8), 5),
+    _looped("dualpipe-v", "residual", (3, 6, 8), 2),  # fewer micro-batches than the four it is drawn for
     _random(1, "mlp", (4,), (0, 1), 5, 1.0),
     _random(2, "mlp", (8,), (0, 1), 3, 1.0),
     _random(3, "mlp", (2, 4, 6), (0, 1, 1, 0), 4, 0.5),
@@ -59,10 +78,20 @@ FOUR = (
     _named("1f1b", "residual", (2, 5, 8), 5),
     _named("gpipe", "residual", (1, 3, 6), 3, single=True),
     _named("1f1b", "two-inputs", (1, 2, 3), 4),
+    _named("zb-h1", "residual", (2, 5, 8), 6),
+    _looped("interleaved-1f1b", "residual", (1, 2, 3, 5, 6, 8, 10), 6),
+    _looped("zb-v", "mlp", (1, 2, 3, 4, 5, 6, 7), 5),
+    _looped("v-half", "residual", (1, 2, 3, 5, 6, 8, 10), 4),
+    _looped("dualpipe-v", "mlp", (1, 2, 3, 5, 6, 7, 8), 9),
     _random(11, "mlp", (2, 4, 6), (3, 1, 0, 2), 6, 1.0),
     _random(12, "residual", (1, 2, 3, 5, 6, 8, 10), (0, 1, 2, 3, 3, 2, 1, 0), 4, 0.5),
     _random(13, "mlp", (1, 2, 3, 5, 6, 7, 8), (0, 0, 1, 2, 3, 1, 2, 0), 4, 1.0),
 )
+
+
+def test_every_named_schedule_runs() -> None:
+    run = {item.name.split()[0] for item in TWO}
+    assert run >= {*SCHEDULES, *LOOPED}
 
 
 @pytest.fixture(scope="module")
