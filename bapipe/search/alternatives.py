@@ -57,10 +57,14 @@ def alternatives(
             for size in microbatch_sizes
         )
     named = [name for name in schedules if name in SCHEDULES] or ["1f1b"]
+    shares = {layer.name: layer.shares for layer in next(iter(profiles.values())).layers}
     num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
-    if num_stages <= min(len(devices), len(names) - (names[-1] == LOSS)):
+    equal = equal_layers(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
+    if len(equal) == num_stages and all(
+        other in stage.layers for stage in equal for name in stage.layers for other in shares[name]
+    ):
         kinds["equal-layers"] = (
-            Candidate(stages=equal_layers(names, devices[:num_stages]), schedule=schedule, microbatch_size=size)
+            Candidate(stages=equal, schedule=schedule, microbatch_size=size)
             for schedule in named
             for size in microbatch_sizes
         )

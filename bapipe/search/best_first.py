@@ -21,17 +21,22 @@ def best_first(problems: Sequence[Problem], *, limit: int = 200_000, progress: P
     optimal. After `limit` partial plans the best one so far is returned with the bound reached; a plan that takes the
     judge's slow clockwork counts as `SLOW` of them.
     """
-    bounds = [Bounds(problem) for problem in problems]
+    bounds: dict[int, Bounds] = {}  # made when the problem's turn comes
     best: Found | None = None
-    for problem, bound in zip(problems, bounds, strict=True):
-        if (cuts := _descend(bound)) is not None:
-            best = _better(best, problem, cuts)
-    queue = [(b.bound_ns(b.start()), i, b.start().cuts, b.start()) for i, b in enumerate(bounds)]
+    queue: list[tuple[float, int, tuple[int, ...], Prefix | None]] = [
+        (problem.least_ns, i, (), None) for i, problem in enumerate(problems)
+    ]
     heapify(queue)
     spent = judged = 0
     while queue and queue[0][0] < (best.step_ns if best else inf) and spent < limit:
         bound_ns, i, _, prefix = heappop(queue)
         spent += 1
+        if prefix is None:
+            bounds[i] = Bounds(problems[i])
+            if (cuts := _descend(bounds[i])) is not None:
+                best = _better(best, problems[i], cuts)
+                heappush(queue, (bounds[i].bound_ns(bounds[i].start()), i, (0,), bounds[i].start()))
+            continue
         if len(prefix.cuts) > problems[i].num_stages:
             best = _better(best, problems[i], prefix.cuts)
             spent += 0 if problems[i].fast else SLOW

@@ -17,6 +17,8 @@ The `Rest` tables give, for every stage s and layer a, the least that stages s, 
 layers a, a+1, ...; they come from one dynamic programme over the stages, last to first.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -86,10 +88,11 @@ class Bounds:
             self._pieces[key] = self._make(s, a, z)
         return self._pieces[key]
 
-    def ends(self, s: int, a: int) -> range:
+    def ends(self, s: int, a: int) -> Sequence[int]:
         """Returns where stage s can end when it begins at layer a."""
         p, n = self.problem.num_stages, self.problem.num_layers
-        return range(n, n + 1) if s == p - 1 else range(a + 1, n - (p - 1 - s) + 1)
+        cuts = self.problem.legal_cuts
+        return (n,) if s == p - 1 else cuts[bisect_right(cuts, a) : len(cuts) - (p - 2 - s)]
 
     def start(self) -> Prefix:
         return Prefix((0,), work_ns=(0,) * len(self.problem.ranks) if self.problem.looped else ())

@@ -8,7 +8,8 @@ from bapipe.units import at_speed
 class Chain:
     """A profile at one micro-batch size, in the profile's layer order, on devices of one speed.
 
-    `send_bytes[c]` and `grad_bytes[c]` are the activations and gradients alive at the cut before layer c.
+    `send_bytes[c]` and `grad_bytes[c]` are the activations and gradients alive at the cut before layer c; `legal[c]`
+    says whether it may be cut: layers that share parameters stay together.
     """
 
     def __init__(self, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
@@ -24,6 +25,7 @@ class Chain:
         self._params = _sums([layer.param_bytes for layer in profile.layers])
         self._optimizer = _sums([layer.optimizer_state_bytes for layer in profile.layers])
         self.send_bytes, self.grad_bytes = _alive(profile, microbatch_size)
+        self.legal = _legal(profile)
         self._costs: dict[tuple[int, int], StageCost] = {}
 
     def cost(self, start: int, stop: int) -> StageCost:
@@ -48,6 +50,16 @@ def _sums(values: list[int]) -> list[int]:
     for value in values:
         sums.append(sums[-1] + value)
     return sums
+
+
+def _legal(profile: ModelProfile) -> list[bool]:
+    index = {layer.name: i for i, layer in enumerate(profile.layers)}
+    legal = [True] * (len(profile.layers) + 1)
+    for i, layer in enumerate(profile.layers):
+        for other in layer.shares:
+            for cut in range(min(i, index[other]) + 1, max(i, index[other]) + 1):
+                legal[cut] = False
+    return legal
 
 
 def _alive(profile: ModelProfile, microbatch_size: int) -> tuple[list[int], list[int]]:

@@ -40,12 +40,14 @@ def _least_lack(problem: Problem) -> tuple[int, ...]:
     limits = [problem.memory_bytes[place] for place in problem.places]
     best: dict[int, tuple[int, tuple[int, ...]]] = {n: (-limits[-1], ())}  # by first layer of the rest
     for s in reversed(range(p)):
-        last = s == p - 1
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for a in range(s, n - (p - 1 - s)):
-            options = [n] if last else [z for z in best if z > a]
-            longer[a] = min(
-                (max(problem.peak_bytes(s, a, z) - limits[s], best[z][0]), (z, *best[z][1])) for z in options
-            )
+        for a in problem.legal_cuts if s > 0 else (0,):
+            options = [
+                (max(problem.peak_bytes(s, a, z) - limits[s], lack), (z, *rest))
+                for z, (lack, rest) in best.items()
+                if z > a
+            ]
+            if options:
+                longer[a] = min(options)
         best = longer
     return (0, *best[0][1])

@@ -10,7 +10,7 @@ def exhaustive(problems: Sequence[Problem]) -> Found | None:
     """Returns the fastest cuts whose judged memory fits; None where nothing fits. O(C(layers, stages)) judgements."""
     best: Found | None = None
     for problem in problems:
-        for inner in combinations(range(1, problem.num_layers), problem.num_stages - 1):
+        for inner in combinations(problem.legal_cuts, problem.num_stages - 1):
             cuts = (0, *inner, problem.num_layers)
             timeline = problem.judge(cuts)
             peaks = [timeline.memory[rank].total for rank in problem.ranks]

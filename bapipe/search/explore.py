@@ -1,7 +1,7 @@
 """Explores stages x cuts x micro-batch sizes x schedules, and makes the best of them a plan."""
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import msgspec
 
@@ -16,6 +16,13 @@ from bapipe.search.best_first import Progress, best_first
 from bapipe.search.chain import Chain
 from bapipe.search.closest import closest
 from bapipe.search.problem import Found, Problem
+from bapipe.units import MAX_INT
+
+MAX_CHOICES = 500
+"""How many choices of devices are looked at for one number of devices."""
+
+MAX_MICROBATCHES = 1024
+"""Most micro-batches in a step; more would make tables that nobody runs."""
 
 
 def explore(
@@ -59,6 +66,8 @@ def explore(
         "recomputation"
     )
     plan = _plan(profiles, found, minibatch_size, space)
+    if plan.prediction.step_ns > MAX_INT:
+        raise BapipeError("the step takes longer than a file can say (292 years): check the profile and device speeds")
     return msgspec.structs.replace(plan, alternatives=alternatives(plan, profiles, sizes, schedules, limits))
 
 
@@ -88,7 +97,7 @@ def _problems(
         for size in reversed(sizes)
         for schedule in schedules
     ]
-    possible = [problem for problem in problems if problem.num_stages <= num_layers]
+    possible = [problem for problem in problems if problem.num_stages <= len(problem.legal_cuts) + 1]
     chosen = [problem for problem in possible if num_stages in (None, problem.num_stages)]
     if not chosen:
         counts = ", ".join(map(str, sorted({problem.num_stages for problem in possible}))) or "none"
@@ -101,16 +110,44 @@ def _problems(
 
 
 def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Returns the ascending choices of `count` devices, the first of each set of choices that are alike."""
-    seen: dict[object, tuple[int, ...]] = {}
-    for ranks in combinations(range(len(cluster.devices)), count):
+    """Returns the ascending choices of `count` devices, the first of each set of choices that are alike.
+
+    Where there are more than `MAX_CHOICES`, only the first devices of the cluster.
+    """
+    kinds = _kinds(cluster, limits)
+    choices: dict[object, tuple[int, ...]] = {(): ()}
+    for _ in range(count):
+        longer: dict[object, tuple[int, ...]] = {}
+        for key, ranks in choices.items():
+            seen: set[int] = set()
+            for rank in range(ranks[-1] + 1 if ranks else 0, len(kinds)):
+                if kinds[rank] not in seen:  # the first of a kind leaves the most to choose from
+                    seen.add(kinds[rank])
+                    longer.setdefault((key, kinds[rank]), (*ranks, rank))
+        if len(longer) > MAX_CHOICES:
+            return [tuple(range(count))]
+        choices = longer
+    found: dict[object, tuple[int, ...]] = {}
+    for ranks in choices.values():
         devices = [cluster.devices[rank] for rank in ranks]
         same = tuple(
             (d.kind, d.speed, d.overlaps_transfers, limits[rank]) for d, rank in zip(devices, ranks, strict=True)
         )
         links = tuple((cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks))
-        seen.setdefault((same, links), ranks)
-    return list(seen.values())
+        found.setdefault((same, links), ranks)
+    return list(found.values())
+
+
+def _kinds(cluster: Cluster, limits: Sequence[int]) -> list[int]:
+    """A number for each device, the same for devices that nothing but their place tells apart."""
+    named = {end for link in cluster.links for end in (link.source, link.target)}
+    numbers: dict[object, int] = {}
+    kinds = []
+    for device, limit in zip(cluster.devices, limits, strict=True):
+        own = device.name if device.name in named else None
+        key = (device.kind, device.speed, device.overlaps_transfers, limit, device.host, own)
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
 
 
 def _check(profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Sequence[str]) -> None:
@@ -138,8 +175,15 @@ def _microbatch_sizes(
     used = [profiles[kind] for kind in sorted({device.kind for device in cluster.devices})]
     if wanted is not None and minibatch_size % wanted:
         raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {wanted}")
-    divisors = [wanted] if wanted else [b for b in range(1, minibatch_size + 1) if minibatch_size % b == 0]
-    sizes = [b for b in divisors if all(profile.covers(b) for profile in used)]
+    low = max(profile.microbatch_sizes[0] for profile in used)
+    high = min(profile.microbatch_sizes[-1] for profile in used)
+    sizes = [b for b in range(low, high + 1) if minibatch_size % b == 0 and wanted in (None, b)]
+    if sizes and minibatch_size // sizes[-1] > MAX_MICROBATCHES:
+        raise BapipeError(
+            f"a mini-batch of {minibatch_size} is {minibatch_size // sizes[-1]} micro-batches of {sizes[-1]}; want at "
+            f"most {MAX_MICROBATCHES}: choose a smaller --minibatch-size, or profile larger micro-batches"
+        )
+    sizes = [b for b in sizes if minibatch_size // b <= MAX_MICROBATCHES]
     if not sizes:
         known = "; ".join(f"{p.device.kind}: {', '.join(map(str, p.microbatch_sizes))}" for p in used)
         raise BapipeError(

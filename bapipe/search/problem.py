@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from bapipe.cluster import Cluster
@@ -45,6 +46,11 @@ class Problem:
         return self.chains[0].num_layers
 
     @cached_property
+    def legal_cuts(self) -> tuple[int, ...]:
+        """The layers before which the chain may be cut, ascending."""
+        return tuple(cut for cut in range(1, self.num_layers) if self.chains[0].legal[cut])
+
+    @cached_property
     def table(self) -> Schedule:
         """The schedule on the problem's devices."""
         return place(ALL[self.schedule](len(self.ranks), self.num_microbatches), self.ranks, len(self.cluster.devices))
@@ -68,6 +74,17 @@ class Problem:
     def fast(self) -> bool:
         """Whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
         return self.program.exact and all(device.overlaps_transfers for device in self.cluster.devices)
+
+    @cached_property
+    def least_ns(self) -> int:
+        """A time no step beats: all layers shared out in proportion to what each device takes for all of them.
+
+        Stages' times are rounded, so each may be up to a nanosecond a phase shorter than its layers'.
+        """
+        wholes = [chain.cost(0, self.num_layers) for chain in self.chains]
+        times = [max(cost.forward_ns + cost.backward_ns, 1) for cost in wholes]
+        share = 1 / sum(Fraction(1, time_ns) for time_ns in times)
+        return max(0, int(self.num_microbatches * share) - 3 * self.num_microbatches * self.num_stages)
 
     @cached_property
     def splits_backward(self) -> bool:
