@@ -137,21 +137,22 @@ def run(
     _torch()
     _check_devices(plan)
     from bapipe.runtime.train import train
-    from bapipe.zoo.factory import build
+    from bapipe.zoo.factory import build, current_folder_importable
 
     given = dict(plan.arguments if arguments is None else arguments)
-    example = build(factory, given, meta=True)
-    if example.data is None:
-        raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
-    return train(
-        plan,
-        partial(build, factory, given, meta=True),
-        example.data(data),
-        steps=steps,
-        lr=example.learning_rate if learning_rate is None else learning_rate,
-        seed=seed,
-        on_step=on_step,
-    )
+    with current_folder_importable():
+        example = build(factory, given, meta=True)
+        if example.data is None:
+            raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
+        return train(
+            plan,
+            partial(build, factory, given, meta=True),
+            example.data(data),
+            steps=steps,
+            lr=example.learning_rate if learning_rate is None else learning_rate,
+            seed=seed,
+            on_step=on_step,
+        )
 
 
 def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
@@ -240,10 +241,14 @@ def kept_profile(
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     progress: Tell | None = None,
 ) -> ModelProfile:
-    """Returns the profile of a named model that was measured on this machine before, or measures and keeps it."""
+    """Returns the profile of a named model that was measured on this machine before, or measures and keeps it.
+
+    One measured before the factory's file was changed does not count; files that it imports are not looked at.
+    """
     factory = resolve(model)
     torch = _torch()
     from bapipe.machine import describe, environment
+    from bapipe.zoo.factory import source_digest
 
     key = {
         "factory": factory,
@@ -251,6 +256,7 @@ def kept_profile(
         "device": describe(torch.device(device)).name,
         "environment": environment(1),
         "sizes": list(microbatch_sizes),
+        "source": source_digest(factory),
     }
     path = profile_path(key)
     found = cached_profile(path)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bapipe import api, report
 from bapipe.cluster import Cluster
-from bapipe.codec import fingerprint, read, read_any, write, write_bytes
+from bapipe.codec import check_writable, fingerprint, read, read_any, write, write_bytes
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.host import num_cores
 from bapipe.outcome import StepReport, TrainResult
@@ -32,7 +32,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # formatting help with rich would double its time
     help="Decides, proves and runs the best way to train a network as a pipeline over several devices.",
 )
-out = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")))
+_columns = os.environ.get("COLUMNS", "")
+_width = int(_columns) if _columns.isdigit() and int(_columns) >= 40 else None
+out = Console(width=_width or (None if sys.stdout.isatty() else 120))
 err = Console(stderr=True)
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
@@ -53,7 +55,8 @@ def main() -> None:
     try:
         app()
     except BapipeError as error:
-        err.print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        text = " ".join(str(error).splitlines())
+        err.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(3 if isinstance(error, Infeasible) else 1)
 
 
@@ -66,7 +69,9 @@ def profile(
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure each layer of a model: times of F, I and W, and bytes."""
-    measured = _measure(model, arg, device, _integers(microbatch_size))
+    sizes = _integers(microbatch_size)
+    check_writable(output)
+    measured = _measure(model, arg, device, sizes)
     write(output, measured)
     _print(report.profile_parts(measured))
     out.print(f"wrote {output}", highlight=False)
@@ -75,6 +80,7 @@ def profile(
 @app.command()
 def cluster(device: Kind = "cpu", devices: Devices = None, output: Output = Path("cluster.json")) -> None:
     """List this machine's devices and measure the link between them."""
+    check_writable(output)
     with err.status("measuring the link between two ranks"):
         found = api.local_cluster(devices, device)
     write(output, found)
@@ -105,6 +111,7 @@ def plan(
     """Find the fastest plan and prove how good it is."""
     if cluster is not None and devices is not None:
         raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+    check_writable(output)
     profiles = _profiles(sources, arg)
     where = read(cluster, Cluster) if cluster is not None else _this_machine(profiles, devices)
     decided = _explore(
@@ -112,7 +119,7 @@ def plan(
         where,
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
-        schedules=schedule.split(","),
+        schedules=[name.strip() for name in schedule.split(",")],
         num_stages=stages,
         memory_limit_bytes=memory_limit,
     )
@@ -179,6 +186,8 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train a model exactly as its plan says, one process a device."""
+    if trace is not None:
+        check_writable(trace)
     decided = _plan_of(source, arg)
     result = _train(decided, steps, data=data, learning_rate=learning_rate, seed=seed)
     if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports

@@ -117,6 +117,16 @@ def write(path: Path, value: File) -> None:
     write_bytes(path, encode(value))
 
 
+def check_writable(path: Path) -> None:
+    """Raises BapipeError where `path` could not be written, before hours of work find out."""
+    if path.is_dir():
+        raise BapipeError(f"{path}: cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise BapipeError(f"{path}: cannot be written: no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise BapipeError(f"{path}: cannot be written: the folder {path.parent} is not writable")
+
+
 def write_bytes(path: Path, text: bytes) -> None:
     """Writes `text` to `path` atomically, by renaming a finished file beside it.
 

@@ -1,8 +1,10 @@
 """From an `nn.Module` to a graph of named layers and tensors, and from some of its layers back to a module."""
 
+import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -45,26 +47,68 @@ class TracedModel:
     node_of: dict[str, fx.Node]
     layer_of: dict[fx.Node, str]
 
+    @property
+    def returned(self) -> Any:
+        """What the model's forward returns: a graph node, or a tuple of them."""
+        return next(node for node in self.module.graph.nodes if node.op == "output").args[0]
 
-def trace(module: nn.Module) -> TracedModel:
+
+def trace(module: nn.Module, num_inputs: int | None = None) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
+
+    The first `num_inputs` arguments of its forward are the model's inputs, and others keep their defaults; all of them
+    are inputs where it is None.
 
     A layer is a call of a module of `torch.nn`; an operator outside such modules belongs to the last layer among those
     that feed it, or to the first layer that it feeds.
 
     Raises:
-        InvalidModel: the module cannot be traced, uses a layer with parameters twice, or has none.
+        InvalidModel: the module cannot be traced, uses a layer with parameters twice, has none, or returns something
+            else than tensors.
     """
+    fixed = _defaults(module, num_inputs)
     try:
-        graph = fx.Tracer().trace(module)
+        graph = fx.Tracer().trace(module, concrete_args=fixed)
     except Exception as error:  # whatever the model's own code raises on symbolic values
         raise InvalidModel(
-            f"{type(module).__name__} cannot be traced: {error}; its forward must not branch on tensor values"
+            f"{type(module).__name__} cannot be traced: {error}; a forward is traced without values, so it cannot "
+            "branch on tensors or make new ones of their sizes"
         ) from error
+    _drop(graph, fixed)
     graph_module = fx.GraphModule(module, graph)
     graph.eliminate_dead_code()
     layer_of = _assign(graph_module)
-    return _describe(graph_module, layer_of)
+    model = _describe(graph_module, layer_of)
+    _check_returned(model)
+    return model
+
+
+def _check_returned(model: TracedModel) -> None:
+    nodes = (model.returned,) if isinstance(model.returned, fx.Node) else model.returned
+    names = (
+        dict.fromkeys(nodes) if isinstance(nodes, tuple | list) and all(isinstance(n, fx.Node) for n in nodes) else {}
+    )
+    if not names or len(names) != len(nodes) or len(names) != len(model.outputs):
+        raise InvalidModel("the model must return a tensor, or a tuple of different tensors that its layers make")
+
+
+def _defaults(module: nn.Module, num_inputs: int | None) -> dict[str, Any]:
+    """The arguments of `forward` beyond the inputs given, which keep their defaults."""
+    if num_inputs is None:
+        return {}
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    return {p.name: p.default for p in parameters[num_inputs:] if p.default is not p.empty}
+
+
+def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+    """Removes the placeholders of arguments that keep their defaults, and the checks that they do."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in fixed:
+            checks = [node]
+            for check in checks:
+                checks += [user for user in check.users if user not in checks]
+            for check in reversed(checks):
+                graph.erase_node(check)
 
 
 def extract(model: TracedModel, layers: Iterable[str], inputs: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
@@ -155,7 +199,10 @@ def _assign(module: fx.GraphModule) -> dict[fx.Node, str]:
             else:
                 early.append(node)
     if not place:
-        raise InvalidModel("the model calls no module of torch.nn, so it has no layers to cut between")
+        raise InvalidModel(
+            "the model calls no module of torch.nn, so it has no layers to cut between; put what it does into modules, "
+            "or the one that it is into an nn.Sequential"
+        )
     for node in reversed(early):
         fed = [layer_of[user] for user in node.users if user in layer_of]
         layer_of[node] = min(fed, key=place.__getitem__) if fed else next(iter(place))
@@ -172,7 +219,12 @@ def _describe(module: fx.GraphModule, layer_of: dict[fx.Node, str]) -> TracedMod
             members.setdefault(layer_of[node], []).append(node)
             if node.op == "call_module":
                 kinds[layer_of[node]] = type(module.get_submodule(str(node.target))).__name__
-    name_of = {node: str(node.target) for node in nodes if node.op == "placeholder"}
+    taken = set(layer_of.values())
+    name_of = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            name = str(node.target)
+            name_of[node] = f"input:{name}" if name in taken else name
     for name, own in members.items():
         leaving = [n for n in own if n in returned or any(layer_of.get(user, name) != name for user in n.users)]
         for node in leaving:

@@ -51,7 +51,7 @@ def measure(
     if optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     tell = progress or (lambda done, total, what: None)
-    model = _traced(module)
+    model = _traced(module, len(inputs))
     if device.type == "cpu":
         prepare_cpu(1)
     num_parts = 2 * len(sizes) + 1
@@ -89,12 +89,12 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _traced(module: nn.Module) -> TracedModel:
+def _traced(module: nn.Module, num_inputs: int) -> TracedModel:
     if any(parameter.is_meta for parameter in module.parameters()):
         raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
-    model = trace(module)
+    model = trace(module, num_inputs)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     return model

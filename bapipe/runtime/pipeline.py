@@ -70,7 +70,7 @@ class Pipeline:
         schedule = plan.table
         self.stages = tuple(s for s, ranks in enumerate(schedule.devices) if self.rank in ranks)
         keys = frozenset(module.state_dict())
-        self._split = split(trace(module), plan, inputs)
+        self._split = split(trace(module, len(inputs)), plan, inputs)
         self._footprint = Footprint(self._device)
         materialize(self._split, self.stages, self._device, seed, initialize)
         local = [_local_stage(self._split, s) for s in self.stages]

@@ -46,7 +46,7 @@ class Split:
     @property
     def returns_tuple(self) -> bool:
         """Whether the model returns a tuple, so that the loss is given one."""
-        return not isinstance(_returned(self.model), fx.Node)
+        return not isinstance(self.model.returned, fx.Node)
 
 
 def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
@@ -63,7 +63,6 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
     _check_flow(model, stage_of)
     _check_sharing(model, stage_of)
-    _check_returned(model)
     if len(inputs) != len(model.inputs):
         raise InvalidModel(
             f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
@@ -167,20 +166,6 @@ def _check_sharing(model: TracedModel, stage_of: dict[str, int]) -> None:
                     f"'{name}' is used by layers '{other}' and '{layer.name}' in stages {stage} and "
                     f"{stage_of[layer.name]}: layers that share state must share a stage"
                 )
-
-
-def _check_returned(model: TracedModel) -> None:
-    returned = _returned(model)
-    nodes = (returned,) if isinstance(returned, fx.Node) else returned
-    names = (
-        dict.fromkeys(nodes) if isinstance(nodes, tuple | list) and all(isinstance(n, fx.Node) for n in nodes) else {}
-    )
-    if not names or len(names) != len(nodes) or len(names) != len(model.outputs):
-        raise InvalidModel("the model must return a tensor, or a tuple of different tensors that its layers make")
-
-
-def _returned(model: TracedModel) -> Any:
-    return next(node for node in model.module.graph.nodes if node.op == "output").args[0]
 
 
 def layer_state(model: TracedModel, layer: str) -> dict[str, Tensor]:

@@ -1,12 +1,15 @@
 """From the name of a factory to the Example it returns."""
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
+from pathlib import Path
 
 import torch
 
@@ -23,7 +26,7 @@ def build(factory: str, arguments: Mapping[str, object], meta: bool = False) -> 
         InvalidModel: no such module or function, arguments it does not take, an error inside it, or another result
             than an Example.
     """
-    with _current_folder_importable():
+    with current_folder_importable():
         function = _find(factory)
         _check_arguments(factory, function, arguments)
         try:
@@ -73,8 +76,20 @@ def _check_arguments(factory: str, function: Callable[..., object], arguments: M
         ) from None
 
 
+def source_digest(factory: str) -> str:
+    """Returns the SHA-256 of the file that holds a factory; of nothing where it has none."""
+    with current_folder_importable():
+        try:
+            spec = importlib.util.find_spec(factory.partition(":")[0])
+        except ModuleNotFoundError:
+            spec = None
+    source = Path(spec.origin).read_bytes() if spec and spec.origin and Path(spec.origin).is_file() else b""
+    return hashlib.sha256(source).hexdigest()
+
+
 @contextmanager
-def _current_folder_importable() -> Iterator[None]:
+def current_folder_importable() -> Iterator[None]:
+    """Adds the current folder to where modules are found, in processes started meanwhile too."""
     folder = os.getcwd()
     if folder in sys.path:
         yield
