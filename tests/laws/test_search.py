@@ -1,19 +1,20 @@
 """The exact search equals the exhaustive one, and its bounds never exceed what the judge says."""
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from bapipe.errors import Infeasible
+from bapipe.errors import BapipeError, Infeasible
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.search.best_first import best_first
 from bapipe.search.bounds import Bounds
 from bapipe.search.chain import Chain
 from bapipe.search.closest import closest
 from bapipe.search.exhaustive import exhaustive
-from bapipe.search.explore import explore
+from bapipe.search.explore import distinct_choices, explore
 from bapipe.search.problem import Problem
 from bapipe.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
@@ -145,3 +146,45 @@ def test_explore_gives_a_plan_that_the_judge_repeats() -> None:
         assert simulate(plan, profiles).prediction(4) == plan.prediction
         assert explore(profiles, cluster, minibatch_size=4) == plan
     assert seen > 30
+
+
+def test_layers_that_share_parameters_stay_together() -> None:
+    profile = random_profile(Random(7), 8)
+    tied = {1: "l4", 4: "l1"}
+    layers = tuple(replace(layer, shares=(tied[i],) if i in tied else ()) for i, layer in enumerate(profile.layers))
+    profile = replace(profile, layers=layers)
+    cluster = random_cluster(Random(1), 3)
+    plan = explore({"a": profile}, cluster, minibatch_size=4, num_stages=3)
+    assert any({"l1", "l2", "l3", "l4"} <= set(stage.layers) for stage in plan.stages)
+    with pytest.raises(
+        BapipeError, match=r"^6 stages asked for; 6 devices, 8 layers and 1f1b, gpipe allow 1, 2, 3, 4, 5$"
+    ):
+        explore({"a": profile}, random_cluster(Random(1), 6), minibatch_size=4, num_stages=6)
+
+
+def test_many_devices_are_no_obstacle() -> None:
+    profile = random_profile(Random(7), 5)
+    one = random_cluster(Random(1), 1)
+    device = replace(one.devices[0], memory_bytes=10**9)
+    many = replace(one, devices=tuple(replace(device, name=f"d{i}") for i in range(2000)), links=())
+    assert explore({"a": profile}, many, minibatch_size=8).certificate.proven_optimal
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_of_devices_leave_none_out(seed: int) -> None:
+    """Every ascending choice is like one that is looked at."""
+    random = Random(seed)
+    cluster = random_cluster(random, 5)
+    slow, fast = cluster.devices[0], replace(cluster.devices[1], speed=9.0)
+    devices = tuple(replace(random.choice([slow, fast]), name=f"d{i}", host=f"h{i // 2}") for i in range(5))
+    cluster = replace(cluster, devices=devices)
+    limits = [device.memory_bytes for device in devices]
+
+    def like(ranks: tuple[int, ...]) -> object:
+        own = [(devices[r].kind, devices[r].speed, devices[r].overlaps_transfers, limits[r]) for r in ranks]
+        return own, [(cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks)]
+
+    for count in range(1, 6):
+        looked_at = [like(ranks) for ranks in distinct_choices(cluster, limits, count)]
+        assert all(like(ranks) in looked_at for ranks in combinations(range(5), count))
+        assert len(looked_at) == len({str(choice) for choice in looked_at})
