@@ -14,7 +14,6 @@ from itertools import product
 
 from bapipe.search.order_problem import F, I, OrderProblem, Orders, W
 
-
 PATIENCE = (0, 50, 100)
 
 
@@ -147,11 +146,15 @@ class _State:
                 soonest = here
         for stage in own:
             code = 3 * stage + W
-            if self.done[code] < self.done[code - 1]:
+            if self.done[code] < self.done[code - 1] and self.fits(rank, stage):
                 free_ns = 100 * (soonest - now) if soonest is not None else None
                 if crowded or free_ns is None or free_ns >= self.rule.patience * self.problem.ns[code]:
                     return code
         return None
+
+    def fits(self, rank: int, stage: int) -> bool:
+        """Whether a W of the stage has room to run; one of another stage, which needs less, may have to go before."""
+        return self.held[rank] + self.problem.workspace_bytes[stage] <= self.problem.room_bytes[rank]
 
     def safe(self, rank: int, code: int) -> bool:
         """Whether the action fits, and its device could afterwards end all it began, the oldest micro-batch first."""
