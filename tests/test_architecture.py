@@ -29,7 +29,7 @@ LAYERS = [
 """Lowest first. A module imports from layers below its own; within a package such as `search` from its files too."""
 
 TORCH = {"trace", "machine", "measure", "runtime", "zoo"}
-HEAVY = {"torch": TORCH, "numpy": {"zoo"}, "PIL": {"zoo"}, "ortools": set[str](), "networkx": set[str]()}
+HEAVY = {"torch": TORCH, "numpy": {"zoo"}, "PIL": {"zoo"}, "ortools": {"search"}, "networkx": set[str]()}
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -87,6 +87,12 @@ def test_heavy_packages_stay_where_they_belong(name: str, path: Path) -> None:
         assert name in HEAVY.get(package, {name}), f"{path.name} imports {package}"
 
 
+def test_only_one_file_knows_the_solver_and_loads_it_when_it_is_used() -> None:
+    for _, path in modules():
+        found = [at_top for imported, at_top in imports(path) if imported.split(".")[0] == "ortools"]
+        assert not found or (path.name == "cpsat.py" and not any(found)), path
+
+
 def test_only_the_command_line_prints_and_exits() -> None:
     for name, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -94,7 +100,9 @@ def test_only_the_command_line_prints_and_exits() -> None:
                 assert name == "cli", f"{path.name}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("command", ["import bapipe", "import bapipe.cli", "import bapipe.search.explore"])
+@pytest.mark.parametrize(
+    "command", ["import bapipe", "import bapipe.cli", "import bapipe.search.explore", "import bapipe.search.order"]
+)
 def test_planning_loads_no_heavy_package(command: str) -> None:
     code = f"import sys; {command}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -1,0 +1,81 @@
+"""Random small pipelines of one device a stage, the same for the same seed."""
+
+from dataclasses import dataclass
+from random import Random
+
+from bapipe.cluster import Bandwidth, Cluster, Device
+from bapipe.cost import Stage, StageCost
+from bapipe.memory import peak_memory
+from bapipe.schedule import Action, Phase, Schedule
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The arguments of `search_order`."""
+
+    stages: tuple[Stage, ...]
+    devices: tuple[tuple[int, ...], ...]
+    cluster: Cluster
+    num_microbatches: int
+    memory_bytes: list[int]
+
+
+def random_pipeline(
+    random: Random, ranks: tuple[int, ...], num_microbatches: int, *, wires: bool = True, overlaps: bool = True
+) -> Pipeline:
+    """Stage s on rank ranks[s]; times small enough that ties are common, memory from too little to plenty."""
+    last = len(ranks) - 1
+    stages = tuple(
+        Stage(
+            on=(_cost(random),),
+            send_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
+            grad_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
+            recompute=random.random() < 0.25,
+        )
+        for s in range(len(ranks))
+    )
+    num_ranks = max(ranks) + 1 + (random.random() < 0.2)
+    names = [f"d{rank}" for rank in range(num_ranks)]
+    speed = Bandwidth(bytes_per_s=random.choice([10**9, 3 * 10**8]), latency_ns=random.randrange(8))
+    cluster = Cluster(
+        devices=tuple(
+            Device(name=name, host="h", kind="a", memory_bytes=0, overlaps_transfers=overlaps or random.random() < 0.4)
+            for name in names
+        ),
+        intra_host=speed if wires else Bandwidth(bytes_per_s=10**18, latency_ns=0),
+        inter_host=speed,
+    )
+    if not wires:
+        stages = tuple(Stage(on=stage.on, recompute=stage.recompute) for stage in stages)
+    devices = tuple((rank,) for rank in ranks)
+    least, most = (_peaks(stages, devices, num_ranks, num_microbatches, order) for order in (True, False))
+    short = random.random() < 0.1
+    memory = [
+        random.randint(low - short, max(low, high) + 2) if high else 0 for low, high in zip(least, most, strict=True)
+    ]
+    return Pipeline(stages, devices, cluster, num_microbatches, [max(0, num_bytes) for num_bytes in memory])
+
+
+def _cost(random: Random) -> StageCost:
+    return StageCost(
+        forward_ns=random.randrange(10),
+        input_grad_ns=random.randrange(10),
+        weight_grad_ns=random.randrange(10),
+        update_ns=random.choice([0, random.randrange(10)]),
+        param_bytes=random.randrange(5),
+        optimizer_bytes=random.randrange(5),
+        stash_bytes=random.randrange(10),
+        workspace_bytes=random.randrange(4),
+    )
+
+
+def _peaks(stages, devices, num_ranks, num, one_by_one) -> list[int]:  # type: ignore[no-untyped-def]
+    """Memory of each rank, micro-batches one after another or all at once."""
+    down, up = range(len(stages)), range(len(stages) - 1, -1, -1)
+    forward, backward = ([(s, Phase.FORWARD) for s in down], [(s, Phase.BACKWARD) for s in up])
+    if one_by_one:
+        actions = [Action(s, phase, m) for m in range(num) for s, phase in (*forward, *backward)]
+    else:
+        actions = [Action(s, phase, m) for half in (forward, backward) for s, phase in half for m in range(num)]
+    order = tuple(tuple(a for a in actions if devices[a.stage][0] == rank) for rank in range(num_ranks))
+    return [held.total for held in peak_memory(Schedule(devices=devices, num_microbatches=num, order=order), stages)]

@@ -1,0 +1,135 @@
+"""The searched order: known optima, starts, memory, what it refuses, and what it does without a solver."""
+
+from random import Random
+
+import pytest
+
+from bapipe.cluster import Bandwidth, Cluster, Device
+from bapipe.cost import Stage, StageCost
+from bapipe.schedule import Schedule, parse_action
+from bapipe.schedules import SCHEDULES
+from bapipe.search import cpsat
+from bapipe.search.join import join
+from bapipe.search.order import FoundOrder, search_order
+from bapipe.search.order_bounds import Job, one_machine_ns
+from bapipe.simulate import judge
+from tests.random_pipelines import Pipeline, random_pipeline
+
+PLENTY = 10**9
+
+
+def equal(p: int, m: int, f: int, i: int, w: int, stashes: int, wire_ns: int = 0) -> Pipeline:
+    """Equal stages whose devices have room for some stashes."""
+    cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=1000)
+    num_bytes = 1 if wire_ns else 0
+    stages = tuple(
+        Stage(on=(cost,), send_bytes=num_bytes * (s < p - 1), grad_bytes=num_bytes * (s < p - 1)) for s in range(p)
+    )
+    wire = Bandwidth(bytes_per_s=10**9, latency_ns=max(0, wire_ns - 1))
+    cluster = Cluster(
+        devices=tuple(Device(name=f"d{s}", host="h", kind="a", memory_bytes=0) for s in range(p)),
+        intra_host=wire,
+        inter_host=wire,
+    )
+    memory = [1000 * stashes + 2 * m * num_bytes] * p
+    return Pipeline(stages, tuple((s,) for s in range(p)), cluster, m, memory)
+
+
+def search(p: Pipeline, start: tuple[Schedule, ...] = (), effort: float = 1.0, seed: int = 0) -> FoundOrder:
+    return search_order(
+        p.stages, p.devices, p.cluster, num_microbatches=p.num_microbatches, memory_bytes=p.memory_bytes,
+        start=start, effort=effort, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "f", "i", "w", "stashes", "bubble"),
+    [
+        (2, 2, 10, 10, 10, 2, 10),  # ZB-H1: (p - 1)(F + I - W)
+        (4, 8, 10, 10, 10, 4, 30),
+        (8, 16, 10, 10, 10, 8, 70),
+        (4, 8, 10, 10, 10, 7, 30),  # ZB-H2's memory; the first F and the last stage's wait for it remain: (p - 1) F
+        (3, 6, 10, 12, 8, 3, 28),
+        (1, 5, 10, 10, 10, 1, 0),
+    ],
+)
+def test_zero_bubble_steps_are_found_and_proven(p: int, m: int, f: int, i: int, w: int, stashes: int, bubble: int) -> None:  # fmt: skip
+    found = search(equal(p, m, f, i, w, stashes))
+    assert (found.status, found.step_ns) == ("optimal", m * (f + i + w) + bubble)
+
+
+def test_a_whole_answer() -> None:
+    found = search(equal(2, 2, 10, 10, 10, 2))
+    assert found.schedule is not None
+    assert [" ".join(map(str, actions)) for actions in found.schedule.order] == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1I0 1F1 1I1 1W0 1W1",
+    ]
+
+
+def test_never_slower_than_a_start_that_fits() -> None:
+    kept = 0
+    for seed in range(30):
+        p = random_pipeline(Random(seed), (0, 1, 2), 4, overlaps=seed % 2 == 0)
+        starts = tuple(
+            Schedule(devices=p.devices, num_microbatches=4, order=(*table.order, *[()] * (len(p.cluster.devices) - 3)))
+            for table in (SCHEDULES["1f1b"](3, 4), SCHEDULES["gpipe"](3, 4))
+        )
+        found = search(p, starts, effort=0)
+        for start in starts:
+            timeline = judge(start, p.stages, p.cluster)
+            if all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)):
+                assert found.step_ns is not None, seed
+                assert found.step_ns <= timeline.step_ns, seed
+                kept += 1
+        if found.schedule is not None:
+            held = judge(found.schedule, p.stages, p.cluster).memory
+            assert all(m.total <= most for m, most in zip(held, p.memory_bytes, strict=True)), seed
+    assert kept > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_arguments_give_the_same_answer(seed: int) -> None:
+    p = random_pipeline(Random(seed), (0, 1, 2, 0), 5)
+    assert search(p, seed=seed) == search(p, seed=seed)
+
+
+def test_without_the_solver_the_answer_has_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = equal(4, 8, 7, 11, 5, 3, wire_ns=2)
+    with_solver = search(p)
+    monkeypatch.setattr(cpsat, "find_spec", lambda name: None)
+    without = search(p)
+    assert without.status in ("optimal", "feasible")
+    assert None not in (without.step_ns, without.lower_bound_ns, with_solver.step_ns)
+    assert without.lower_bound_ns <= with_solver.step_ns <= without.step_ns
+
+
+def test_one_stash_is_enough_and_none_is_not() -> None:
+    assert (
+        search(equal(2, 3, 10, 10, 10, 1)).step_ns == 3 * 50
+    )  # F, F I, I W on the first device; the other W is beside
+    found = search(equal(2, 3, 10, 10, 10, 0))
+    assert (found.status, found) == ("infeasible", FoundOrder())
+
+
+def test_refuses_replicas_and_strange_starts() -> None:
+    p = equal(2, 2, 1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"stage 0 has devices \(0, 1\); an order is searched for one device a stage"):
+        search_order(p.stages, ((0, 1), (1,)), p.cluster, num_microbatches=2, memory_bytes=p.memory_bytes)
+    with pytest.raises(ValueError, match=r"a start with devices .* and 3 micro-batches; want .* and 2$"):
+        search(p, (SCHEDULES["gpipe"](2, 3),))
+    with pytest.raises(ValueError, match="2 stages, 2 lists of devices; 2 devices, 1 memories"):
+        search_order(p.stages, p.devices, p.cluster, num_microbatches=2, memory_bytes=[5])
+
+
+def test_join_makes_b_only_where_it_costs_nothing() -> None:
+    p = equal(2, 1, 10, 10, 10, 1)
+    order = tuple(tuple(parse_action(f"{s}{phase}0") for phase in "FIW") for s in range(2))
+    joined = join(Schedule(devices=p.devices, num_microbatches=1, order=order), p.stages, p.cluster)
+    assert [" ".join(map(str, actions)) for actions in joined.order] == ["0F0 0B0", "1F0 1I0 1W0"]
+
+
+def test_one_machine() -> None:
+    assert one_machine_ns([]) == 0
+    assert one_machine_ns([Job(0, 4, 0), Job(1, 2, 9)]) == 12  # the second interrupts the first
+    assert one_machine_ns([Job(0, 4, 0), Job(9, 2, 1)]) == 12
