@@ -23,6 +23,7 @@ from bapipe.host import num_cores
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
+from bapipe.schedules import ALL
 from bapipe.zoo import ZOO, resolve
 
 app = typer.Typer(
@@ -100,7 +101,9 @@ def plan(
     microbatch_size: Annotated[
         int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size.")
     ] = None,
-    schedule: Annotated[str, typer.Option("--schedule", help="Schedules to explore.")] = "1f1b,gpipe",
+    schedule: Annotated[str, typer.Option("--schedule", help=f"From: {', '.join(ALL)}; search looks for an order.")] = (
+        "1f1b,gpipe"
+    ),
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
     memory_limit: Annotated[
         int | None, typer.Option("--memory-limit", min=1, help="Bytes a device may hold at most.")

@@ -41,7 +41,7 @@ def alternatives(
     schedules: Sequence[str],
     limits: Sequence[int],
 ) -> tuple[Alternative, ...]:
-    """Returns the best of each kind over the micro-batch sizes, the fastest first."""
+    """Returns the best of each kind over the micro-batch sizes."""
     names = tuple(name for stage in plan.stages for name in stage.layers)
     devices = [device.name for device in plan.cluster.devices]
     kinds: dict[str, Iterable[Candidate]] = {
@@ -80,7 +80,7 @@ def alternatives(
                 why_not=_why_not(best, plan),
             )
         )
-    return tuple(sorted(found, key=lambda a: (not a.feasible, a.step_ns)))
+    return tuple(found)
 
 
 def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int]) -> Judged:

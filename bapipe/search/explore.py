@@ -10,12 +10,13 @@ from bapipe.codec import fingerprint
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.plan import Certificate, Plan, StagePlan
 from bapipe.profile import ModelProfile
-from bapipe.schedules import ALL
+from bapipe.schedules import ALL, SCHEDULES
 from bapipe.search.alternatives import alternatives
 from bapipe.search.best_first import Progress, best_first
 from bapipe.search.chain import Chain
 from bapipe.search.closest import closest
 from bapipe.search.problem import Found, Problem
+from bapipe.search.reorder import SEARCH, reorder
 from bapipe.units import MAX_INT
 
 MAX_CHOICES = 500
@@ -34,6 +35,7 @@ def explore(
     num_stages: int | None = None,
     microbatch_size: int | None = None,
     memory_limit_bytes: int | None = None,
+    search_effort: float = 10.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the fastest plan of the space that its certificate names, by an exact search.
@@ -44,13 +46,19 @@ def explore(
     Args:
         profiles: one for each kind of device in the cluster.
         num_stages, microbatch_size: fixed where given.
+        schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
+            searched for a faster one, starting from the named schedules (all of one stage a device where no other is
+            given).
         memory_limit_bytes: caps what every device may hold, beside its own memory.
+        search_effort: about the seconds that the search of an order takes; see `search_order`.
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
         BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that
             do not divide.
     """
+    searched = SEARCH in schedules
+    schedules = [name for name in schedules if name != SEARCH] or list(SCHEDULES)
     _check(profiles, cluster, schedules)
     sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
     limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
@@ -68,7 +76,10 @@ def explore(
     plan = _plan(profiles, found, minibatch_size, space)
     if plan.prediction.step_ns > MAX_INT:
         raise BapipeError("the step takes longer than a file can say (292 years): check the profile and device speeds")
-    return msgspec.structs.replace(plan, alternatives=alternatives(plan, profiles, sizes, schedules, limits))
+    if searched:
+        plan = reorder(plan, profiles, limits, search_effort)
+    others = (*plan.alternatives, *alternatives(plan, profiles, sizes, schedules, limits))
+    return msgspec.structs.replace(plan, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
 
 
 def _problems(
@@ -153,7 +164,7 @@ def _kinds(cluster: Cluster, limits: Sequence[int]) -> list[int]:
 def _check(profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Sequence[str]) -> None:
     for name in schedules:
         if name not in ALL:
-            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}")
+            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}, {SEARCH}")
     for device in cluster.devices:
         if device.kind not in profiles:
             raise BapipeError(
