@@ -127,8 +127,9 @@ def plan(
         memory_limit_bytes=memory_limit,
     )
     write(output, decided)
-    _print(report.plan_parts(decided))
-    out.print(report.gantt(api.simulate(decided, profiles), out.width), highlight=False, no_wrap=True)
+    timeline = api.simulate(decided, profiles)
+    _print(report.plan_parts(decided, timeline))
+    out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
     out.print(f"wrote {output}", highlight=False)
 
 
@@ -152,7 +153,7 @@ def simulate(
     if as_json:
         sys.stdout.write(msgspec.json.encode(prediction).decode() + "\n")
         return
-    _print(report.plan_parts(msgspec.structs.replace(given, prediction=prediction)))
+    _print(report.plan_parts(msgspec.structs.replace(given, prediction=prediction), timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
 
 

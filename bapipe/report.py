@@ -42,7 +42,7 @@ def mib(num_bytes: float) -> str:
     return f"{number(num_bytes / 2**20)} MiB"
 
 
-def plan_parts(plan: Plan) -> Iterator[Table | str]:
+def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
     """Yields what a plan decides, promises and was compared with."""
     p = plan.prediction
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
@@ -51,7 +51,7 @@ def plan_parts(plan: Plan) -> Iterator[Table | str]:
         f"{ms(p.step_ns)} a step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
     )
     yield stage_table(plan)
-    yield memory_table(plan)
+    yield memory_table(plan, timeline)
     c = plan.certificate
     proof = "proven optimal" if c.proven_optimal else f"within {c.gap:.2%} of the lower bound, {ms(c.lower_bound_ns)},"
     yield f"{proof} over {c.space}"
@@ -72,15 +72,16 @@ def stage_table(plan: Plan) -> Table:
     return table
 
 
-def memory_table(plan: Plan) -> Table:
-    """Returns a row for each device: what it holds at its peak."""
+def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
+    """Returns a row for each device: what it holds at its peak, and during which action where a timeline tells."""
     names = Memory.__struct_fields__
     heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
-    table = _table("memory at the peak, in MiB", "device", *heads)
+    table = _table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
     has = {device.name: device.memory_bytes for device in plan.cluster.devices}
     for rank in plan.prediction.ranks:
         parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
-        table.add_row(rank.device, *(number(part / 2**20) for part in parts))
+        peak = timeline.peak_action(timeline.devices.index(rank.device)) if timeline else None
+        table.add_row(rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else []))
     return table
 
 
@@ -202,6 +203,9 @@ def trace(timelines: Sequence[tuple[str, Timeline]]) -> bytes:
         for t in timeline.transfers:
             label = f"{t.stage}{t.phase}{t.microbatch} to {timeline.devices[t.target]}"
             events.append(_slice(process, 2 * t.source + 1, label, t.start_ns, t.end_ns))
+        for rank, held in enumerate(timeline.memory_over_time):
+            own = [span for span in timeline.spans if span.rank == rank]
+            events += [_counter(process, timeline.devices[rank], s.start_ns, m) for s, m in zip(own, held, strict=True)]
         for sync in timeline.syncs:
             events.append(
                 _slice(process, 2 * len(timeline.devices) + sync.stage, "all-reduce", sync.start_ns, sync.end_ns)
@@ -211,6 +215,11 @@ def trace(timelines: Sequence[tuple[str, Timeline]]) -> bytes:
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": text}}
+
+
+def _counter(process: int, device: str, at_ns: int, memory: Memory) -> dict[str, object]:
+    parts = {name: getattr(memory, name) for name in Memory.__struct_fields__}
+    return {"ph": "C", "name": f"memory {device}", "pid": process, "ts": at_ns / 1e3, "args": parts}
 
 
 def _slice(process: int, thread: int, label: str, start_ns: int, end_ns: int) -> dict[str, object]:

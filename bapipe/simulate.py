@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from bapipe.cluster import Cluster
 from bapipe.cost import Stage, stages_of
 from bapipe.events import Engine
-from bapipe.memory import peak_memory
+from bapipe.memory import memory_over_time, peak_memory
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.recurrence import Program, compile_table, run
@@ -47,6 +47,7 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
         syncs=tuple(syncs),
         updates=tuple(_updates(schedule, stages, spans, synced_ns)),
         memory=peak_memory(schedule, stages),
+        memory_over_time=memory_over_time(schedule, stages),
     )
 
 

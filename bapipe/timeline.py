@@ -59,6 +59,7 @@ class Timeline:
         devices: the name of each rank's device.
         spans: ordered by rank, then by time.
         memory: what each rank holds at its peak.
+        memory_over_time: what each rank holds during each of its spans; empty where it is not known.
     """
 
     devices: tuple[str, ...]
@@ -67,12 +68,21 @@ class Timeline:
     syncs: tuple[Sync, ...] = ()
     updates: tuple[Update, ...] = ()
     memory: tuple[Memory, ...]
+    memory_over_time: tuple[tuple[Memory, ...], ...] = ()
 
     @property
     def step_ns(self) -> int:
         """When the last device is done."""
         ends = [[s.end_ns for s in self.spans], [u.end_ns for u in self.updates], [s.end_ns for s in self.syncs]]
         return max((end for group in ends for end in group), default=0)
+
+    def peak_action(self, rank: int) -> Action | None:
+        """Returns the action during which a rank holds most, the first such one; None where that is not known."""
+        if not self.memory_over_time or not self.memory_over_time[rank]:
+            return None
+        own = [span.action for span in self.spans if span.rank == rank]
+        held = [memory.total for memory in self.memory_over_time[rank]]
+        return own[held.index(max(held))]
 
     def prediction(self, minibatch_size: int) -> Prediction:
         """Returns the step's figures as a plan holds them."""

@@ -1,5 +1,6 @@
 """The judge against closed forms; `test_judge.py` holds it against rules written apart."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -81,6 +82,16 @@ def test_memory_is_told_apart_at_the_peak() -> None:
     assert (first.params, first.gradients, first.optimizer, first.stash, first.workspace) == (100, 100, 50, 14, 3)
     assert (first.buffers, second.buffers) == (4 * 5, 4 * 11)
     assert second.stash == 7
+
+
+def test_memory_over_time_and_the_action_at_its_peak() -> None:
+    """1F1B, 2 stages, 3 micro-batches, stashes of 7 and 9 bytes, workspaces of 1: F0 F1 B0 F2 B1 B2 on the first."""
+    cost = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1, stash_bytes=7, workspace_bytes=1)
+    stages = [Stage(on=(cost,)), Stage(on=(replace(cost, stash_bytes=9),))]
+    timeline = judge(one_f_one_b(2, 3), stages, cluster(2))
+    assert [[m.stash for m in rank] for rank in timeline.memory_over_time] == [[7, 14, 14, 14, 14, 7], [9] * 6]
+    assert [str(timeline.peak_action(rank)) for rank in range(2)] == ["0F1", "1F0"]
+    assert [memory.total for memory in timeline.memory] == [15, 10]
 
 
 def test_scaling_all_times_scales_the_step() -> None:
