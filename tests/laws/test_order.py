@@ -59,7 +59,9 @@ def test_monotone_problems_equal_brute_force(
         want = fastest_ns(p.stages, p.devices, p.cluster, num_microbatches, p.memory_bytes)
         found = search(p)
         check(p, found, want, seed)
-        assert found.step_ns == want == found.lower_bound_ns, seed
+        assert found.step_ns == want, seed
+        if cpsat.installed():
+            assert found.lower_bound_ns == want, seed
         if want is not None:
             assert lower_bound_ns(problem_of(p)) <= want, seed
         infeasible += want is None
