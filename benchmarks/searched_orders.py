@@ -87,8 +87,8 @@ def main() -> None:
     console = Console(width=100)
     console.print(table)
     console.print(
-        f"gain: mean {mean(gains):.1%}, least {min(gains):.1%}, most {max(gains):.1%}; gap: mean {mean(gaps):.2%}, most "
-        f"{max(gaps):.2%}; seconds: mean {mean(seconds):.1f}, most {max(seconds):.1f}"
+        f"gain: mean {mean(gains):.1%}, least {min(gains):.1%}, most {max(gains):.1%}; gap: mean {mean(gaps):.2%}, "
+        f"most {max(gaps):.2%}; seconds: mean {mean(seconds):.1f}, most {max(seconds):.1f}"
     )
 
 
