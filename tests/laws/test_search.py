@@ -188,3 +188,26 @@ def test_choices_of_devices_leave_none_out(seed: int) -> None:
         looked_at = [like(ranks) for ranks in distinct_choices(cluster, limits, count)]
         assert all(like(ranks) in looked_at for ranks in combinations(range(5), count))
         assert len(looked_at) == len({str(choice) for choice in looked_at})
+
+
+def test_a_searched_order_is_never_slower_and_says_what_it_is() -> None:
+    searched = 0
+    for seed in range(25):
+        random = Random(seed)
+        profile, cluster = random_profile(random, 6), random_cluster(random, 3)
+        try:
+            named = explore({"a": profile}, cluster, minibatch_size=4, schedules=("1f1b",))
+        except Infeasible:
+            continue
+        plan = explore({"a": profile}, cluster, minibatch_size=4, schedules=("1f1b", "search"), search_effort=1)
+        assert plan.prediction.step_ns <= named.prediction.step_ns
+        assert simulate(plan, {"a": profile}).prediction(4) == plan.prediction
+        assert plan.certificate.lower_bound_ns <= plan.prediction.step_ns
+        assert all(
+            rank.peak_bytes <= d.memory_bytes for rank, d in zip(plan.prediction.ranks, cluster.devices, strict=True)
+        )
+        if plan.schedule == "search":
+            searched += 1
+            assert plan.stages == named.stages
+            assert ("1f1b", named.prediction.step_ns) in [(a.name, a.step_ns) for a in plan.alternatives]
+    assert searched > 5
