@@ -44,10 +44,13 @@ def alternatives(
     """Returns the best of each kind over the micro-batch sizes."""
     names = tuple(name for stage in plan.stages for name in stage.layers)
     devices = [device.name for device in plan.cluster.devices]
+    different: dict[object, str] = {}
+    for device, limit in zip(plan.cluster.devices, limits, strict=True):
+        different.setdefault((device.kind, device.speed, limit), device.name)
     kinds: dict[str, Iterable[Candidate]] = {
         "one-device": (
-            Candidate(stages=(StagePlan(layers=names, devices=(device,)),), schedule="1f1b", microbatch_size=size)
-            for device in devices
+            Candidate(stages=(StagePlan(layers=names, devices=(name,)),), schedule="1f1b", microbatch_size=size)
+            for name in different.values()
             for size in microbatch_sizes
         )
     }

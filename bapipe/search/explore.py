@@ -63,13 +63,17 @@ def explore(
     sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
     limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
     names = [layer.name for layer in next(iter(profiles.values())).layers]
-    problems = _problems(profiles, cluster, schedules, num_stages, minibatch_size, sizes, limits)
+    counts = range(1, min(len(cluster.devices), len(names)) + 1)
+    found_choices = [distinct_choices(cluster, limits, count) for count in counts]
+    choices = [ranks for of_count, _ in found_choices for ranks in of_count]
+    problems = _problems(profiles, cluster, choices, schedules, num_stages, minibatch_size, sizes, limits)
     found = best_first(problems, progress=progress)
     if found is None:
         raise Infeasible(closest(problems, names))
+    some = "" if all(whole for _, whole in found_choices) else ", of too many choices only the first devices"
     space = (
         f"every cut of {len(names)} layers, in the profile's order, into {_span([p.num_stages for p in problems])} on "
-        f"{_span([len(p.ranks) for p in problems], 'device')} of {len(cluster.devices)}, in the cluster's order; "
+        f"{_span([len(p.ranks) for p in problems], 'device')} of {len(cluster.devices)}, in the cluster's order{some}; "
         f"micro-batches of {', '.join(map(str, sizes))}; schedules {', '.join(schedules)}; no replicas, no "
         "recomputation"
     )
@@ -85,6 +89,7 @@ def explore(
 def _problems(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
+    choices: Sequence[tuple[int, ...]],
     schedules: Sequence[str],
     num_stages: int | None,
     minibatch_size: int,
@@ -103,8 +108,7 @@ def _problems(
             microbatch_size=size,
             num_microbatches=minibatch_size // size,
         )
-        for count in range(1, min(len(cluster.devices), num_layers) + 1)
-        for ranks in distinct_choices(cluster, limits, count)
+        for ranks in choices
         for size in reversed(sizes)
         for schedule in schedules
     ]
@@ -120,10 +124,10 @@ def _problems(
     return chosen
 
 
-def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Returns the ascending choices of `count` devices, the first of each set of choices that are alike.
+def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> tuple[list[tuple[int, ...]], bool]:
+    """Returns the ascending choices of `count` devices, the first of each set of choices that are alike, and True.
 
-    Where there are more than `MAX_CHOICES`, only the first devices of the cluster.
+    Where there are more than `MAX_CHOICES`, only the first devices of the cluster, and False.
     """
     kinds = _kinds(cluster, limits)
     choices: dict[object, tuple[int, ...]] = {(): ()}
@@ -136,7 +140,7 @@ def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> lis
                     seen.add(kinds[rank])
                     longer.setdefault((key, kinds[rank]), (*ranks, rank))
         if len(longer) > MAX_CHOICES:
-            return [tuple(range(count))]
+            return [tuple(range(count))], False
         choices = longer
     found: dict[object, tuple[int, ...]] = {}
     for ranks in choices.values():
@@ -146,7 +150,7 @@ def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> lis
         )
         links = tuple((cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks))
         found.setdefault((same, links), ranks)
-    return list(found.values())
+    return list(found.values()), True
 
 
 def _kinds(cluster: Cluster, limits: Sequence[int]) -> list[int]:

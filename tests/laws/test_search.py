@@ -166,8 +166,16 @@ def test_many_devices_are_no_obstacle() -> None:
     profile = random_profile(Random(7), 5)
     one = random_cluster(Random(1), 1)
     device = replace(one.devices[0], memory_bytes=10**9)
-    many = replace(one, devices=tuple(replace(device, name=f"d{i}") for i in range(2000)), links=())
+    many = replace(one, devices=tuple(replace(device, name=f"d{i}") for i in range(500)), links=())
     assert explore({"a": profile}, many, minibatch_size=8).certificate.proven_optimal
+
+
+def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
+    profile = random_profile(Random(7), 5)
+    device = replace(random_cluster(Random(1), 1).devices[0], memory_bytes=10**9)
+    devices = tuple(replace(device, name=f"d{i}", speed=1.0 + i) for i in range(60))
+    many = replace(random_cluster(Random(1), 1), devices=devices, links=())
+    assert "only the first devices" in explore({"a": profile}, many, minibatch_size=2).certificate.space
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -185,7 +193,9 @@ def test_choices_of_devices_leave_none_out(seed: int) -> None:
         return own, [(cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks)]
 
     for count in range(1, 6):
-        looked_at = [like(ranks) for ranks in distinct_choices(cluster, limits, count)]
+        choices, whole = distinct_choices(cluster, limits, count)
+        assert whole
+        looked_at = [like(ranks) for ranks in choices]
         assert all(like(ranks) in looked_at for ranks in combinations(range(5), count))
         assert len(looked_at) == len({str(choice) for choice in looked_at})
 
