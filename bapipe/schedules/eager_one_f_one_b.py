@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedule import Schedule
+from bapipe.schedules.one_f_one_b import one_rank
 
 
 def eager_one_f_one_b(num_ranks: int, num_microbatches: int, *, depths: Sequence[int] | None = None) -> Schedule:
@@ -27,7 +28,7 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int, *, depths: Sequence
     return Schedule(
         devices=tuple((s,) for s in range(num_ranks)),
         num_microbatches=num_microbatches,
-        order=tuple(_rank(s, min(depth, num_microbatches), num_microbatches) for s, depth in enumerate(depths)),
+        order=tuple(one_rank(s, depth, num_microbatches) for s, depth in enumerate(depths)),
     )
 
 
@@ -39,12 +40,3 @@ def _check(depths: Sequence[int], num_ranks: int) -> None:
     # A rank that waits for more forwards than the one before it sends without a backward waits for ever.
     if sorted(depths, reverse=True) != depths:
         raise InvalidSchedule(f"depths {depths} rise along the pipeline, a deadlock: give them in falling order")
-
-
-def _rank(stage: int, depth: int, num_microbatches: int) -> tuple[Action, ...]:
-    order = [Action(stage, Phase.FORWARD, m) for m in range(depth)]
-    for m in range(num_microbatches):
-        order.append(Action(stage, Phase.BACKWARD, m))
-        if depth + m < num_microbatches:
-            order.append(Action(stage, Phase.FORWARD, depth + m))
-    return tuple(order)

@@ -12,12 +12,13 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(
         devices=tuple((s,) for s in range(num_stages)),
         num_microbatches=num_microbatches,
-        order=tuple(_rank(s, num_stages, num_microbatches) for s in range(num_stages)),
+        order=tuple(one_rank(s, num_stages - s, num_microbatches) for s in range(num_stages)),
     )
 
 
-def _rank(stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    in_flight = min(num_stages - stage, num_microbatches)
+def one_rank(stage: int, depth: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Returns the order of a rank with `depth` forwards, or all there are, before its first backward."""
+    in_flight = min(depth, num_microbatches)
     order = [Action(stage, Phase.FORWARD, m) for m in range(in_flight)]
     for m in range(num_microbatches):
         order.append(Action(stage, Phase.BACKWARD, m))
