@@ -35,7 +35,7 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
         InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
     """
     program = compile_table(schedule)
-    if program.exact and all(device.overlaps_transfers for device in cluster.devices):
+    if needs_no_queue(program, cluster):
         spans, transfers = _by_recurrence(program, stages, cluster)
     else:
         spans, transfers = Engine(schedule, stages, cluster).run()
@@ -51,12 +51,20 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
     )
 
 
-def finish_ns(program: Program, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
-    """Returns when each rank has run its actions, by the recurrence alone; exact where the program is.
+def needs_no_queue(program: Program, cluster: Cluster) -> bool:
+    """Returns whether the recurrence is the judge's rules here: no link is shared, and no device stalls."""
+    return program.exact and all(device.overlaps_transfers for device in cluster.devices)
 
-    For searches: a whole timeline takes ten times as long.
+
+def finish_ns(schedule: Schedule, program: Program, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
+    """Returns when each rank has run its actions, as `judge` does, without the rest of the timeline.
+
+    For searches: `program` is the schedule's, compiled once.
     """
-    return run(program, durations(stages), _transfer_times(program, stages, cluster)).ranks_ns
+    if needs_no_queue(program, cluster):
+        return run(program, durations(stages), _transfer_times(program, stages, cluster)).ranks_ns
+    spans, _ = Engine(schedule, stages, cluster).run()
+    return [ran[-1].end_ns if ran else 0 for ran in spans]
 
 
 def durations(stages: Sequence[Stage]) -> list[int]:

@@ -12,7 +12,7 @@ from bapipe.recurrence import Program, compile_table
 from bapipe.schedule import Action, Phase, Schedule
 from bapipe.schedules import ALL
 from bapipe.search.chain import Chain
-from bapipe.simulate import finish_ns, judge
+from bapipe.simulate import finish_ns, judge, needs_no_queue
 from bapipe.timeline import Timeline
 
 
@@ -73,7 +73,7 @@ class Problem:
     @cached_property
     def fast(self) -> bool:
         """Whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
-        return self.program.exact and all(device.overlaps_transfers for device in self.cluster.devices)
+        return needs_no_queue(self.program, self.cluster)
 
     @cached_property
     def least_ns(self) -> int:
@@ -143,10 +143,8 @@ class Problem:
 
     def step_ns(self, cuts: Sequence[int]) -> int:
         """Returns the judge's step time under these cuts, without the rest of the timeline."""
-        if not self.fast:
-            return self.judge(cuts).step_ns
         stages = self.stages(cuts)
-        done = finish_ns(self.program, stages, self.cluster)
+        done = finish_ns(self.table, self.program, stages, self.cluster)
         for place, stage in zip(self.places, stages, strict=True):
             done[self.ranks[place]] += stage.on[0].update_ns
         return max(done)
