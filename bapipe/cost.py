@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from bapipe.cluster import Cluster, Device
 from bapipe.errors import BapipeError, InvalidModel
@@ -183,13 +184,30 @@ def check_layers(stages: Sequence[StagePlan], profile: ModelProfile) -> None:
                 f"the plan's layer '{name}' is not in the profile of {profile.model}: "
                 "use the profile that the plan was made from, or plan again"
             )
-    made_in: dict[str, int] = {}
     for layer in profile.layers:
         if layer.name not in stage_of:
             raise InvalidModel(
                 f"the profile's layer '{layer.name}' is in no stage of the plan: "
                 "use the profile that the plan was made from, or plan again"
             )
+    check_flow(profile.layers, stage_of)
+
+
+class Layer(Protocol):
+    """What the flow of tensors needs to know of a layer, profiled or traced."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+
+def check_flow(layers: Iterable[Layer], stage_of: Mapping[str, int]) -> None:
+    """Raises InvalidModel where a tensor would flow to an earlier stage; layers come in topological order."""
+    made_in: dict[str, int] = {}
+    for layer in layers:
         for tensor in layer.inputs:
             if made_in.get(tensor, 0) > stage_of[layer.name]:
                 raise InvalidModel(

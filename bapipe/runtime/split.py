@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from bapipe.cost import check_flow
 from bapipe.errors import InvalidModel
 from bapipe.plan import Plan
 from bapipe.profile import LOSS
@@ -61,7 +62,7 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     """
     check_layers(model, plan)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
-    _check_flow(model, stage_of)
+    check_flow(model.layers, stage_of)
     _check_sharing(model, stage_of)
     if len(inputs) != len(model.inputs):
         raise InvalidModel(
@@ -141,18 +142,6 @@ def check_layers(model: TracedModel, plan: Plan) -> None:
             )
     if LOSS not in plan.stages[-1].layers:
         raise InvalidModel(f"the plan's last stage does not hold the layer '{LOSS}': plan again")
-
-
-def _check_flow(model: TracedModel, stage_of: dict[str, int]) -> None:
-    made_in: dict[str, int] = {}
-    for layer in model.layers:
-        for tensor in layer.inputs:
-            if made_in.get(tensor, 0) > stage_of[layer.name]:
-                raise InvalidModel(
-                    f"tensor '{tensor}' is made in stage {made_in[tensor]} but used by '{layer.name}' in stage "
-                    f"{stage_of[layer.name]}: stages must follow the flow of the model"
-                )
-        made_in |= dict.fromkeys(layer.outputs, stage_of[layer.name])
 
 
 def _check_sharing(model: TracedModel, stage_of: dict[str, int]) -> None:
