@@ -62,6 +62,16 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     space: str
 
 
+def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
+    """Returns the certificate of a plan whose step no plan of `space` can bring below the bound."""
+    return Certificate(
+        lower_bound_ns=lower_bound_ns,
+        gap=step_ns / lower_bound_ns - 1 if lower_bound_ns else 0.0,
+        proven_optimal=step_ns == lower_bound_ns,
+        space=space,
+    )
+
+
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another way to train the same mini-batch, judged by the same rules; `why_not` says why it was not chosen."""
 

@@ -8,7 +8,7 @@ import msgspec
 from bapipe.cluster import Cluster, Device
 from bapipe.codec import fingerprint
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.plan import Certificate, Plan, StagePlan
+from bapipe.plan import Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.search.alternatives import alternatives
@@ -62,7 +62,7 @@ def explore(
     _check(profiles, cluster, schedules)
     sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
     limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
-    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    names = _names(profiles)
     counts = range(1, min(len(cluster.devices), len(names)) + 1)
     found_choices = [distinct_choices(cluster, limits, count) for count in counts]
     choices = [ranks for of_count, _ in found_choices for ranks in of_count]
@@ -96,7 +96,6 @@ def _problems(
     sizes: Sequence[int],
     limits: Sequence[int],
 ) -> list[Problem]:
-    num_layers = _num_layers(profiles)
     chains: dict[tuple[str, int, float], Chain] = {}
     problems = [
         Problem(
@@ -118,8 +117,8 @@ def _problems(
         counts = ", ".join(map(str, sorted({problem.num_stages for problem in possible}))) or "none"
         asked = "any number of" if num_stages is None else num_stages
         raise BapipeError(
-            f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers} layers and {', '.join(schedules)} "
-            f"allow {counts}"
+            f"{asked} stages asked for; {len(cluster.devices)} devices, {len(_names(profiles))} layers and "
+            f"{', '.join(schedules)} allow {counts}"
         )
     return chosen
 
@@ -219,7 +218,7 @@ def _chain(
 
 def _plan(profiles: Mapping[str, ModelProfile], found: Found, minibatch_size: int, space: str) -> Plan:
     problem = found.problem
-    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    names = _names(profiles)
     first = profiles[problem.cluster.devices[problem.ranks[0]].kind]
     return Plan(
         model=first.model,
@@ -237,12 +236,7 @@ def _plan(profiles: Mapping[str, ModelProfile], found: Found, minibatch_size: in
         ),
         order=tuple(tuple(map(str, actions)) for actions in problem.table.order),
         prediction=problem.judge(found.cuts).prediction(minibatch_size),
-        certificate=Certificate(
-            lower_bound_ns=found.lower_bound_ns,
-            gap=found.step_ns / found.lower_bound_ns - 1 if found.lower_bound_ns else 0.0,
-            proven_optimal=found.lower_bound_ns == found.step_ns,
-            space=space,
-        ),
+        certificate=certify(found.step_ns, found.lower_bound_ns, space),
         alternatives=(),
     )
 
@@ -251,8 +245,9 @@ def _shape(profile: ModelProfile) -> object:
     return [(layer.name, layer.inputs, layer.outputs) for layer in profile.layers]
 
 
-def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
-    return len(next(iter(profiles.values())).layers)
+def _names(profiles: Mapping[str, ModelProfile]) -> list[str]:
+    """The layers' names, the same in every profile."""
+    return [layer.name for layer in next(iter(profiles.values())).layers]
 
 
 def _span(counts: Sequence[int], noun: str = "stage") -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from bapipe.cost import stages_of
-from bapipe.plan import Alternative, Certificate, Plan
+from bapipe.plan import Alternative, Plan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedule import Schedule
 from bapipe.schedules import ALL
@@ -53,11 +53,10 @@ def reorder(plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[i
         schedule=SEARCH,
         order=tuple(tuple(map(str, actions)) for actions in found.schedule.order),
         prediction=judge(found.schedule, costs, plan.cluster).prediction(plan.minibatch_size),
-        certificate=Certificate(
-            lower_bound_ns=found.lower_bound_ns,
-            gap=found.step_ns / found.lower_bound_ns - 1 if found.lower_bound_ns else 0.0,
-            proven_optimal=found.step_ns == found.lower_bound_ns,
-            space=f"every order of F, B, I and W for these stages; the stages are the best for {plan.schedule}, chosen "
+        certificate=certify(
+            found.step_ns,
+            found.lower_bound_ns,
+            f"every order of F, B, I and W for these stages; the stages are the best for {plan.schedule}, chosen "
             f"from {plan.certificate.space}",
         ),
         alternatives=(named,),
