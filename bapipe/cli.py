@@ -20,6 +20,7 @@ from bapipe.cluster import Cluster
 from bapipe.codec import check_writable, fingerprint, read, read_any, write, write_bytes
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.host import num_cores
+from bapipe.importers import STATE_OF, Origin, read_foreign
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
@@ -75,6 +76,40 @@ def profile(
     measured = _measure(model, arg, device, sizes)
     write(output, measured)
     _print(report.profile_parts(measured))
+    out.print(f"wrote {output}", highlight=False)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="PipeDream's graph.txt, or a table with a row for each layer.")],
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples in the pass that was measured.")],
+    microbatch_size: Annotated[
+        str | None,
+        typer.Option("--microbatch-size", help="Sizes to hold, scaled in proportion; else the measured one."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Name of the model; else the file's.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="Where the figures are from; else the file.")] = None,
+    device: Annotated[str, typer.Option("--device", help="Kind of device that was measured.")] = "cuda",
+    device_name: Annotated[str, typer.Option("--device-name", help="Its name.")] = "V100",
+    memory_bytes: Annotated[int, typer.Option("--memory-bytes", min=0, help="Its memory.")] = 16 * 2**30,
+    optimizer: Annotated[str, typer.Option("--optimizer", help=f"One of {', '.join(STATE_OF)}.")] = "sgd-momentum",
+    output: Output = Path("profile.json"),
+) -> None:
+    """Turn a profile that others measured into one to plan with: PipeDream's graph.txt, or a table of layers."""
+    check_writable(output)
+    origin = Origin(
+        model=model or (file.parent.name if file.name == "graph.txt" else file.stem),
+        source=source or file.name,
+        kind=device,
+        device_name=device_name,
+        memory_bytes=memory_bytes,
+        batch_size=batch_size,
+        sizes=_integers(microbatch_size) if microbatch_size else (batch_size,),
+        optimizer=optimizer,
+    )
+    imported = read_foreign(file, origin)
+    write(output, imported)
+    _print(report.profile_parts(imported))
     out.print(f"wrote {output}", highlight=False)
 
 

@@ -104,6 +104,14 @@ def _text(path: Path) -> bytes:
         raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def read_text(path: Path) -> str:
+    """Returns the text of a file of another kind; raises BapipeError where there is none."""
+    try:
+        return _text(path).decode()
+    except UnicodeDecodeError:
+        raise BapipeError(f"{path}: not a text file") from None
+
+
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     try:

@@ -19,7 +19,7 @@ LAYERS = [
     {"profile", "cluster", "schedule"},
     {"plan", "machine", "trace"},
     {"cost", "codec", "timeline", "schedules"},
-    {"memory", "schemas", "cache", "outcome", "events", "recurrence"},
+    {"memory", "schemas", "cache", "outcome", "events", "recurrence", "importers"},
     {"simulate", "report"},
     {"search", "measure", "runtime", "zoo"},
     {"api"},
@@ -127,6 +127,10 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": ["--arg", "--device", "--microbatch-size", "--output"],
+        "import": [
+            "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",
+            "--optimizer", "--output", "--source",
+        ],
         "cluster": ["--device", "--devices", "--output"],
         "plan": [
             "--arg", "--cluster", "--devices", "--memory-limit", "--microbatch-size", "--minibatch-size", "--output",

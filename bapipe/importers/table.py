@@ -1,0 +1,89 @@
+"""Tables with a row for each layer of a chain, as planners such as DAPPLE (Fan et al. 2021, arXiv:2007.01045) take.
+
+The first row names the columns, with their units: a name for the layer, `forward`, `backward`, `activation` (or
+`output`) and `param`, such as
+
+    layer,forward_ms,backward_ms,activation_bytes,parameter_bytes
+    conv1,1.5,3.1,802816,9408
+"""
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+
+from bapipe.errors import BapipeError
+from bapipe.importers.whole import ForeignLayer
+
+_COLUMNS = {
+    "name": r"layer|name",
+    "forward": r"f|fw|fwd|forward",
+    "backward": r"b|bw|bwd|backward",
+    "output": r"act|activation|activations|output",
+    "params": r"param|params|parameter|parameters|weight|weights",
+}
+_TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+_SIZES = {"bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_WANTED = "layer, forward_ms, backward_ms, activation_bytes, parameter_bytes, with the units that are theirs"
+
+
+def table_layers(text: str) -> tuple[ForeignLayer, ...]:
+    """Returns the rows of a table as a chain of layers; columns are parted by commas, semicolons, tabs or bars.
+
+    Raises:
+        BapipeError: a column that is missing or has no unit, a row of another length, or a figure that is none.
+    """
+    rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not rows:
+        return ()
+    delimiter = max(",;\t|", key=rows[0][1].count)
+    header = [cell.strip().lower() for cell in next(csv.reader([rows[0][1]], delimiter=delimiter))]
+    columns = {column: _find(column, header) for column in _COLUMNS}
+    layers: list[ForeignLayer] = []
+    for number, line in rows[1:]:
+        cells = [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+        if len(cells) != len(header):
+            raise BapipeError(f"line {number} has {len(cells)} columns; the header has {len(header)}")
+        layers.append(_layer(number, cells, columns, layers[-1].name if layers else "input"))
+    return tuple(layers)
+
+
+def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
+    """Returns the place of a column and the factor of its unit."""
+    units: Mapping[str, int] = {"name": {}, "forward": _TIMES, "backward": _TIMES}.get(column, _SIZES)
+    for place, title in enumerate(header):
+        words = [word for word in re.split(r"[^a-z]+", title) if word]
+        if not words or not re.fullmatch(_COLUMNS[column], words[0]):
+            continue
+        if not units:
+            return place, 1
+        if words[-1] in units:
+            return place, units[words[-1]]
+        raise BapipeError(
+            f"column '{title}' has no unit; want one of {', '.join(units)}, such as {words[0]}_{[*units][-1]}"
+        )
+    raise BapipeError(f"no column for {column} in the header {', '.join(header)}; want {_WANTED}")
+
+
+def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, int]], source: str) -> ForeignLayer:
+    def figure(column: str) -> int:
+        place, factor = columns[column]
+        try:
+            value = float(cells[place])
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise BapipeError(f"line {number}: '{cells[place]}' is no {column} of a layer; want a number from 0 up")
+        return round(value * factor)
+
+    name = cells[columns["name"][0]]
+    return ForeignLayer(
+        name=name,
+        kind="layer",
+        inputs=(source,),
+        outputs=(name,),
+        forward_ns=figure("forward"),
+        backward_ns=figure("backward"),
+        output_bytes=(figure("output"),),
+        kept_bytes=figure("output"),
+        param_bytes=figure("params"),
+    )
