@@ -15,6 +15,7 @@ from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.codec import fingerprint, read, write
 from bapipe.plan import Plan
 from bapipe.simulate import simulate
+from bapipe.zoo import ZOO
 from tests.random_profiles import random_profile
 
 
@@ -84,6 +85,8 @@ def test_show_draws_every_file(folder: Path, file: str) -> None:
 def test_help_is_there_for_every_command(folder: Path) -> None:
     for command in ("profile", "cluster", "plan", "simulate", "show", "run"):
         assert "Usage: " in bapipe(folder, command, "--help").stdout
+    shown = " ".join(bapipe(folder, "profile", "--help").stdout.split())
+    assert f"{', '.join(ZOO)}, or a factory module.path:function." in shown
 
 
 @pytest.mark.parametrize(
@@ -93,13 +96,13 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
         (
             ("plan", "vgg17", "--devices", "2"),
             1,
-            "unknown model 'vgg17': want one of vgg16, or a factory of your own as module.path:function; "
+            f"unknown model 'vgg17': want one of {', '.join(ZOO)}, or a factory of your own as module.path:function; "
             "did you mean 'vgg16'?",
         ),
         (
             ("profile", "vgg17"),
             1,
-            "unknown model 'vgg17': want one of vgg16, or a factory of your own as module.path:function; "
+            f"unknown model 'vgg17': want one of {', '.join(ZOO)}, or a factory of your own as module.path:function; "
             "did you mean 'vgg16'?",
         ),
         (("profile", "vgg16", "--microbatch-size", "0"), 1, "'0' is no list of different positive integers such as 1,2,4,8"),

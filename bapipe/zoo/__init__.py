@@ -4,7 +4,14 @@ from difflib import get_close_matches
 
 from bapipe.errors import InvalidModel
 
-ZOO: dict[str, str] = {"vgg16": "bapipe.zoo.vgg:vgg16"}
+ZOO: dict[str, str] = {
+    "gnmt": "bapipe.zoo.gnmt:gnmt",
+    "gnmt16": "bapipe.zoo.gnmt:gnmt16",
+    "gnmt8": "bapipe.zoo.gnmt:gnmt8",
+    "resnet50": "bapipe.zoo.resnet:resnet50",
+    "vgg16": "bapipe.zoo.vgg:vgg16",
+    "vgg16_bn": "bapipe.zoo.vgg:vgg16_bn",
+}
 """The factory of each model, as `module.path:function`."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -25,6 +26,6 @@ class Example:
     inputs: tuple[Tensor, ...]
     target: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
-    data: "Callable[[str], Dataset[tuple[Tensor, Tensor]]] | None" = None
+    data: Callable[[str], Dataset[Any]] | None = None
     initialize: Callable[[nn.Module], None] | None = None
     learning_rate: float = 0.01

@@ -23,8 +23,8 @@ _NUM_DIGITS = 10
 def images(spec: str, *, image_size: int, num_classes: int) -> Dataset[tuple[Tensor, Tensor]]:
     """Returns pairs of a normalised image [3, image_size, image_size] and its class, an int64 scalar.
 
-    `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (random, the same in every process), or
-    a folder with one subfolder of images a class, classes in the order of their names.
+    `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (made up, the same everywhere), or a
+    folder with one subfolder of images a class, classes in the order of their names.
 
     Raises:
         BapipeError: no such data, or more classes than the model has.
@@ -56,7 +56,7 @@ class _Digits(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
-    """Normal noise and uniform classes; item i depends on i alone."""
+    """Normal noise and uniform classes, each with a pattern of its own in the noise; item i depends on i alone."""
 
     image_size: int
     num_classes: int
@@ -68,8 +68,14 @@ class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < NUM_SYNTHETIC:
             raise IndexError(index)
         generator = torch.Generator().manual_seed(index)
-        image = torch.randn(3, self.image_size, self.image_size, generator=generator)
-        return image, torch.randint(self.num_classes, (), generator=generator)
+        noise = torch.randn(3, self.image_size, self.image_size, generator=generator)
+        label = torch.randint(self.num_classes, (), generator=generator)
+        return noise + self._pattern(int(label)), label
+
+    def _pattern(self, label: int) -> Tensor:
+        generator = torch.Generator().manual_seed(NUM_SYNTHETIC + label)
+        coarse = torch.randn(1, 3, 4, 4, generator=generator)
+        return functional.interpolate(coarse, (self.image_size, self.image_size), mode="nearest")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,26 +8,27 @@ from torch.nn import functional
 
 from bapipe.zoo.example import Example
 from bapipe.zoo.images import images
+from bapipe.zoo.sizes import check_sizes
 
-_WIDTHS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-"""Channels of the convolutions in each block; a block ends with a pooling layer that halves the image."""
+_BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
+"""Channels of the convolutions in each block, in widths; a block ends with a pooling layer that halves the image."""
 
 
 class VGG(nn.Module):
     """Maps images [n, 3, height, width], at least 32 x 32, to class scores [n, num_classes]."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, width: int = 64, batch_norm: bool = False) -> None:
         super().__init__()
-        self.features = _features()
+        self.features = _features(width, batch_norm)
         self.avgpool = nn.AdaptiveAvgPool2d((7, 7))
         self.classifier = nn.Sequential(
-            nn.Linear(512 * 7 * 7, 4096),
+            nn.Linear(8 * width * 7 * 7, 64 * width),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
-            nn.Linear(4096, 4096),
+            nn.Linear(64 * width, 64 * width),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
-            nn.Linear(4096, num_classes),
+            nn.Linear(64 * width, num_classes),
         )
 
     def forward(self, image: Tensor) -> Tensor:
@@ -36,19 +37,27 @@ class VGG(nn.Module):
         return scores
 
 
-def vgg16(image_size: int = 64, num_classes: int = 1000) -> Example:
-    """Returns VGG-16 with batches of one square image as its example inputs.
+def vgg16(image_size: int = 64, num_classes: int = 1000, width: int = 64) -> Example:
+    """Returns VGG-16 with batches of one square image as its example inputs; `width` is that of the first layer.
 
     Raises:
         ValueError: an image under 32 pixels, which five poolings would leave nothing of, or no class.
     """
+    return _example(image_size, num_classes, width, batch_norm=False)
+
+
+def vgg16_bn(image_size: int = 64, num_classes: int = 1000, width: int = 64) -> Example:
+    """Returns VGG-16 as `vgg16` does, with batch normalisation after each convolution."""
+    return _example(image_size, num_classes, width, batch_norm=True)
+
+
+def _example(image_size: int, num_classes: int, width: int, batch_norm: bool) -> Example:
+    check_sizes(image_size=image_size, num_classes=num_classes, width=width)
     if image_size < 32:
         raise ValueError(f"image_size is {image_size}; five poolings need at least 32")
-    if num_classes < 1:
-        raise ValueError(f"num_classes is {num_classes}; want at least 1")
     device = torch.get_default_device()
     with torch.device("meta"):  # torch would fill 138 M parameters with values that are then replaced
-        module = VGG(num_classes)
+        module = VGG(num_classes, width, batch_norm)
     if device.type != "meta":
         module = module.to_empty(device=device)
         for layer in module.modules():
@@ -70,18 +79,25 @@ def initialize(layer: nn.Module) -> None:
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     elif isinstance(layer, nn.Linear):
         nn.init.normal_(layer.weight, std=0.01)
+    elif isinstance(layer, nn.BatchNorm2d):
+        layer.reset_parameters()
+        return
     else:
         return
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
-def _features() -> nn.Sequential:
+def _features(width: int, batch_norm: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    width = 3
-    for block in _WIDTHS:
-        for out in block:
-            layers += [nn.Conv2d(width, out, kernel_size=3, padding=1), nn.ReLU(inplace=True)]
-            width = out
+    channels = 3
+    for block in _BLOCKS:
+        for widths in block:
+            out = widths * width
+            layers.append(nn.Conv2d(channels, out, kernel_size=3, padding=1))
+            if batch_norm:
+                layers.append(nn.BatchNorm2d(out))
+            layers.append(nn.ReLU(inplace=True))
+            channels = out
         layers.append(nn.MaxPool2d(kernel_size=2, stride=2))
     return nn.Sequential(*layers)

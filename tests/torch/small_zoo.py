@@ -1,0 +1,20 @@
+"""Arguments that make every model of the zoo small enough to train in a test."""
+
+from bapipe.zoo import ZOO
+from bapipe.zoo.example import Example
+from bapipe.zoo.factory import build
+
+_WORDS = {"hidden_size": 16, "vocabulary_size": 40, "source_length": 7, "target_length": 6}
+
+SMALL: dict[str, dict[str, object]] = {
+    "gnmt": {"num_pairs": 2, **_WORDS},
+    "gnmt16": _WORDS,
+    "gnmt8": _WORDS,
+    "resnet50": {"image_size": 40, "num_classes": 10, "width": 4},
+    "vgg16": {"image_size": 32, "num_classes": 10, "width": 4},
+    "vgg16_bn": {"image_size": 32, "num_classes": 10, "width": 4},
+}
+
+
+def small(name: str, meta: bool = False) -> Example:
+    return build(ZOO[name], SMALL[name], meta=meta)

@@ -1,0 +1,272 @@
+"""GNMT: sizes counted by hand, values against packed sequences and loops, the loss, and the sentences."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import Dataset
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.trace import trace
+from bapipe.zoo import ZOO
+from bapipe.zoo.factory import build
+from bapipe.zoo.gnmt import GNMT, Attention, smoothed_loss
+from bapipe.zoo.translations import Pair, translations
+
+GNMT_FACTORY = "bapipe.zoo.gnmt:gnmt"
+H, V = 1024, 32_320
+
+
+def lstm(size: int) -> int:
+    """Four gates of H units, each with a weight for every input and unit before, and two biases."""
+    return 4 * (H * (size + H) + 2 * H)
+
+
+BIDIRECTIONAL = 2 * lstm(H)
+ATTENTION = 2 * H * H + H + 1 + H
+"""Query and key without biases, the vector, its length, the bias."""
+PAIRS_OF_4 = BIDIRECTIONAL + lstm(2 * H) + 2 * lstm(H) + lstm(H) + 3 * lstm(2 * H)
+GNMT_8 = 2 * V * H + PAIRS_OF_4 + ATTENTION + V * H + V
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "count", "in_words"),
+    [
+        (ZOO["gnmt8"], {}, GNMT_8, 193_766_977),
+        (ZOO["gnmt16"], {}, GNMT_8 + 4 * (lstm(H) + lstm(2 * H)), 277_718_593),
+        (ZOO["gnmt"], {"num_pairs": 24}, GNMT_8 + 20 * (lstm(H) + lstm(2 * H)), 613_525_057),
+    ],
+)
+def test_sizes(factory: str, arguments: dict[str, object], count: int, in_words: int) -> None:
+    module = build(factory, arguments, meta=True).module
+    assert sum(p.numel() for p in module.parameters()) == count == in_words
+    assert len(list(module.parameters())) == len(list(module.named_parameters(remove_duplicate=False)))  # none is tied
+
+
+def test_layers() -> None:
+    example = build(ZOO["gnmt8"], {}, meta=True)
+    model = trace(example.module)
+    kinds = [layer.kind for layer in model.layers]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"Embedding": 2, "Dropout": 8, "LSTM": 9, "Linear": 3}
+    assert model.inputs == ("source", "source_lengths", "target")
+    assert example.module(*example.inputs).shape == (1, 25, V)
+
+
+def sentences(batch: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    lengths = torch.tensor([5, 2, 7])[:batch]
+    source = torch.randint(4, 30, (batch, 7)) * (torch.arange(7) < lengths[:, None])
+    return source, lengths, torch.randint(1, 30, (batch, 6))
+
+
+@pytest.fixture
+def model() -> GNMT:
+    torch.manual_seed(0)
+    module = build(GNMT_FACTORY, {"num_pairs": 4, "hidden_size": 8, "vocabulary_size": 30}).module
+    assert isinstance(module, GNMT)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)  # saturates more gates than ±0.1 would
+    return module.double().eval()
+
+
+def read_packed(model: GNMT, source: Tensor, lengths: Tensor) -> Tensor:
+    """The encoder with one bidirectional LSTM and packed sequences all the way up; padding gives 0."""
+    encoder = model.encoder
+    both = nn.LSTM(8, 8, batch_first=True, bidirectional=True)
+    weights = dict(encoder.first.ahead.named_parameters())
+    weights |= {f"{name}_reverse": tensor for name, tensor in encoder.first.back.named_parameters()}
+    packed = pack_padded_sequence(encoder.embedding(source), lengths, batch_first=True, enforce_sorted=False)
+    packed, _ = torch.func.functional_call(both, weights, (packed,))
+    packed, _ = encoder.second.lstm(packed)
+    for layer in encoder.later:
+        assert isinstance(layer.lstm, nn.LSTM)
+        packed = packed._replace(data=packed.data + layer.lstm(packed)[0].data)
+    return pad_packed_sequence(packed, batch_first=True, total_length=source.shape[1])[0]
+
+
+def attend(attention: Attention, query: Tensor, words: Tensor) -> Tensor:
+    """One query [size] over the words [length, size] of one sentence."""
+    v = attention.direction * attention.scale / attention.direction.square().sum().sqrt()
+    scores = [v @ torch.tanh(attention.query.weight @ query + attention.key.weight @ w + attention.bias) for w in words]
+    e = torch.stack(scores).exp()
+    return (e[:, None] * words).sum(0) / e.sum()
+
+
+def cell(layer: nn.LSTM, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """One step of one LSTM on one vector."""
+    h, c = state
+    gates = layer.weight_ih_l0 @ x + layer.bias_ih_l0 + layer.weight_hh_l0 @ h + layer.bias_hh_l0
+    i, f, g, o = gates.chunk(4)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def write_in_a_loop(model: GNMT, words: Tensor, target: Tensor) -> Tensor:
+    """The decoder for one sentence, word by word."""
+    decoder = model.decoder
+    layers = [decoder.first.lstm, decoder.second.lstm, *(layer.lstm for layer in decoder.later)]
+    states = [(torch.zeros(8).double(), torch.zeros(8).double()) for _ in layers]
+    scores = []
+    for word in target:
+        states[0] = cell(layers[0], decoder.embedding.weight[word], states[0])
+        attended = attend(decoder.attention, states[0][0], words)
+        x = states[0][0]
+        for number, layer in enumerate(layers[1:], start=1):
+            states[number] = cell(layer, torch.cat((x, attended)), states[number])
+            x = states[number][0] + (x if number > 1 else 0)
+        scores.append(decoder.classifier.weight @ x + decoder.classifier.bias)
+    return torch.stack(scores)
+
+
+def test_the_encoder_equals_packed_sequences(model: GNMT) -> None:
+    source, lengths, _ = sentences()
+    ours, packed = model.encoder(source, lengths), read_packed(model, source, lengths)
+    words = torch.arange(7) < lengths[:, None]
+    torch.testing.assert_close(ours[words], packed[words], rtol=1e-12, atol=1e-12)
+    assert not packed[~words].any()
+
+
+def test_the_model_and_its_gradients_equal_loops(model: GNMT) -> None:
+    source, lengths, target = sentences()
+    packed = read_packed(model, source, lengths)
+    expected = torch.stack([write_in_a_loop(model, packed[i, : lengths[i]], target[i]) for i in range(3)])
+    scores = model(source, lengths, target)
+    torch.testing.assert_close(scores, expected, rtol=1e-11, atol=1e-12)
+    weights = torch.randn_like(scores)
+    own = torch.autograd.grad((scores * weights).sum(), list(model.parameters()))
+    theirs = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
+    for (name, _), a, b in zip(model.named_parameters(), own, theirs, strict=True):
+        if name.endswith("embedding.weight"):  # no gradient for the padding word
+            assert not a[0].any()
+            a, b = a[1:], b[1:]
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_padding_changes_nothing(model: GNMT) -> None:
+    source, lengths, target = sentences()
+    longer = torch.cat((source, torch.zeros(3, 4, dtype=torch.int64)), dim=1)
+    torch.testing.assert_close(model(longer, lengths, target), model(source, lengths, target), rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_acts_on_what_enters_each_lstm(model: GNMT) -> None:
+    drops = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    assert [drop.p for drop in drops] == [0.2] * 8
+    seen = []
+    for drop in drops:
+        drop.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[-1]))
+    model(*sentences())
+    assert seen == [8, 16, 8, 8, 8, 16, 16, 16]
+
+
+def test_starting_values() -> None:
+    torch.manual_seed(0)
+    module = build(GNMT_FACTORY, {"num_pairs": 2, "hidden_size": 64, "vocabulary_size": 100}).module
+    for name, parameter in module.named_parameters():
+        if name.endswith(("bias_hh_l0", "attention.bias")):
+            assert not parameter.any(), name
+        elif name.endswith("scale"):
+            assert parameter.item() == 0.125
+        else:
+            assert parameter.abs().max() <= 0.1, name
+            assert parameter.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.2), name
+
+
+def test_loss_in_closed_form() -> None:
+    scores = torch.tensor([[[2.0, 0.0, 1.0], [5.0, 5.0, 5.0]], [[0.0, 1.0, 3.0], [1.0, 1.0, 0.0]]])
+    target = torch.tensor([[2, 0], [1, 1]])
+    logs = scores.log_softmax(2)
+    words = [(0, 0, 2), (1, 0, 1), (1, 1, 1)]
+    expected = sum(-0.9 * logs[b, t, w] - 0.1 * logs[b, t].mean() for b, t, w in words) / 2
+    torch.testing.assert_close(smoothed_loss(scores, target), expected)
+    uniform = smoothed_loss(torch.zeros(4, 5, 7), torch.ones(4, 5, dtype=torch.int64))
+    assert uniform.item() == pytest.approx(5 * math.log(7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_pairs": 1}, "num_pairs is 1; the first two layers of each side are special, so want at least 2"),
+        ({"hidden_size": 0}, "hidden_size is 0; want an integer of at least 1"),
+        ({"vocabulary_size": 4}, "vocabulary_size is 4; 4 words are marks, so want at least 5"),
+        ({"target_length": 1}, "target_length is 1; every target ends with a mark, so want at least 2"),
+    ],
+)
+def test_errors(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidModel) as error:
+        build(GNMT_FACTORY, arguments)
+    assert str(error.value) == f"factory '{GNMT_FACTORY}' failed: ValueError: {message}"
+
+
+def opened(spec: Path | str, vocabulary_size: int = 9, length: int = 5) -> Dataset[Pair]:
+    return translations(str(spec), vocabulary_size=vocabulary_size, source_length=length, target_length=length)
+
+
+def test_synthetic_sentences() -> None:
+    data = opened("synthetic", vocabulary_size=100, length=9)
+    assert len(data) == 10_000  # type: ignore[arg-type]
+    words = []
+    for index in range(300):
+        (source, length, before), after = data[index]
+        n = int(length)
+        assert 4 <= n <= 8
+        assert not source[n:].any()
+        assert before[0] == 2
+        assert after[n] == 3
+        assert torch.equal(before[1 : n + 1], after[:n])
+        assert not before[n + 1 :].any()
+        assert not after[n + 1 :].any()
+        assert torch.equal(after[:n], 4 + (source[:n] - 4 + 1) % 96)
+        words += source[:n].tolist()
+    counts = torch.bincount(torch.tensor(words), minlength=100)
+    assert counts[:4].tolist() == [0] * 4
+    assert counts[4] / len(words) == pytest.approx(math.log(2) / math.log(97), rel=0.2)
+    assert counts[5] / counts[4] == pytest.approx(math.log(1.5) / math.log(2), rel=0.25)
+    with pytest.raises(IndexError):
+        data[10_000]
+
+
+def test_sentences_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "source.txt").write_text("the cat\nthe dog sees the cat\n\nthe very very big old dog\nrare cat\n")
+    (tmp_path / "target.txt").write_text("die Katze\nder Hund\nnichts\nHund\ndie Katze\n")
+    data = opened(tmp_path)
+    assert len(data) == 3  # type: ignore[arg-type]
+    # the 4, cat 3, Katze dog die Hund very 2: capitals sort first, and five words fit
+    number = {"the": 4, "cat": 5, "Hund": 6, "Katze": 7, "die": 8}
+    (source, length, before), after = data[0]
+    assert source.tolist() == [number["the"], number["cat"], 0, 0, 0]
+    assert (length.item(), length.dtype) == (2, torch.int64)
+    assert before.tolist() == [2, number["die"], number["Katze"], 0, 0]
+    assert after.tolist() == [number["die"], number["Katze"], 3, 0, 0]
+    assert data[2][0][0].tolist() == [1, number["cat"], 0, 0, 0]
+    (tmp_path / "vocabulary.txt").write_text("rare\ncat\n")
+    assert opened(tmp_path)[2][0][0].tolist() == [4, 5, 0, 0, 0]
+
+
+def test_folder_errors(tmp_path: Path) -> None:
+    def message(spec: Path) -> str:
+        with pytest.raises(BapipeError) as error:
+            opened(spec)
+        return str(error.value)
+
+    gone = tmp_path / "gone"
+    assert message(gone) == (
+        f"data '{gone}' is not a folder: want synthetic, or a folder with source.txt and target.txt"
+    )
+    assert message(tmp_path) == (
+        f"{tmp_path / 'source.txt'}: cannot be read: [Errno 2] No such file or directory: "
+        f"'{tmp_path / 'source.txt'}'; want UTF-8 text, a sentence a line"
+    )
+    (tmp_path / "source.txt").write_text("one two three four five six\n")
+    (tmp_path / "target.txt").write_text("eins\nzwei\n")
+    assert message(tmp_path) == (
+        f"data '{tmp_path}' has 1 lines in source.txt and 2 in target.txt: want a translation a line"
+    )
+    (tmp_path / "target.txt").write_text("eins\n")
+    assert message(tmp_path) == (
+        f"data '{tmp_path}' has no pair of up to 5 and 4 words: build the model with a larger source_length and "
+        "target_length"
+    )
