@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import UNSET
+
 from bapipe.cluster import Cluster, Device
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.plan import StagePlan
@@ -21,9 +23,11 @@ class StageCost:
 
     Attributes:
         forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F.
+        whole_backward_ns: B, a recomputed F in it; None where it is I + W.
         update_ns: the optimizer's update, once a step.
         param_bytes, optimizer_bytes: held all through; gradients take `param_bytes` more.
         stash_bytes: kept from F to the end of the backward of a micro-batch.
+        gradient_stash_bytes: kept beside it from I to the end of W.
         workspace_bytes: the most that one of its layers needs while it runs.
         gradient_done_ns: for each bucket, when its last gradient is done after the start of the stage's last B, and
             after the start of its last W.
@@ -32,16 +36,24 @@ class StageCost:
     forward_ns: int
     input_grad_ns: int
     weight_grad_ns: int
+    whole_backward_ns: int | None = None
     update_ns: int = 0
     param_bytes: int = 0
     optimizer_bytes: int = 0
     stash_bytes: int = 0
+    gradient_stash_bytes: int = 0
     workspace_bytes: int = 0
     gradient_done_ns: tuple[tuple[int, int], ...] = ()
 
     @property
     def backward_ns(self) -> int:
-        return self.input_grad_ns + self.weight_grad_ns
+        split_ns = self.input_grad_ns + self.weight_grad_ns
+        return split_ns if self.whole_backward_ns is None else self.whole_backward_ns
+
+    @property
+    def least_backward_ns(self) -> int:
+        """The shorter of B, and I and W."""
+        return min(self.backward_ns, self.input_grad_ns + self.weight_grad_ns)
 
     def ns(self, phase: Phase) -> int:
         """Returns the time of one phase."""
@@ -155,21 +167,30 @@ def stage_cost(
     def total(values: Iterable[int]) -> int:
         return at_speed(sum(values), speed)
 
+    def whole_backward(some: Sequence[LayerMeasurement]) -> int | None:
+        if all(m.backward_ns is UNSET for m in some):
+            return None
+        return total(m.whole_backward_ns for m in some) + again
+
+    measured = [m for _, m in layers]
     forward = total(m.forward_ns for _, m in layers)
     again = forward if recompute else 0
     return StageCost(
         forward_ns=forward,
         input_grad_ns=total(m.input_grad_ns for _, m in layers) + again,
         weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
+        whole_backward_ns=whole_backward(measured),
         update_ns=total(layer.update_ns for layer, _ in layers),
         param_bytes=sum(layer.param_bytes for layer, _ in layers),
         optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers),
         stash_bytes=sum(m.stash_bytes for _, m in layers),
+        gradient_stash_bytes=sum(m.left_by_input_grad_bytes for _, m in layers),
         workspace_bytes=max(m.workspace_bytes for _, m in layers),
         gradient_done_ns=tuple(
-            (again + total(m.input_grad_ns for _, m in layers[:end]) + weight, weight)
+            (again + total(m.input_grad_ns for m in measured[:end]) + weight if whole is None else whole, weight)
             for end in bucket_ends
-            for weight in [total(m.weight_grad_ns for _, m in layers[:end])]
+            for weight in [total(m.weight_grad_ns for m in measured[:end])]
+            for whole in [whole_backward(measured[:end])]
         ),
     )
 

@@ -13,7 +13,8 @@ def peak_memory(schedule: Schedule, stages: Sequence[Stage]) -> tuple[Memory, ..
     """Returns the memory of each rank at the action where it is largest, the first such one.
 
     A stash lives from the start of its F to the end of its B or W. With recompute, only the stage's input does, and a
-    whole stash from the start of B or I to the end of B or W. Receive buffers, one for each micro-batch that comes from
+    whole stash from the start of B or I to the end of B or W. What I leaves for W lives from the start of I to the end
+    of W. Receive buffers, one for each micro-batch that comes from
     another device, live all through (torch 2.13 keeps them; pytorch#136380). O(n) for n actions.
     """
     peaks = []
@@ -67,9 +68,13 @@ def _stashes(
             held += kept
         elif phase is not Phase.WEIGHT_GRAD and stages[stage].recompute:
             held += whole
+        if phase is Phase.INPUT_GRAD:
+            held += cost.gradient_stash_bytes
         yield held, cost.workspace_bytes
         if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
             held -= kept + whole if stages[stage].recompute else kept
+        if phase is Phase.WEIGHT_GRAD:
+            held -= cost.gradient_stash_bytes
 
 
 def _buffer_bytes(rank: int, stage: int, schedule: Schedule, stages: Sequence[Stage]) -> int:

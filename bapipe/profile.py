@@ -50,8 +50,11 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A layer at one micro-batch size.
 
     Attributes:
-        forward_ns, input_grad_ns, weight_grad_ns: times of F, I and W.
+        forward_ns, input_grad_ns, weight_grad_ns: times of F, and of I and W where they run apart.
+        backward_ns: time of B, where that is not I + W: a layer that computes both in one go, such as an LSTM, does
+            much of its work twice when they run apart. Left out, it is I + W.
         stash_bytes: what is kept from F to the backward.
+        gradient_stash_bytes: what I leaves for W, kept beside the stash from I to W. Left out, nothing.
         workspace_bytes: what lives only while the layer runs.
         output_bytes: bytes of each of the layer's outputs; 0 for what needs no transfer.
     """
@@ -59,9 +62,21 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     forward_ns: NonNegative
     input_grad_ns: NonNegative
     weight_grad_ns: NonNegative
+    backward_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
     stash_bytes: NonNegative
+    gradient_stash_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     workspace_bytes: NonNegative = 0
     output_bytes: tuple[NonNegative, ...]
+
+    @property
+    def whole_backward_ns(self) -> int:
+        """B: what was measured of it, or I + W."""
+        return self.input_grad_ns + self.weight_grad_ns if self.backward_ns is msgspec.UNSET else self.backward_ns
+
+    @property
+    def left_by_input_grad_bytes(self) -> int:
+        """What I leaves for W, 0 where nothing says so."""
+        return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,11 +154,18 @@ def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> Laye
     def mix(x: int, y: int) -> int:
         return round_half_up(x + (y - x) * weight)
 
+    def either(mixed: int, *given: int | msgspec.UnsetType) -> int | msgspec.UnsetType:
+        return msgspec.UNSET if all(value is msgspec.UNSET for value in given) else mixed
+
     return LayerMeasurement(
         forward_ns=mix(a.forward_ns, b.forward_ns),
         input_grad_ns=mix(a.input_grad_ns, b.input_grad_ns),
         weight_grad_ns=mix(a.weight_grad_ns, b.weight_grad_ns),
+        backward_ns=either(mix(a.whole_backward_ns, b.whole_backward_ns), a.backward_ns, b.backward_ns),
         stash_bytes=mix(a.stash_bytes, b.stash_bytes),
+        gradient_stash_bytes=either(
+            mix(a.left_by_input_grad_bytes, b.left_by_input_grad_bytes), a.gradient_stash_bytes, b.gradient_stash_bytes
+        ),
         workspace_bytes=mix(a.workspace_bytes, b.workspace_bytes),
         output_bytes=tuple(mix(x, y) for x, y in zip(a.output_bytes, b.output_bytes, strict=True)),
     )

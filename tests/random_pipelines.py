@@ -21,13 +21,19 @@ class Pipeline:
 
 
 def random_pipeline(
-    random: Random, ranks: tuple[int, ...], num_microbatches: int, *, wires: bool = True, overlaps: bool = True
+    random: Random,
+    ranks: tuple[int, ...],
+    num_microbatches: int,
+    *,
+    wires: bool = True,
+    overlaps: bool = True,
+    splits_badly: bool = False,
 ) -> Pipeline:
     """Stage s on rank ranks[s]; times small enough that ties are common, memory from too little to plenty."""
     last = len(ranks) - 1
     stages = tuple(
         Stage(
-            on=(_cost(random),),
+            on=(_cost(random, splits_badly),),
             send_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
             grad_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
             recompute=random.random() < 0.25,
@@ -56,8 +62,10 @@ def random_pipeline(
     return Pipeline(stages, devices, cluster, num_microbatches, [max(0, num_bytes) for num_bytes in memory])
 
 
-def _cost(random: Random) -> StageCost:
+def _cost(random: Random, splits_badly: bool) -> StageCost:
     return StageCost(
+        whole_backward_ns=random.choice([None, random.randrange(20)]) if splits_badly else None,
+        gradient_stash_bytes=random.choice([0, random.randrange(5)]) if splits_badly else 0,
         forward_ns=random.randrange(10),
         input_grad_ns=random.randrange(10),
         weight_grad_ns=random.randrange(10),

@@ -2,14 +2,20 @@
 
 from random import Random
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from bapipe.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 
 
 def random_profile(
-    random: Random, num_layers: int, sizes: tuple[int, ...] = (1, 2, 4), kind: str = "a"
+    random: Random, num_layers: int, sizes: tuple[int, ...] = (1, 2, 4), kind: str = "a", splits_badly: bool = False
 ) -> ModelProfile:
-    """A chain with some skip connections; figures small enough that ties are common."""
+    """A chain with some skip connections; figures small enough that ties are common.
+
+    Where `splits_badly`, some layers have a B of their own, and I leaves something for W.
+    """
     layers = []
     for i in range(num_layers):
         inputs = ["x"] if i == 0 else [f"t{i - 1}"]
@@ -33,8 +39,21 @@ def random_profile(
         dtype="float32",
         optimizer="sgd-momentum",
         layers=tuple(layers),
-        measurements=tuple(_measurement(random, size, num_layers) for size in sizes),
+        measurements=tuple(
+            _split_badly(random, measured) if splits_badly else measured
+            for measured in (_measurement(random, size, num_layers) for size in sizes)
+        ),
     )
+
+
+def _split_badly(random: Random, measured: Measurement) -> Measurement:
+    def changed(layer: LayerMeasurement) -> LayerMeasurement:
+        backward_ns = random.choice([UNSET, random.randrange(120) * measured.microbatch_size])
+        return replace(
+            layer, backward_ns=backward_ns, gradient_stash_bytes=random.choice([UNSET, random.randrange(30)])
+        )
+
+    return replace(measured, layers=tuple(map(changed, measured.layers)))
 
 
 def _measurement(random: Random, size: int, num_layers: int) -> Measurement:

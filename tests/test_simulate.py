@@ -132,3 +132,24 @@ def test_buckets_close_at_25_mib_and_end_with_a_gradient() -> None:
     assert fill_buckets([]) == fill_buckets([0, 0]) == ()
     assert fill_buckets([0, 10 * mib, 0, 20 * mib, 0, 5, 0]) == ((4, 30 * mib), (6, 5))
     assert fill_buckets([25 * mib, 25 * mib]) == ((1, 25 * mib), (2, 25 * mib))
+
+
+def test_a_backward_of_its_own_and_what_the_input_gradient_leaves() -> None:
+    """B takes 3 where I and W take 2 + 2; between I and W five more bytes are held."""
+    cost = StageCost(
+        forward_ns=1,
+        input_grad_ns=2,
+        weight_grad_ns=2,
+        whole_backward_ns=3,
+        stash_bytes=10,
+        gradient_stash_bytes=5,
+        workspace_bytes=1,
+    )
+    for text, step_ns, peak in (
+        ("0F0 0B0 0F1 0B1", 8, 11),
+        ("0F0 0I0 0W0 0F1 0B1", 9, 16),
+        ("0F0 0I0 0F1 0I1 0W0 0W1", 10, 31),
+    ):
+        table = Schedule(devices=((0,),), num_microbatches=2, order=(tuple(map(parse_action, text.split())),))
+        timeline = judge(table, [Stage(on=(cost,))], cluster(1))
+        assert (timeline.step_ns, timeline.memory[0].total) == (step_ns, peak)

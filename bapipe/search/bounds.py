@@ -1,9 +1,9 @@
 """Lower bounds on the step time of a chain that is cut only in part.
 
-Single letters here, for stage s: f, b times of F and of B = I + W; r the part of the backward that must end before the
-stage before can begin its own (b, or I alone where the schedule splits it), w what must then follow on the stage itself
-(nothing, or W); x, y transfer times of its activations to stage s+1 and of the gradients back; u its update; M
-micro-batches. A step cannot be shorter than
+Single letters here, for stage s: f, b times of F and of B, or of I + W if that is shorter and the schedule splits; r
+the part of the backward that must end before the stage before can begin its own (b, or I alone where the schedule
+splits it), w what must then follow on the stage itself (nothing, or the rest of b); x, y transfer times of its
+activations to stage s+1 and of the gradients back; u its update; M micro-batches. A step cannot be shorter than
 
   work    one device:  reach stage s, do all its work, update:  sum_{i<s}(f+x) + M(f_s+b_s) + u_s
   return  one device:  reach stage s, do all its F and r, go back to a stage j <= s, finish there:
@@ -144,8 +144,9 @@ class Bounds:
             return None
         cost = problem.chains[place].cost(a, z)
         x, y = problem.transfer_ns(s, z)
-        i, w = (cost.input_grad_ns, cost.weight_grad_ns) if problem.splits_backward else (cost.backward_ns, 0)
-        return Piece(cost.forward_ns, cost.backward_ns, i, w, x, y, cost.update_ns)
+        b = cost.least_backward_ns if problem.splits_backward else cost.backward_ns
+        r = min(cost.input_grad_ns, b) if problem.splits_backward else b
+        return Piece(cost.forward_ns, b, r, b - r, x, y, cost.update_ns)
 
     def _fill(self, s: int, a: int) -> None:
         num = self.problem.num_microbatches

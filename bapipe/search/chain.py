@@ -1,5 +1,7 @@
 """The layers in a line as one kind of device runs them: any run of layers is one subtraction away."""
 
+from msgspec import UNSET
+
 from bapipe.cost import StageCost
 from bapipe.profile import ModelProfile
 from bapipe.units import at_speed
@@ -19,6 +21,9 @@ class Chain:
         self._forward = _sums([m.forward_ns for m in measured])
         self._input_grad = _sums([m.input_grad_ns for m in measured])
         self._weight_grad = _sums([m.weight_grad_ns for m in measured])
+        self._backward = _sums([m.whole_backward_ns for m in measured])
+        self._wholes = _sums([m.backward_ns is not UNSET for m in measured])
+        self._gradient_stash = _sums([m.left_by_input_grad_bytes for m in measured])
         self._stash = _sums([m.stash_bytes for m in measured])
         self._workspace = [m.workspace_bytes for m in measured]
         self._update = _sums([layer.update_ns for layer in profile.layers])
@@ -36,13 +41,20 @@ class Chain:
                 forward_ns=at_speed(self._forward[stop] - self._forward[start], self._speed),
                 input_grad_ns=at_speed(self._input_grad[stop] - self._input_grad[start], self._speed),
                 weight_grad_ns=at_speed(self._weight_grad[stop] - self._weight_grad[start], self._speed),
+                whole_backward_ns=self._whole_backward_ns(start, stop),
                 update_ns=at_speed(self._update[stop] - self._update[start], self._speed),
                 param_bytes=self._params[stop] - self._params[start],
                 optimizer_bytes=self._optimizer[stop] - self._optimizer[start],
                 stash_bytes=self._stash[stop] - self._stash[start],
+                gradient_stash_bytes=self._gradient_stash[stop] - self._gradient_stash[start],
                 workspace_bytes=max(self._workspace[start:stop]),
             )
         return found
+
+    def _whole_backward_ns(self, start: int, stop: int) -> int | None:
+        if self._wholes[stop] == self._wholes[start]:
+            return None
+        return at_speed(self._backward[stop] - self._backward[start], self._speed)
 
 
 def _sums(values: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from bapipe.search import cpsat, list_scheduler
 from bapipe.search.join import join
 from bapipe.search.order_bounds import lower_bound_ns
 from bapipe.search.order_clock import clock
-from bapipe.search.order_problem import OrderProblem, Orders, one_by_one, order_problem, orders_of
+from bapipe.search.order_problem import OrderProblem, Orders, one_by_one, order_problem, orders_of, relaxed
 from bapipe.search.polish import polish
 from bapipe.simulate import judge
 
@@ -84,11 +84,14 @@ def search_order(
                 f"want {devices} and {num_microbatches}"
             )
         search.offer(schedule)
-    search.offer(one_by_one(devices, num_microbatches, problem.num_ranks))
+    in_turn = one_by_one(devices, num_microbatches, problem.num_ranks)
+    search.offer(in_turn)
     if search.schedule is None:
         return FoundOrder()
-    search.bound_ns = lower_bound_ns(problem)
-    search.run([orders_of(schedule) for schedule in start], effort, seed)
+    easier = relaxed(problem, stages)
+    search.bound_ns, search.bounded_by_solver = lower_bound_ns(easier), easier == problem
+    if problem.fits(orders_of(in_turn)):  # else I leaves more than there is room for, and only B fits
+        search.run([orders_of(schedule) for schedule in start], effort, seed)
     return FoundOrder(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=search.bound_ns)
 
 
@@ -109,12 +112,13 @@ class _Search:
         self.schedule: Schedule | None = None
         self.step_ns = 0
         self.bound_ns = 0
+        self.bounded_by_solver = True
 
-    def offer(self, schedule: Schedule) -> None:
-        """Keeps a table that fits and is faster."""
+    def offer(self, schedule: Schedule, or_equal: bool = False) -> None:
+        """Keeps a table that fits and is faster, or as fast where that is enough."""
         timeline = judge(schedule, self.stages, self.cluster)
         fits = all(held.total <= most for held, most in zip(timeline.memory, self.memory_bytes, strict=True))
-        if fits and (self.schedule is None or timeline.step_ns < self.step_ns):
+        if fits and (self.schedule is None or timeline.step_ns < self.step_ns + or_equal):
             self.schedule, self.step_ns = schedule, timeline.step_ns
 
     def time(self, orders: Orders) -> int | None:
@@ -139,7 +143,7 @@ class _Search:
         if not self.proven and cpsat.installed():
             best = self.solve(best, effort, seed)
         assert self.schedule is not None
-        self.schedule = join(self.schedule, self.stages, self.cluster)
+        self.offer(join(self.schedule, self.stages, self.cluster), or_equal=True)
 
     def construct(self, start: Sequence[Orders]) -> Orders:
         """Returns the fastest of the list scheduler's orders and those started from."""
@@ -174,7 +178,8 @@ class _Search:
 
     def solve(self, orders: Orders, effort: float, seed: int) -> Orders:
         answer = cpsat.solve(self.problem, orders, below_ns=self.step_ns, effort=SOLVER_SHARE * effort, seed=seed)
-        self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)
+        if self.bounded_by_solver:  # the solver knows I and W, not a B that is shorter
+            self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)
         if answer.orders is None or not self.problem.fits(answer.orders) or self.time(answer.orders) is None:
             return orders
         self.offer(self.problem.table(self.devices, answer.orders))

@@ -15,7 +15,7 @@ such a problem is `monotone`, and its best order of codes is its best table.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bapipe.cluster import Cluster
 from bapipe.cost import Stage
@@ -40,7 +40,7 @@ class OrderProblem:
         send_ns, return_ns: transfers of a micro-batch from each stage to the next, and back; 0 for the last stage.
         update_ns: by rank, the updates after its last action.
         kept_bytes: by stage, held from F to the end of W.
-        whole_bytes: by stage, held from I to the end of W besides; 0 without recompute.
+        whole_bytes: by stage, held from I to the end of W besides: what I leaves, and a whole stash with recompute.
         workspace_bytes: by stage, held while an action runs.
         room_bytes: by rank, what is left for the three above.
         overlaps: by rank, whether it computes while it transfers.
@@ -204,7 +204,9 @@ def order_problem(
             for rank in range(num_ranks)
         ),
         kept_bytes=tuple(_kept_bytes(s, stages) for s in range(len(stages))),
-        whole_bytes=tuple(stage.on[0].stash_bytes if stage.recompute else 0 for stage in stages),
+        whole_bytes=tuple(
+            (stage.on[0].stash_bytes if stage.recompute else 0) + stage.on[0].gradient_stash_bytes for stage in stages
+        ),
         workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
         room_bytes=tuple(
             memory_bytes[rank] - (held.params + held.gradients + held.optimizer + held.buffers)
@@ -212,6 +214,19 @@ def order_problem(
         ),
         overlaps=tuple(device.overlaps_transfers for device in cluster.devices),
     )
+
+
+def relaxed(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
+    """Returns the problem whose I and W take no longer, and hold no more, than the B of the same stage.
+
+    A table that uses B where that is shorter or needs less is no faster than one of this problem's.
+    """
+    ns: list[int] = []
+    for cost in (stage.on[0] for stage in stages):
+        input_grad_ns = min(cost.input_grad_ns, cost.backward_ns)
+        ns += [cost.forward_ns, input_grad_ns, cost.least_backward_ns - input_grad_ns]
+    whole_bytes = tuple(stage.on[0].stash_bytes if stage.recompute else 0 for stage in stages)
+    return replace(problem, ns=tuple(ns), whole_bytes=whole_bytes)
 
 
 def _kept_bytes(s: int, stages: Sequence[Stage]) -> int:

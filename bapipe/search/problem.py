@@ -7,7 +7,7 @@ from functools import cached_property
 
 from bapipe.cluster import Cluster
 from bapipe.cost import Stage, StageCost
-from bapipe.memory import peak_memory
+from bapipe.memory import memory_over_time, peak_memory
 from bapipe.recurrence import Program, compile_table
 from bapipe.schedule import Action, Phase, Schedule
 from bapipe.schedules import ALL
@@ -82,7 +82,7 @@ class Problem:
         Stages' times are rounded, so each may be up to a nanosecond a phase shorter than its layers'.
         """
         wholes = [chain.cost(0, self.num_layers) for chain in self.chains]
-        times = [max(cost.forward_ns + cost.backward_ns, 1) for cost in wholes]
+        times = [max(cost.forward_ns + cost.least_backward_ns, 1) for cost in wholes]
         share = 1 / sum(Fraction(1, time_ns) for time_ns in times)
         return max(0, int(self.num_microbatches * share) - 3 * self.num_microbatches * self.num_stages)
 
@@ -92,8 +92,11 @@ class Problem:
         return any(action.phase is Phase.INPUT_GRAD for order in self.table.order for action in order)
 
     @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches that each stage stashes at its peak, by the judge's own count of one-byte stashes."""
+    def in_flight(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each stage, how many stashes and how many I's leavings it holds at once, where neither can be less.
+
+        By the judge's own count of one-byte stashes.
+        """
         return tuple(_most_in_flight(self.table, s) for s in range(self.num_stages))
 
     def peak_bytes(self, stage: int, start: int, stop: int) -> int:
@@ -108,7 +111,7 @@ class Problem:
         return (
             2 * cost.param_bytes
             + cost.optimizer_bytes
-            + self.in_flight[stage] * cost.stash_bytes
+            + max(f * cost.stash_bytes + i * cost.gradient_stash_bytes for f, i in self.in_flight[stage])
             + cost.workspace_bytes
             + self.num_microbatches * (incoming + returning)
         )
@@ -196,8 +199,12 @@ def place(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
     )
 
 
-def _most_in_flight(table: Schedule, stage: int) -> int:
+def _most_in_flight(table: Schedule, stage: int) -> tuple[tuple[int, int], ...]:
     cost = StageCost(forward_ns=0, input_grad_ns=0, weight_grad_ns=0)
-    stages = [Stage(on=(cost,))] * table.num_stages
-    stages[stage] = Stage(on=(replace(cost, stash_bytes=1),))
-    return peak_memory(table, stages)[table.devices[stage][0]].stash
+    counts = []
+    for unit in (replace(cost, stash_bytes=1), replace(cost, gradient_stash_bytes=1)):
+        stages = [Stage(on=(cost,))] * table.num_stages
+        stages[stage] = Stage(on=(unit,))
+        counts.append([held.stash for held in memory_over_time(table, stages)[table.devices[stage][0]]])
+    pairs = set(zip(*counts, strict=True))
+    return tuple(sorted(p for p in pairs if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in pairs)))

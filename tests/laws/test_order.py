@@ -68,6 +68,20 @@ def test_monotone_problems_equal_brute_force(
     assert infeasible < num_seeds
 
 
+@pytest.mark.parametrize(
+    ("ranks", "num_microbatches", "num_seeds"), [((0, 1), 2, 50), ((0, 1, 2), 2, 20), ((0, 0), 2, 50)]
+)
+def test_bounds_hold_where_the_split_has_a_price(ranks: tuple[int, ...], num_microbatches: int, num_seeds: int) -> None:
+    equal = 0
+    for seed in range(num_seeds):
+        p = random_pipeline(Random(seed), ranks, num_microbatches, splits_badly=True)
+        want = fastest_ns(p.stages, p.devices, p.cluster, num_microbatches, p.memory_bytes)
+        found = search(p)
+        check(p, found, want, seed)
+        equal += found.step_ns == want
+    assert equal > num_seeds * 0.3
+
+
 def test_bounds_hold_where_transfers_stop_devices() -> None:
     equal = 0
     for seed in range(16):

@@ -20,12 +20,14 @@ from bapipe.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
 
 
-def random_problems(seed: int, schedules: Sequence[str] = ("1f1b", "gpipe")) -> list[Problem]:
+def random_problems(
+    seed: int, schedules: Sequence[str] = ("1f1b", "gpipe"), splits_badly: bool = False
+) -> list[Problem]:
     """Some schedules at one or two micro-batch sizes, on the same devices."""
     random = Random(seed)
     num_layers = random.randint(1, 8)
     num_stages = random.randint(1, min(4, num_layers))
-    profile = random_profile(random, num_layers)
+    profile = random_profile(random, num_layers, splits_badly=splits_badly)
     cluster = random_cluster(random, num_stages)
     num_samples = 4 * random.randint(1, 2)
     return [
@@ -65,6 +67,15 @@ def test_best_first_is_exact_for_every_schedule(schedule: str) -> None:
         assert found is None or found.lower_bound_ns == found.step_ns, seed
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_best_first_is_exact_where_the_split_has_a_price(schedule: str) -> None:
+    for seed in range(40):
+        problems = random_problems(seed, [schedule], splits_badly=True)
+        want, found = exhaustive(problems), best_first(problems)
+        assert (found and found.step_ns) == (want and want.step_ns), seed
+        assert found is None or found.lower_bound_ns == found.step_ns, seed
+
+
 @pytest.mark.parametrize("schedule", LOOPED)
 def test_best_first_is_exact_where_devices_have_two_stages(schedule: str) -> None:
     seen = 0
@@ -80,7 +91,8 @@ def test_best_first_is_exact_where_devices_have_two_stages(schedule: str) -> Non
 def test_bounds_never_exceed_the_judge() -> None:
     checked = 0
     for seed in range(400):
-        for problem in random_problems(seed, list(SCHEDULES) if seed < 100 else ("1f1b", "gpipe")):
+        every = list(SCHEDULES) if seed < 100 else ("1f1b", "gpipe")
+        for problem in random_problems(seed, every, splits_badly=seed % 2 == 0):
             bounds = Bounds(problem)
             for inner in combinations(range(1, problem.num_layers), problem.num_stages - 1):
                 cuts = (0, *inner, problem.num_layers)
@@ -100,7 +112,7 @@ def test_bounds_never_exceed_the_judge() -> None:
 
 def test_memory_of_the_search_is_the_memory_of_the_judge() -> None:
     for seed in range(300):
-        for problem in random_problems(seed):
+        for problem in random_problems(seed, ("1f1b", "zb-h1"), splits_badly=seed % 2 == 0):
             for inner in list(combinations(range(1, problem.num_layers), problem.num_stages - 1))[:5]:
                 cuts = (0, *inner, problem.num_layers)
                 judged = [problem.judge(cuts).memory[rank].total for rank in problem.ranks]

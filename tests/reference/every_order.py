@@ -42,7 +42,8 @@ def fastest_ns(
         left = [0] * len(clocks)
         for (s, _), state in did.items():
             c = stages[s].on[0]
-            todo = {"": c.forward_ns + c.input_grad_ns + c.weight_grad_ns, "F": c.input_grad_ns + c.weight_grad_ns}
+            backward = min(c.ns(B), c.input_grad_ns + c.weight_grad_ns)
+            todo = {"": c.forward_ns + backward, "F": backward}
             left[rank_of[s]] += todo.get(state, c.weight_grad_ns if state == "I" else 0)
         least = max(clock + rest + update for clock, rest, update in zip(clocks, left, updates, strict=True))
         if best[0] is not None and least >= best[0]:
@@ -64,10 +65,11 @@ def fastest_ns(
                     kept = stages[s - 1].send_bytes if s else 0
                 whole = cost.stash_bytes if stages[s].recompute else 0
                 now_held = held[r] + (kept if phase is F else 0) + (whole if phase in (B, I) else 0)
+                now_held += cost.gradient_stash_bytes if phase is I else 0
                 if now_held + cost.workspace_bytes > room[r]:
                     continue
                 if phase in (B, W):
-                    now_held -= kept + whole
+                    now_held -= kept + whole + (cost.gradient_stash_bytes if phase is W else 0)
                 needed = here.get((s, "F" if phase is F else "B", m), 0) if phase is not W else 0
                 end = max(clocks[r], needed) + cost.ns(phase)
                 now_here, now_links = dict(here), dict(links)

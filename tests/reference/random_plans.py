@@ -178,6 +178,7 @@ def random_profiles(rng, style, layers, kinds, size):
         for measured in common if one_for_all else sizes():
             figures = []
             for number in range(len(layers)):
+                whole, left = rng.random(), rng.random()
                 figure = {
                     "forward_ns": nanoseconds(rng, style),
                     "input_grad_ns": nanoseconds(rng, style),
@@ -186,6 +187,10 @@ def random_profiles(rng, style, layers, kinds, size):
                     "workspace_bytes": rng.choice([0, rng.randint(0, 100), rng.randint(0, 300)]),
                     "output_bytes": list(output_bytes(number, measured)),
                 }
+                if whole < 0.2:
+                    figure["backward_ns"] = nanoseconds(rng, style)
+                if left < 0.4:
+                    figure["gradient_stash_bytes"] = rng.randint(0, 100)
                 if figure["workspace_bytes"] == 0 and rng.random() < 0.5:
                     del figure["workspace_bytes"]
                 figures.append(figure)

@@ -11,7 +11,14 @@ from itertools import permutations
 from math import ceil, floor
 
 BUCKET_BYTES = 25 * 2**20
-FIGURES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "stash_bytes", "workspace_bytes")
+FIGURES = (
+    "forward_ns",
+    "input_grad_ns",
+    "weight_grad_ns",
+    "stash_bytes",
+    "gradient_stash_bytes",
+    "workspace_bytes",
+)
 
 
 def judge(plan, profiles):
@@ -152,15 +159,21 @@ class Case:
         """Rule 1: the sum over the layers, divided by the speed, rounded half up."""
         return half_up(sum(self.figures(s, device, figure, last)) / self.speed(device))
 
+    def backward_ns(self, s, device, last=None):
+        """Rule 1: B = I + W; where a layer of those has a B of its own, the sum of the layers' own, rounded once."""
+        if not any(self.figures(s, device, "has_backward", last)):
+            return self.stage_ns(s, device, "input_grad_ns", last) + self.stage_ns(s, device, "weight_grad_ns", last)
+        return self.stage_ns(s, device, "backward_ns", last)
+
     def action_ns(self, s, phase, device):
-        """Rule 1: B = I + W, and recomputing adds F to B or I."""
+        """Rule 1: recomputing adds F to B or I."""
         forward = self.stage_ns(s, device, "forward_ns")
         input_grad = self.stage_ns(s, device, "input_grad_ns")
         weight_grad = self.stage_ns(s, device, "weight_grad_ns")
         again = forward if self.stages[s]["recompute"] else 0
         return {
             "F": forward,
-            "B": again + input_grad + weight_grad,
+            "B": again + self.backward_ns(s, device),
             "I": again + input_grad,
             "W": weight_grad,
         }[phase]
@@ -197,6 +210,11 @@ def figures_at(profile, size):
     for number, layer in enumerate(profile["layers"]):
         at_low, at_high = measured[low][number], measured[high][number]
         values = {figure: between(at_low.get(figure, 0), at_high.get(figure, 0)) for figure in FIGURES}
+        values["has_backward"] = "backward_ns" in at_low or "backward_ns" in at_high
+        values["backward_ns"] = values["input_grad_ns"] + values["weight_grad_ns"]
+        if values["has_backward"]:
+            own = [at.get("backward_ns", at["input_grad_ns"] + at["weight_grad_ns"]) for at in (at_low, at_high)]
+            values["backward_ns"] = between(*own)
         values["output_bytes"] = [
             between(a, b) for a, b in zip(at_low["output_bytes"], at_high["output_bytes"], strict=True)
         ]
@@ -392,8 +410,9 @@ def all_reduces(case, table, spans):
                 if last[1] == "B":
                     if stage["recompute"]:
                         moment += case.stage_ns(s, device, "forward_ns")
-                    moment += case.stage_ns(s, device, "input_grad_ns", last=k)
-                moment += case.stage_ns(s, device, "weight_grad_ns", last=k)
+                    moment += case.backward_ns(s, device, last=k)
+                else:
+                    moment += case.stage_ns(s, device, "weight_grad_ns", last=k)
                 ready.append(moment)
             part = ceil(Fraction(size, r))
             hop = max(case.link_ns(source, target, part) for source, target in permutations(stage["devices"], 2))
@@ -454,6 +473,8 @@ def peak(case, table, device):
             backward = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "I", m))
             last = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "W", m))
             stash = sum(case.figures(s, device, "stash_bytes"))
+            if (s, "I", m) in actions and backward <= now <= last:
+                total += sum(case.figures(s, device, "gradient_stash_bytes"))
             if case.stages[s]["recompute"]:
                 if first <= now <= last:
                     total += case.cut_bytes(s - 1, "bytes")
