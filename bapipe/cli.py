@@ -211,7 +211,7 @@ def run(
     source: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="Plan file, or a model to profile and plan.")],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to train.")] = 20,
     data: Annotated[
-        str, typer.Option("--data", help="synthetic, a folder, or for models of images mnist; see the README.")
+        str, typer.Option("--data", help="What to train on: synthetic, or what the README lists for the model.")
     ] = "synthetic",
     learning_rate: Annotated[
         float | None,

@@ -1,7 +1,8 @@
 """Real storage and initial values for the layers of some stages, and none for the rest."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +32,18 @@ def materialize(
     """
     model = parts.model
     own: dict[int, Tensor] = {}
-    for name in (name for s in stages for name in parts.stages[s].layers):
-        state = layer_state(model, name)
-        if any(tensor.is_meta for tensor in state.values()):
-            _initialize_layer(model.module, name, state, seed, initialize)
-        own |= {id(tensor): tensor for tensor in state.values()}
-    for tensor in own.values():
-        if tensor.device != device:
-            _swap(tensor, tensor.detach().to(device))
-    for tensor in (*model.module.parameters(), *model.module.buffers()):
-        if id(tensor) not in own and not tensor.is_meta:
-            _swap(tensor, torch.empty_like(tensor, device="meta"))
+    with _no_weak_references(model.module):
+        for name in (name for s in stages for name in parts.stages[s].layers):
+            state = layer_state(model, name)
+            if any(tensor.is_meta for tensor in state.values()):
+                _initialize_layer(model.module, name, state, seed, initialize)
+            own |= {id(tensor): tensor for tensor in state.values()}
+        for tensor in own.values():
+            if tensor.device != device:
+                _swap(tensor, tensor.detach().to(device))
+        for tensor in (*model.module.parameters(), *model.module.buffers()):
+            if id(tensor) not in own and not tensor.is_meta:
+                _swap(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def layer_seed(seed: int, layer: str) -> int:
@@ -77,6 +79,17 @@ def _initialize_layer(
                 f"{kind} '{name}' is on the meta device and neither the layer's reset_parameters() nor the model's "
                 "initialize gives it a value: build the model on a real device, or set it there"
             )
+
+
+@contextmanager
+def _no_weak_references(root: nn.Module) -> Iterator[None]:
+    """Takes from recurrent layers the weak references to their parameters, which swapping refuses, and renews them."""
+    recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    yield
+    for module in recurrent:
+        module._init_flat_weights()
 
 
 def _poisoned(tensor: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ from difflib import get_close_matches
 from bapipe.errors import InvalidModel
 
 ZOO: dict[str, str] = {
+    "bert_base": "bapipe.zoo.bert:bert_base",
+    "bert_large": "bapipe.zoo.bert:bert_large",
     "gnmt": "bapipe.zoo.gnmt:gnmt",
     "gnmt16": "bapipe.zoo.gnmt:gnmt16",
     "gnmt8": "bapipe.zoo.gnmt:gnmt8",
+    "gpt2": "bapipe.zoo.gpt2:gpt2",
     "resnet50": "bapipe.zoo.resnet:resnet50",
     "vgg16": "bapipe.zoo.vgg:vgg16",
     "vgg16_bn": "bapipe.zoo.vgg:vgg16_bn",

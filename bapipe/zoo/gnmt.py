@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.zoo.example import Example
+from bapipe.zoo.places import places
 from bapipe.zoo.sizes import check_sizes
 from bapipe.zoo.translations import PAD, translations
 
@@ -78,7 +79,7 @@ class Attention(nn.Module):
         """Returns the mean of `context` [n, source, hidden] over each sentence's words, weighted for each query."""
         energy = torch.tanh(self.query(queries).unsqueeze(2) + self.key(context).unsqueeze(1) + self.bias)
         scores = energy @ (self.direction / self.direction.norm() * self.scale)
-        padding = _places(context[:, :, 0]) >= lengths.unsqueeze(1)
+        padding = places(context[:, :, 0]) >= lengths.unsqueeze(1)
         weights = torch.softmax(scores.masked_fill(padding.unsqueeze(1), float("-inf")), dim=2)
         return weights @ context
 
@@ -218,13 +219,8 @@ def initialize(layer: nn.Module) -> None:
                 nn.init.uniform_(parameter, -_UNIFORM, _UNIFORM)
 
 
-def _places(tensor: Tensor) -> Tensor:
-    """Returns 0, 1, 2, ... along the second dimension of a tensor of two."""
-    return torch.ones_like(tensor, dtype=torch.int64).cumsum(1) - 1
-
-
 def _reverse(x: Tensor, lengths: Tensor) -> Tensor:
     """Returns the sequences [n, length, size] with each one's words reversed, and its padding where it is."""
-    places, last = _places(x[:, :, 0]), lengths.unsqueeze(1) - 1
-    order = torch.where(places > last, places, last - places)
+    place, last = places(x[:, :, 0]), lengths.unsqueeze(1) - 1
+    order = torch.where(place > last, place, last - place)
     return x.gather(1, order.unsqueeze(2).expand_as(x))

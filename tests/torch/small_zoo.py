@@ -6,10 +6,22 @@ from bapipe.zoo.factory import build
 
 _WORDS = {"hidden_size": 16, "vocabulary_size": 40, "source_length": 7, "target_length": 6}
 
+_TRANSFORMER = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "vocabulary_size": 40,
+    "num_positions": 12,
+    "length": 10,
+}
+
 SMALL: dict[str, dict[str, object]] = {
+    "bert_base": _TRANSFORMER,
+    "bert_large": _TRANSFORMER,
     "gnmt": {"num_pairs": 2, **_WORDS},
     "gnmt16": _WORDS,
     "gnmt8": _WORDS,
+    "gpt2": _TRANSFORMER,
     "resnet50": {"image_size": 40, "num_classes": 10, "width": 4},
     "vgg16": {"image_size": 32, "num_classes": 10, "width": 4},
     "vgg16_bn": {"image_size": 32, "num_classes": 10, "width": 4},

@@ -165,6 +165,30 @@ def test_initialize_has_the_last_word_and_real_weights_are_kept() -> None:
     assert module[2].weight.is_meta
 
 
+def test_a_recurrent_layer_is_made_real_and_dropped_again() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.head(self.lstm(x)[0])
+            return hidden
+
+    with torch.device("meta"):
+        module = Reader()
+    x = torch.randn(1, 3, 4)
+    materialize(_split(module, (1,), x), (0, 1), torch.device("cpu"), seed=0)
+    gates = module.lstm.weight_ih_l0 @ x[0, 0] + module.lstm.bias_ih_l0 + module.lstm.bias_hh_l0
+    i, _, g, o = gates.chunk(4)
+    first = torch.sigmoid(o) * torch.tanh(torch.sigmoid(i) * torch.tanh(g))
+    torch.testing.assert_close(module(x)[0, 0], module.head(first))
+    materialize(_split(module, (1,), x), (1,), torch.device("cpu"), seed=0)
+    assert module.lstm.weight_ih_l0.is_meta
+    assert not module.head.weight.is_meta
+
+
 def test_a_constant_that_nothing_sets_is_refused() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,97 @@
+"""GPT-2 (Radford et al. 2019): a transformer that continues text, its output weights those of its embedding."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bapipe.zoo.example import Example
+from bapipe.zoo.places import places
+from bapipe.zoo.sizes import check_sizes
+from bapipe.zoo.texts import continued
+from bapipe.zoo.transformer import PreNormBlock, check_heads
+
+_DROPOUT = 0.1
+
+
+class GPT2(nn.Module):
+    """Maps tokens [n, length] to scores of each one's successor [n, length, vocabulary_size]."""
+
+    def __init__(
+        self, num_layers: int, hidden_size: int, num_heads: int, vocabulary_size: int, num_positions: int
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary_size, hidden_size)
+        self.positions = nn.Embedding(num_positions, hidden_size)
+        self.dropout = nn.Dropout(_DROPOUT)
+        self.blocks = nn.ModuleList(
+            PreNormBlock(hidden_size, num_heads, _DROPOUT, causal=True) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(hidden_size)
+        self.head = nn.Linear(hidden_size, vocabulary_size, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.words(tokens) + self.positions(places(tokens)))
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+
+def gpt2(
+    num_layers: int = 12,
+    hidden_size: int = 768,
+    num_heads: int = 12,
+    vocabulary_size: int = 50_257,
+    num_positions: int = 1024,
+    length: int = 128,
+) -> Example:
+    """Returns GPT-2, the small one by default, on texts of a given length.
+
+    Raises:
+        ValueError: heads that do not divide the hidden size, or texts longer than there are positions.
+    """
+    check_sizes(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        vocabulary_size=vocabulary_size,
+        num_positions=num_positions,
+        length=length,
+    )
+    check_heads(hidden_size, num_heads)
+    if length > num_positions:
+        raise ValueError(f"length is {length}; there are {num_positions} positions, so want at most that")
+    start = partial(initialize, hidden_size=hidden_size, num_branches=2 * num_layers)
+    module = GPT2(num_layers, hidden_size, num_heads, vocabulary_size, num_positions)
+    return Example(
+        module=module.apply(start),
+        inputs=(torch.zeros(1, length, dtype=torch.int64),),
+        target=torch.zeros(1, length, dtype=torch.int64),
+        loss=next_word_loss,
+        data=partial(continued, vocabulary_size=vocabulary_size, length=length),
+        initialize=start,
+        learning_rate=0.02,
+    )
+
+
+def next_word_loss(scores: Tensor, target: Tensor) -> Tensor:
+    """Returns the mean cross entropy over all words; every text has as many."""
+    return functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+def initialize(layer: nn.Module, *, hidden_size: int, num_branches: int) -> None:
+    """Sets the parameters of one layer: normal(0.02), and less where a branch ends that is added (section 2.3).
+
+    Those are the layers with a bias that give `hidden_size` features. They are divided by the root of the number of
+    branches, so that their sum does not grow with it.
+    """
+    if isinstance(layer, nn.Embedding):
+        nn.init.normal_(layer.weight, std=0.02)
+    elif isinstance(layer, nn.Linear):
+        ends = layer.bias is not None and layer.out_features == hidden_size
+        nn.init.normal_(layer.weight, std=0.02 * num_branches**-0.5 if ends else 0.02)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)

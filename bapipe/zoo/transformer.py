@@ -1,0 +1,72 @@
+"""What transformers of every kind are made of (Vaswani et al. 2017, arXiv:1706.03762)."""
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class SelfAttention(nn.Module):
+    """Maps [n, length, hidden_size] to the same shape; every place looks at all, or at itself and those before.
+
+    Attention weights are not dropped out: what `scaled_dot_product_attention` does with them is decided when a model is
+    traced, and would stay so in evaluation.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, causal: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.causal = num_heads, causal
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.projection = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """`seen` [n, length] says which places may be looked at; all where it is None."""
+        heads = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mask = None if seen is None else seen.unsqueeze(1).unsqueeze(2)
+        mixed = scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask, is_causal=self.causal)
+        projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class PreNormBlock(nn.Module):
+    """Attention and two dense layers of four times the width, each added to what enters, normalised first (GPT-2)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float, causal: bool = False) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden_size)
+        self.attention = SelfAttention(hidden_size, num_heads, causal)
+        self.attention_dropout = nn.Dropout(dropout)
+        self.dense_norm = nn.LayerNorm(hidden_size)
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(4 * hidden_size, hidden_size)
+        self.dense_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), seen))
+        x = x + self.dense_dropout(self.down(self.gelu(self.up(self.dense_norm(x)))))
+        return x
+
+
+class PostNormBlock(nn.Module):
+    """Attention and two dense layers of four times the width, each added to what enters and then normalised (BERT)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = SelfAttention(hidden_size, num_heads)
+        self.attention_dropout = nn.Dropout(dropout)
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=1e-12)
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.gelu = nn.GELU()
+        self.down = nn.Linear(4 * hidden_size, hidden_size)
+        self.dense_dropout = nn.Dropout(dropout)
+        self.dense_norm = nn.LayerNorm(hidden_size, eps=1e-12)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, seen)))
+        normed: Tensor = self.dense_norm(x + self.dense_dropout(self.down(self.gelu(self.up(x)))))
+        return normed
+
+
+def check_heads(hidden_size: int, num_heads: int) -> None:
+    """Raises ValueError unless heads of equal size make up the hidden size."""
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size {hidden_size} does not divide into {num_heads} heads; want a multiple of it")
