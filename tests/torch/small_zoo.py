@@ -18,11 +18,23 @@ _TRANSFORMER = {
 SMALL: dict[str, dict[str, object]] = {
     "bert_base": _TRANSFORMER,
     "bert_large": _TRANSFORMER,
+    "cosmoflow": {"volume_size": 16, "width": 2},
     "gnmt": {"num_pairs": 2, **_WORDS},
     "gnmt16": _WORDS,
     "gnmt8": _WORDS,
     "gpt2": _TRANSFORMER,
     "resnet50": {"image_size": 40, "num_classes": 10, "width": 4},
+    "two_tower": {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "length": 6,
+        "num_answers": 4,
+    },
+    "unet": {"image_size": 32, "width": 4},
+    "unet3d": {"volume_size": 16, "width": 2},
     "vgg16": {"image_size": 32, "num_classes": 10, "width": 4},
     "vgg16_bn": {"image_size": 32, "num_classes": 10, "width": 4},
 }

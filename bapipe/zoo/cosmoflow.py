@@ -1,0 +1,80 @@
+"""CosmoFlow (Mathuriya et al. 2018, arXiv:1808.04728) as Oyama et al. 2020 train it, for cubes of any power of two."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bapipe.zoo.example import Example
+from bapipe.zoo.sizes import check_sizes
+from bapipe.zoo.universes import NUM_PARAMETERS, universes
+
+_CHANNELS = 4
+_WIDTHS = (1, 2, 4, 8, 16, 16, 16)
+"""Channels of each convolution, in widths."""
+
+_STRIDES = (1, 1, 1, 2, 1, 1, 1)
+_LAST_SIZE = 2
+"""Side of the volume that the dense layers see."""
+
+
+class CosmoFlow(nn.Module):
+    """Maps volumes [n, 4, size, size, size] to the 4 parameters of their universe.
+
+    A pooling that halves follows each of the first convolutions, as many as it takes to come to cubes of side 2: so the
+    model has as many parameters at every size, and a larger volume has its time spent in the first layers.
+    """
+
+    def __init__(self, volume_size: int, width: int) -> None:
+        super().__init__()
+        num_pools = volume_size.bit_length() - 3  # one more halving by the stride, and 2 are left
+        layers: list[nn.Module] = []
+        before = _CHANNELS
+        for index, (widths, stride) in enumerate(zip(_WIDTHS, _STRIDES, strict=True)):
+            after = widths * width
+            layers += [nn.Conv3d(before, after, kernel_size=3, stride=stride, padding=1), nn.LeakyReLU(inplace=True)]
+            if index < num_pools:
+                layers.append(nn.AvgPool3d(kernel_size=3, stride=2, padding=1))
+            before = after
+        self.features = nn.Sequential(*layers)
+        self.dense = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(before * _LAST_SIZE**3, 128 * width),
+            nn.LeakyReLU(inplace=True),
+            nn.Linear(128 * width, 16 * width),
+            nn.LeakyReLU(inplace=True),
+            nn.Linear(16 * width, NUM_PARAMETERS),
+        )
+
+    def forward(self, volume: Tensor) -> Tensor:
+        parameters: Tensor = self.dense(self.features(volume))
+        return parameters
+
+
+def cosmoflow(volume_size: int = 64, width: int = 16) -> Example:
+    """Returns CosmoFlow with batches of one cube as its example inputs; `width` is that of the first layer.
+
+    Raises:
+        ValueError: a volume that is no power of two from 4 to 512.
+    """
+    check_sizes(volume_size=volume_size, width=width)
+    if volume_size not in (4, 8, 16, 32, 64, 128, 256, 512):
+        raise ValueError(f"volume_size is {volume_size}; want a power of two from 4 to 512")
+    return Example(
+        module=CosmoFlow(volume_size, width).apply(initialize),
+        inputs=(torch.randn(1, _CHANNELS, *(volume_size,) * 3),),
+        target=torch.zeros(1, NUM_PARAMETERS),
+        loss=functional.mse_loss,
+        data=partial(universes, volume_size=volume_size),
+        initialize=initialize,
+        learning_rate=0.005,
+    )
+
+
+def initialize(layer: nn.Module) -> None:
+    """Sets the parameters of one layer as MLPerf's CosmoFlow does: Glorot, Bengio 2010, uniform; biases 0."""
+    if isinstance(layer, nn.Conv3d | nn.Linear):
+        nn.init.xavier_uniform_(layer.weight)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
