@@ -26,9 +26,9 @@ class BERT(nn.Module):
         self, num_layers: int, hidden_size: int, num_heads: int, vocabulary_size: int, num_positions: int
     ) -> None:
         super().__init__()
-        self.words = nn.Embedding(vocabulary_size, hidden_size)
-        self.positions = nn.Embedding(num_positions, hidden_size)
-        self.segments = nn.Embedding(2, hidden_size)
+        self.word_embedding = nn.Embedding(vocabulary_size, hidden_size)
+        self.position_embedding = nn.Embedding(num_positions, hidden_size)
+        self.segment_embedding = nn.Embedding(2, hidden_size)
         self.norm = nn.LayerNorm(hidden_size, eps=1e-12)
         self.dropout = nn.Dropout(_DROPOUT)
         self.blocks = nn.ModuleList(PostNormBlock(hidden_size, num_heads, _DROPOUT) for _ in range(num_layers))
@@ -36,10 +36,12 @@ class BERT(nn.Module):
         self.gelu = nn.GELU()
         self.transform_norm = nn.LayerNorm(hidden_size, eps=1e-12)
         self.head = nn.Linear(hidden_size, vocabulary_size)
-        self.head.weight = self.words.weight
+        self.head.weight = self.word_embedding.weight
 
     def forward(self, tokens: Tensor, segments: Tensor, is_word: Tensor) -> Tensor:
-        embedded = self.words(tokens) + self.positions(places(tokens)) + self.segments(segments)
+        embedded = (
+            self.word_embedding(tokens) + self.position_embedding(places(tokens)) + self.segment_embedding(segments)
+        )
         x = self.dropout(self.norm(embedded))
         for block in self.blocks:
             x = block(x, is_word)

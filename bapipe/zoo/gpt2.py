@@ -22,18 +22,18 @@ class GPT2(nn.Module):
         self, num_layers: int, hidden_size: int, num_heads: int, vocabulary_size: int, num_positions: int
     ) -> None:
         super().__init__()
-        self.words = nn.Embedding(vocabulary_size, hidden_size)
-        self.positions = nn.Embedding(num_positions, hidden_size)
+        self.word_embedding = nn.Embedding(vocabulary_size, hidden_size)
+        self.position_embedding = nn.Embedding(num_positions, hidden_size)
         self.dropout = nn.Dropout(_DROPOUT)
         self.blocks = nn.ModuleList(
             PreNormBlock(hidden_size, num_heads, _DROPOUT, causal=True) for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(hidden_size)
         self.head = nn.Linear(hidden_size, vocabulary_size, bias=False)
-        self.head.weight = self.words.weight
+        self.head.weight = self.word_embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.words(tokens) + self.positions(places(tokens)))
+        x = self.dropout(self.word_embedding(tokens) + self.position_embedding(places(tokens)))
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(self.norm(x))

@@ -1,4 +1,4 @@
-"""Pairs of sentences to train translation on: made-up ones, or those of a folder."""
+"""Pairs of sentences to train translation on: made-up ones, those of a folder, or what this machine's programs say."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.catalogues import ROOT, catalogue_pairs
 
 PAD, UNKNOWN, BEGIN, END = range(4)
 """The words that every vocabulary begins with."""
@@ -18,6 +19,9 @@ PAD, UNKNOWN, BEGIN, END = range(4)
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""
 
+_LOCALE = "locale:"
+
+Sentences = list[list[str]]
 Pair = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
 """((source [source_length], number of its words, target after BEGIN [target_length]), target before END)"""
 
@@ -25,10 +29,11 @@ Pair = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
 def translations(spec: str, *, vocabulary_size: int, source_length: int, target_length: int) -> Dataset[Pair]:
     """Returns pairs of sentences as int64 words, padded to the lengths given.
 
-    `spec` is `synthetic`, or a folder with `source.txt` and `target.txt`, line by line a sentence and its translation,
-    words between spaces. Their words are numbered as in the folder's `vocabulary.txt`, one a line, or else by how often
-    they occur; words beyond the vocabulary are one and the same. Pairs that are empty or too long are left out. A
-    vocabulary has 5 words or more, and a target 2.
+    `spec` is `synthetic`; a folder with `source.txt` and `target.txt`, line by line a sentence and its translation,
+    words between spaces; or `locale:de`, the messages of this machine's programs in English and in German, or in any
+    other language. Words are numbered as in the folder's `vocabulary.txt`, one a line, or else by how often they occur;
+    words beyond the vocabulary are one and the same. Pairs that are empty or too long are left out. A vocabulary has 5
+    words or more, and a target 2.
 
     Raises:
         BapipeError: no such data.
@@ -36,7 +41,20 @@ def translations(spec: str, *, vocabulary_size: int, source_length: int, target_
     lengths = {"source_length": source_length, "target_length": target_length}
     if spec == "synthetic":
         return _Synthetic(vocabulary_size=vocabulary_size, **lengths)
-    return _folder(Path(spec), vocabulary_size, **lengths)
+    sources, targets = _catalogues(spec) if spec.startswith(_LOCALE) else _folder(Path(spec))
+    known = _vocabulary(Path(spec, "vocabulary.txt"), (*sources, *targets), vocabulary_size - END - 1)
+    number = {word: END + 1 + place for place, word in enumerate(known)}
+    pairs = tuple(
+        (tuple(number.get(word, UNKNOWN) for word in source), tuple(number.get(word, UNKNOWN) for word in target))
+        for source, target in zip(sources, targets, strict=True)
+        if 0 < len(source) <= source_length and 0 < len(target) < target_length
+    )
+    if not pairs:
+        raise BapipeError(
+            f"data '{spec}' has no pair of up to {source_length} and {target_length - 1} words: build the model with "
+            "a larger source_length and target_length"
+        )
+    return _Sentences(pairs=pairs, **lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,31 +113,32 @@ def _padded(words: Tensor, length: int) -> Tensor:
     return functional.pad(words, (0, length - len(words)), value=PAD)
 
 
-def _folder(root: Path, vocabulary_size: int, source_length: int, target_length: int) -> _Sentences:
+def _catalogues(spec: str) -> tuple[Sentences, Sentences]:
+    language = spec.removeprefix(_LOCALE)
+    pairs = list(catalogue_pairs(language)) if language.replace("_", "").isalpha() else []
+    if not pairs:
+        raise BapipeError(
+            f"data '{spec}': this machine's programs have no messages in language '{language}' under {ROOT}: want the "
+            "name of a folder there, such as de, or a folder with source.txt and target.txt"
+        )
+    return [source for source, _ in pairs], [target for _, target in pairs]
+
+
+def _folder(root: Path) -> tuple[Sentences, Sentences]:
     if not root.is_dir():
-        raise BapipeError(f"data '{root}' is not a folder: want synthetic, or a folder with source.txt and target.txt")
+        raise BapipeError(
+            f"data '{root}' is not a folder: want synthetic, locale:de, or a folder with source.txt and target.txt"
+        )
     sources, targets = (_sentences(root / name) for name in ("source.txt", "target.txt"))
     if len(sources) != len(targets):
         raise BapipeError(
             f"data '{root}' has {len(sources)} lines in source.txt and {len(targets)} in target.txt: want a "
             "translation a line"
         )
-    known = _vocabulary(root / "vocabulary.txt", (*sources, *targets), vocabulary_size - END - 1)
-    number = {word: END + 1 + place for place, word in enumerate(known)}
-    pairs = tuple(
-        (tuple(number.get(word, UNKNOWN) for word in source), tuple(number.get(word, UNKNOWN) for word in target))
-        for source, target in zip(sources, targets, strict=True)
-        if 0 < len(source) <= source_length and 0 < len(target) < target_length
-    )
-    if not pairs:
-        raise BapipeError(
-            f"data '{root}' has no pair of up to {source_length} and {target_length - 1} words: build the model with "
-            "a larger source_length and target_length"
-        )
-    return _Sentences(pairs=pairs, source_length=source_length, target_length=target_length)
+    return sources, targets
 
 
-def _sentences(path: Path) -> list[list[str]]:
+def _sentences(path: Path) -> Sentences:
     try:
         return [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
 """GNMT: sizes counted by hand, values against packed sequences and loops, the loss, and the sentences."""
 
 import math
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.trace import trace
 from bapipe.zoo import ZOO
+from bapipe.zoo.catalogues import catalogue_pairs
 from bapipe.zoo.factory import build
 from bapipe.zoo.gnmt import GNMT, Attention, smoothed_loss
 from bapipe.zoo.translations import Pair, translations
@@ -246,15 +248,62 @@ def test_sentences_of_a_folder(tmp_path: Path) -> None:
     assert opened(tmp_path)[2][0][0].tolist() == [4, 5, 0, 0, 0]
 
 
+def catalogue(messages: dict[str, str], order: str) -> bytes:
+    """A catalogue as gettext's manual describes it."""
+    sources = [text.encode() for text in messages]
+    targets = [text.encode() for text in messages.values()]
+    header, table = 7 * 4, 8 * len(messages)
+    content = struct.pack(f"{order}7I", 0x950412DE, 0, len(messages), header, header + table, 0, 0)
+    start = header + 2 * table
+    for text in (*sources, *targets):
+        content += struct.pack(f"{order}2I", len(text), start)
+        start += len(text) + 1
+    return content + b"".join(text + b"\0" for text in (*sources, *targets))
+
+
+def test_sentences_of_catalogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "de" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    said = {
+        "": "Content-Type: text/plain; charset=UTF-8",
+        "no such file in folder '%s'": "keine solche Datei im Ordner »%s«",
+        "too short": "zu kurz",
+        "menu\4cannot open the file twice": "Datei lässt sich nicht zweimal öffnen",
+        "%d file is in there\0%d files are in there": "%d Datei\0%d Dateien",
+    }
+    (folder / "a.mo").write_bytes(catalogue(said, "<"))
+    (folder / "b.mo").write_bytes(
+        catalogue({"no such file in folder '%s'": "again", "he is here and well": "gut"}, ">")
+    )
+    (folder / "c.mo").write_bytes(b"damaged")
+    (folder / "d.mo").write_bytes(catalogue({"one two three four five": "x"}, "<").replace(b"x", b"\xe4"))
+    assert list(catalogue_pairs("de", tmp_path)) == [
+        (
+            ["no", "such", "file", "in", "folder", "'", "%", "s", "'"],
+            ["keine", "solche", "Datei", "im", "Ordner", "»", "%", "s", "«"],
+        ),
+        (["cannot", "open", "the", "file", "twice"], ["Datei", "lässt", "sich", "nicht", "zweimal", "öffnen"]),
+        (["he", "is", "here", "and", "well"], ["gut"]),
+    ]
+    monkeypatch.setattr("bapipe.zoo.translations.catalogue_pairs", lambda language: catalogue_pairs(language, tmp_path))
+    data = opened("locale:de", vocabulary_size=40, length=7)
+    assert [int(data[i][0][1]) for i in range(2)] == [5, 5]
+    assert len(data) == 2  # type: ignore[arg-type]
+
+
 def test_folder_errors(tmp_path: Path) -> None:
-    def message(spec: Path) -> str:
+    def message(spec: Path | str) -> str:
         with pytest.raises(BapipeError) as error:
             opened(spec)
         return str(error.value)
 
     gone = tmp_path / "gone"
     assert message(gone) == (
-        f"data '{gone}' is not a folder: want synthetic, or a folder with source.txt and target.txt"
+        f"data '{gone}' is not a folder: want synthetic, locale:de, or a folder with source.txt and target.txt"
+    )
+    assert message("locale:xx") == (
+        "data 'locale:xx': this machine's programs have no messages in language 'xx' under /usr/share/locale: want the "
+        "name of a folder there, such as de, or a folder with source.txt and target.txt"
     )
     assert message(tmp_path) == (
         f"{tmp_path / 'source.txt'}: cannot be read: [Errno 2] No such file or directory: "

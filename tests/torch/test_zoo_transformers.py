@@ -44,7 +44,7 @@ def test_sizes(name: str, arguments: dict[str, object], count: int, published: i
     example = build(ZOO[name], arguments, meta=True)
     assert sum(p.numel() for p in example.module.parameters()) == count == published
     assert isinstance(example.module, GPT2 | BERT)
-    assert example.module.head.weight is example.module.words.weight
+    assert example.module.head.weight is example.module.word_embedding.weight
 
 
 TINY: dict[str, object] = {
@@ -94,8 +94,8 @@ def test_gpt2_equals_hugging_face_s() -> None:
     )
     theirs = shaken(transformers.GPT2LMHeadModel(config))
     names = {
-        "words.weight": "transformer.wte.weight",
-        "positions.weight": "transformer.wpe.weight",
+        "word_embedding.weight": "transformer.wte.weight",
+        "position_embedding.weight": "transformer.wpe.weight",
         "norm.weight": "transformer.ln_f.weight",
         "norm.bias": "transformer.ln_f.bias",
     }
@@ -128,9 +128,9 @@ def test_bert_equals_hugging_face_s() -> None:
     )
     theirs = shaken(transformers.BertForMaskedLM(config))
     names = {
-        "words.weight": "bert.embeddings.word_embeddings.weight",
-        "positions.weight": "bert.embeddings.position_embeddings.weight",
-        "segments.weight": "bert.embeddings.token_type_embeddings.weight",
+        "word_embedding.weight": "bert.embeddings.word_embeddings.weight",
+        "position_embedding.weight": "bert.embeddings.position_embeddings.weight",
+        "segment_embedding.weight": "bert.embeddings.token_type_embeddings.weight",
         "head.bias": "cls.predictions.bias",
     }
     for kind in ("weight", "bias"):
@@ -194,8 +194,8 @@ def test_starting_values() -> None:
         (first.up, 0.02),
         (first.attention.projection, 0.005),  # 0.02 / sqrt(16 branches)
         (first.down, 0.005),
-        (gpt.words, 0.02),
-        (gpt.positions, 0.02),
+        (gpt.word_embedding, 0.02),
+        (gpt.position_embedding, 0.02),
     ):
         assert layer.weight.std().item() == pytest.approx(std, rel=0.06)
     for name, parameter in gpt.named_parameters():
