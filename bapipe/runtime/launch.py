@@ -1,29 +1,20 @@
-"""One process for each rank on this machine, or this process's place in a job of torchrun; all end together."""
+"""One process for each rank on this machine; all end together, and one line says why."""
 
 import contextlib
-import ctypes
-import logging
 import multiprocessing
 import os
-import pickle
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from typing import Any
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.machine import prepare_cpu
+from bapipe.runtime.rank import Done, Entered, Failed, Message, Result, join, run_child
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
@@ -32,63 +23,6 @@ _START_S = 120.0
 """How much longer a rank may be silent while it starts; importing torch takes its time."""
 
 _END_S = 1.0
-_PR_SET_PDEATHSIG = 1
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A process of the group, as its worker sees it.
-
-    Attributes:
-        index, size: its place in the process group, and the group's size.
-        name: of its device in the plan.
-    """
-
-    index: int
-    size: int
-    name: str
-    device: torch.device
-    _send: Callable[[object], None]
-
-    def enter_step(self, step: int) -> None:
-        """Says that a step begins, for the message should this rank die in it."""
-        self._send(_Entered(step))
-
-    def report(self, message: object) -> None:
-        """Hands a message to `on_message` of whoever launched the ranks."""
-        self._send(_Message(message))
-
-
-@dataclass(frozen=True, slots=True)
-class _Up:
-    """The process runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entered:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    value: object
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    result: object
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """`expected` errors are a user's; `lost_peer` ones only say that another rank has gone, or is too slow."""
-
-    text: str
-    expected: bool
-    lost_peer: bool = False
-    timed_out: bool = False
 
 
 @dataclass(slots=True)
@@ -100,8 +34,8 @@ class _Child:
     process: SpawnProcess
     pipe: Connection
     step: int | None = None
-    done: _Done | None = None
-    failed: _Failed | None = None
+    done: Done | None = None
+    failed: Failed | None = None
     signal: int | None = None
     lost: bool = False
     open: bool = True
@@ -133,7 +67,7 @@ def launch(
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return [_join(worker, names, arguments, kind, timeout_s, on_message)]
+        return [join(worker, names, arguments, kind, timeout_s, on_message)]
     with tempfile.TemporaryDirectory(prefix="bapipe-") as folder:
         children: list[_Child] = []
         try:
@@ -163,7 +97,7 @@ def _start_all(
         for index, name in enumerate(names):
             receiver, sender = context.Pipe(duplex=False)
             job = (worker, arguments, index, len(names), name, kind, timeout_s, str(store), sender, os.getpid())
-            process = context.Process(target=_child, args=job, name=f"bapipe rank {index}", daemon=True)
+            process = context.Process(target=run_child, args=job, name=f"bapipe rank {index}", daemon=True)
             process.start()
             sender.close()
             children.append(_Child(index=index, name=name, process=process, pipe=receiver))
@@ -209,13 +143,13 @@ def _poll(children: Sequence[_Child], timeout_s: float, on_message: Callable[[in
             _note_end(child)
             continue
         child.heard_s = time.monotonic()
-        if isinstance(message, _Entered):
+        if isinstance(message, Entered):
             child.step = message.step
-        elif isinstance(message, _Done):
+        elif isinstance(message, Done):
             child.done = message
-        elif isinstance(message, _Failed):
+        elif isinstance(message, Failed):
             child.failed = message
-        elif isinstance(message, _Message) and on_message is not None:
+        elif isinstance(message, Message) and on_message is not None:
             on_message(child.index, message.value)
     if not live:
         time.sleep(timeout_s)
@@ -281,125 +215,3 @@ def _end_all(children: Sequence[_Child]) -> None:
             child.process.join()
             child.pipe.close()
             child.process.close()
-
-
-def _child(
-    worker: Callable[..., object],
-    arguments: tuple[Any, ...],
-    index: int,
-    size: int,
-    name: str,
-    kind: str,
-    timeout_s: float,
-    store: str,
-    pipe: Connection,
-    parent: int,
-) -> None:
-    _die_with(parent)
-    code = 0
-    try:
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        pipe.send(_Up())
-        device = _prepare(kind, index)
-        _init(kind, timeout_s, store=FileStore(store, size), rank=index, world_size=size)
-        result = worker(Rank(index, size, name, device, pipe.send), *arguments)
-        _send_result(pipe, result)
-        dist.destroy_process_group()
-    except BaseException as error:  # whatever it is, the parent says it in one line
-        code = 1
-        with contextlib.suppress(OSError):
-            pipe.send(_failed(error, timeout_s))
-    pipe.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # torch's destructors would complain about peers that have gone
-
-
-def _send_result(pipe: Connection, result: object) -> None:
-    try:
-        pickle.dumps(result)
-    except Exception as error:
-        raise BapipeError(f"the worker's result cannot be sent to the parent: {error}") from error
-    pipe.send(_Done(result))
-
-
-def _die_with(parent: int) -> None:
-    """Makes the kernel end this process when its parent is gone, however it went."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prepare(kind: str, local_index: int) -> torch.device:
-    # When an action fails torch prints the whole schedule; the error itself says enough.
-    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
-    if kind != "cuda":
-        prepare_cpu(1)
-        return torch.device("cpu")
-    if local_index >= torch.cuda.device_count():
-        raise BapipeError(f"this rank wants CUDA device {local_index}; this machine has {torch.cuda.device_count()}")
-    torch.cuda.set_device(local_index)
-    return torch.device("cuda", local_index)
-
-
-def _init(kind: str, timeout_s: float, **where: Any) -> None:
-    backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
-
-
-def _failed(error: BaseException, timeout_s: float) -> _Failed:
-    if isinstance(error, BapipeError):
-        return _Failed(text=str(error), expected=True)
-    if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
-        text = f"waited more than {timeout_s:g} s for another rank"
-        return _Failed(text=text, expected=False, lost_peer=True, timed_out=True)
-    return _Failed(text=_one_line(error), expected=False, lost_peer=_is_lost_peer(error))
-
-
-def _one_line(error: BaseException) -> str:
-    root = error
-    while root.__cause__ is not None:  # torch wraps what a layer raises in a long account of its arguments
-        root = root.__cause__
-    lines = [line.strip() for line in str(root).splitlines() if line.strip()]
-    return f"{type(root).__name__}: {lines[0]}" if lines else type(root).__name__
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
-
-
-def _join(
-    worker: Callable[..., Result],
-    names: Sequence[str],
-    arguments: tuple[Any, ...],
-    kind: str,
-    timeout_s: float,
-    on_message: Callable[[int, Any], None] | None,
-) -> Result:
-    """Runs the worker as a rank of the job that torchrun started this process for."""
-    index, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != len(names):
-        raise BapipeError(
-            f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, as "
-            f"with torchrun --nproc-per-node {len(names)} on one host, or plan for {size} devices"
-        )
-    device = _prepare(kind, int(os.environ.get("LOCAL_RANK", index)))
-    where: dict[str, Any] = {}
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is not None:  # the addresses of an attempt that died stay in the shared store (pytorch#135712)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        shared = TCPStore(address, port, size, is_master=False)
-        where = {"store": PrefixStore(f"bapipe{attempt}", shared), "rank": index, "world_size": size}
-    _init(kind, timeout_s, **where)
-
-    def send(message: object) -> None:
-        if isinstance(message, _Message) and on_message is not None:
-            on_message(index, message.value)
-
-    try:
-        return worker(Rank(index, size, names[index], device, send), *arguments)
-    finally:
-        dist.destroy_process_group()

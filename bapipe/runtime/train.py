@@ -12,10 +12,11 @@ from torch.utils.data import Dataset, default_collate
 from bapipe.errors import BapipeError
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
-from bapipe.runtime.launch import Rank, launch
+from bapipe.runtime.launch import launch
 from bapipe.runtime.lower import Loss
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline, check_runnable, sgd
+from bapipe.runtime.rank import Rank
 from bapipe.schedule import Action
 
 

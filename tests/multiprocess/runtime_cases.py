@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.plan import Certificate, Plan, Prediction, StagePlan
 from bapipe.profile import LOSS
-from bapipe.runtime.launch import Rank
 from bapipe.runtime.pipeline import Pipeline, sgd
+from bapipe.runtime.rank import Rank
 from bapipe.schedule import Schedule
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.trace import trace
