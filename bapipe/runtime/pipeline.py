@@ -1,6 +1,7 @@
 """A model trained as a plan says, seen from one rank."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -10,17 +11,18 @@ from torch.optim import SGD, Optimizer
 from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
 from bapipe.plan import Memory, Plan
-from bapipe.runtime.clock import clock_for, clock_offset_ns
+from bapipe.runtime.clock import clock_for
 from bapipe.runtime.footprint import Footprint
-from bapipe.runtime.lower import LocalStage, Loss, Runner
+from bapipe.runtime.lower import LocalStage, Loss, Runner, subgroup
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.split import Split, argument_names, split, stage_module
-from bapipe.schedule import Action
+from bapipe.runtime.measured import Measured, gather
+from bapipe.runtime.replicas import Replicas
+from bapipe.runtime.split import argument_names, split, stage_module, trained_layers
+from bapipe.runtime.transfers import with_transfers
+from bapipe.schedule import Action, Schedule
 from bapipe.simulate import judge
-from bapipe.timeline import Span, Timeline, Update
+from bapipe.timeline import Timeline
 from bapipe.trace import trace
-
-_NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -35,10 +37,11 @@ class Pipeline:
 
     To be made, and stepped, by every process of a group together; process i of the group plays the i-th device of the
     plan that has a stage. A module on the meta device gets real storage for this rank's layers only; of one that has
-    values, this rank keeps its own layers and drops the rest. Either way the module itself is changed.
+    values, this rank keeps its own layers and drops the rest. Either way the module itself is changed. Replicas of a
+    stage start from the first one's values.
 
     Raises:
-        BapipeError: the plan is not for this model or this group, or needs what is not executed yet.
+        BapipeError: the plan is not for this model or this group, or cannot run.
     """
 
     def __init__(
@@ -68,15 +71,16 @@ class Pipeline:
             )
         self.rank = self._ranks[dist.get_rank(group)]
         schedule = plan.table
-        self.stages = tuple(s for s, ranks in enumerate(schedule.devices) if self.rank in ranks)
+        self.stages = _in_order_of_updates(schedule, self.rank)
         keys = frozenset(module.state_dict())
         self._split = split(trace(module, len(inputs)), plan, inputs)
         self._footprint = Footprint(self._device)
         materialize(self._split, self.stages, self._device, seed, initialize)
-        local = [_local_stage(self._split, s) for s in self.stages]
-        self._modules = {stage.index: stage.module for stage in local}
+        self._modules: dict[int, nn.Module] = {s: stage_module(self._split, s) for s in self.stages}
         self._keys = keys
         self._clock = clock_for(self._device)
+        self._replicas = self._connect(schedule)
+        local = [self._local_stage(s) for s in sorted(self.stages)]
         self._runner = Runner(schedule, self._ranks, local, self._loss(loss), self._clock, self._device, group)
         self._optimizers = _optimizers(self._modules, optimizer or sgd())
         self._updates: list[tuple[int, object, object]] = []
@@ -94,6 +98,11 @@ class Pipeline:
         return len(self._plan.stages) - 1 in self.stages
 
     @property
+    def microbatches(self) -> tuple[int, ...]:
+        """The micro-batches that this rank runs; of what it loads, only their samples are looked at."""
+        return tuple(sorted({action.microbatch for action in self._plan.table.order[self.rank]}))
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """Names of the model's inputs, in the order in which `step` takes them."""
         return self._split.model.inputs
@@ -104,7 +113,7 @@ class Pipeline:
         return self._runner.order
 
     def step(self, *inputs: Tensor | None, target: Tensor | None = None) -> float | None:
-        """Trains on one mini-batch; returns its mean loss on the last stage's rank, None elsewhere.
+        """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
         What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out.
 
@@ -121,13 +130,20 @@ class Pipeline:
         self._start = self._clock.stamp()
         for optimizer in self._optimizers.values():
             optimizer.zero_grad(set_to_none=True)  # zeroing costs a pass to fill and one more to add
+        for replicas in self._replicas.values():
+            replicas.begin()
         loss = self._runner.run(
             [loaded[name] for name in first],
             {argument: loaded[name] for argument, name in zip(names, later, strict=True)},
             target if self.needs_target else None,
         )
         self._updates = [self._update(stage) for stage in self.stages]
-        return None if loss is None else float(loss.item())
+        for replicas in self._replicas.values():
+            replicas.buffers.finish()
+        if loss is None:
+            return None
+        last = self._replicas.get(len(self._plan.stages) - 1)
+        return float((loss if last is None else last.total(loss)).item())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by their names in the original module."""
@@ -137,6 +153,16 @@ class Pipeline:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns this rank's parameters, with their gradients, by their names in the original module."""
         return {name: value for module in self._modules.values() for name, value in module.named_parameters()}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
+        return {
+            f"{name}:{key}": value
+            for name, parameter in self.named_parameters().items()
+            for optimizer in self._optimizers.values()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
 
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
@@ -149,26 +175,41 @@ class Pipeline:
         """
         if self._start is None:
             raise ValueError("no step has run, so there is no timeline")
-        offset_ns = clock_offset_ns(self._device, self._group)
-        own = (
-            self._clock.ns(self._start) - offset_ns,
-            [(action, start - offset_ns, end - offset_ns) for action, start, end in self._runner.spans()],
-            [(s, self._clock.ns(a) - offset_ns, self._clock.ns(b) - offset_ns) for s, a, b in self._updates],
-            self._memory(),
+        own = Measured(
+            start=self._start,
+            spans=self._runner.spans(),
+            updates=self._updates,
+            syncs=[(s, *sync) for s, replicas in self._replicas.items() for sync in replicas.gradients.syncs()],
+            memory=self._memory(),
         )
-        everyone = [own] * len(self._ranks)
-        dist.all_gather_object(everyone, own, group=self._group)
-        origin_ns = min(start_ns for start_ns, _, _, _ in everyone)
-        memory = dict(zip(self._ranks, (held for _, _, _, held in everyone), strict=True))
-        spans, updates = [], []
-        for rank, (_, ran, updated, _) in zip(self._ranks, everyone, strict=True):
-            spans += [Span(rank, Action(*action), start - origin_ns, end - origin_ns) for action, start, end in ran]
-            updates += [Update(rank, s, start - origin_ns, end - origin_ns) for s, start, end in updated]
-        return Timeline(
-            devices=tuple(device.name for device in self._plan.cluster.devices),
-            spans=tuple(spans),
-            updates=tuple(updates),
-            memory=tuple(memory.get(rank, _NO_MEMORY) for rank in range(len(self._plan.cluster.devices))),
+        return gather(own, self._clock, self._plan, self._ranks, self._device, self._group)
+
+    def _connect(self, schedule: Schedule) -> dict[int, Replicas]:
+        """Returns this rank's place in each of its stages that has replicas."""
+        replicas = {}
+        for s, ranks in enumerate(schedule.devices):
+            if len(ranks) == 1:
+                continue
+            if self._group is not None:
+                raise BapipeError(f"stage {s} has replicas, which need the default process group: leave out `group`")
+            group = subgroup([self._ranks.index(rank) for rank in ranks], self._device)
+            if s in self.stages:
+                own = sum(schedule.rank_of(s, m) == self.rank for m in range(schedule.num_microbatches))
+                layers = trained_layers(self._split, s)
+                replicas[s] = Replicas(self._modules[s], layers, group, own / schedule.num_microbatches, self._clock)
+        return replicas
+
+    def _local_stage(self, index: int) -> LocalStage:
+        stage, examples = self._split.stages[index], self._split.examples
+        taken = stage.received if index else stage.loaded
+        return LocalStage(
+            index=index,
+            module=self._modules[index],
+            received=tuple(examples[name] for name in taken),
+            outputs=tuple(examples[name] for name in stage.outputs),
+            arguments=argument_names(self._split, stage.loaded) if index else (),
+            recompute=self._plan.stages[index].recompute,
+            last_backward=self._replicas[index].gradients.last_backward if index in self._replicas else nullcontext,
         )
 
     def _loss(self, loss: Loss) -> Loss:
@@ -198,6 +239,8 @@ class Pipeline:
         return tensor.to(self._device, non_blocking=True)
 
     def _update(self, stage: int) -> tuple[int, object, object]:
+        if stage in self._replicas:
+            self._replicas[stage].gradients.finish()
         start = self._clock.stamp()
         if stage in self._optimizers:
             self._optimizers[stage].step()
@@ -221,34 +264,26 @@ def check_runnable(plan: Plan) -> tuple[int, ...]:
 
     Raises:
         InvalidSchedule: the plan's order is incomplete, misplaced or deadlocks.
-        BapipeError: a stage has replicas or recomputes, which is not executed yet.
+        BapipeError: neighbouring stages share some of their devices only, or a stage has devices without micro-batches.
     """
     for s, stage in enumerate(plan.stages):
-        if len(stage.devices) > 1:
+        if len(stage.devices) > plan.num_microbatches:
             raise BapipeError(
-                f"stage {s} has {len(stage.devices)} devices; stages with replicas are not executed yet: "
-                "run a plan with one device a stage"
-            )
-        if stage.recompute:
-            raise BapipeError(
-                f"stage {s} recomputes its forward, which is not executed yet: run a plan without recompute"
+                f"stage {s} has {len(stage.devices)} devices for {plan.num_microbatches} micro-batches: plan with more "
+                "micro-batches, or fewer devices"
             )
     schedule = plan.table
     unit = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1)
-    judge(schedule, [Stage(on=(unit,))] * schedule.num_stages, plan.cluster)
-    return tuple(sorted({ranks[0] for ranks in schedule.devices}))
+    judge(schedule, [Stage(on=(unit,) * len(ranks)) for ranks in schedule.devices], plan.cluster)
+    with_transfers(schedule)
+    return tuple(sorted({rank for ranks in schedule.devices for rank in ranks}))
 
 
-def _local_stage(parts: Split, index: int) -> LocalStage:
-    stage = parts.stages[index]
-    taken = stage.received if index else stage.loaded
-    return LocalStage(
-        index=index,
-        module=stage_module(parts, index),
-        received=tuple(parts.examples[name] for name in taken),
-        outputs=tuple(parts.examples[name] for name in stage.outputs),
-        arguments=argument_names(parts, stage.loaded) if index else (),
-    )
+def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    """Returns a rank's stages, first those whose gradients are final first; then those that run nothing on it."""
+    done = {action.stage: place for place, action in enumerate(schedule.order[rank])}
+    own = [s for s, ranks in enumerate(schedule.devices) if rank in ranks]
+    return tuple(sorted(own, key=lambda s: (s not in done, done.get(s, 0), s)))
 
 
 def _optimizers(modules: dict[int, nn.Module], make: MakeOptimizer) -> dict[int, Optimizer]:

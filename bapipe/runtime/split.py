@@ -173,6 +173,18 @@ def layer_state(model: TracedModel, layer: str) -> dict[str, Tensor]:
     return state
 
 
+def trained_layers(parts: Split, index: int) -> tuple[tuple[nn.Parameter, ...], ...]:
+    """Returns the parameters of each of a stage's layers that are trained, in order; a shared one with its first."""
+    seen: set[int] = set()
+    layers = []
+    for layer in parts.stages[index].layers:
+        state = layer_state(parts.model, layer).values()
+        own = {id(t): t for t in state if isinstance(t, nn.Parameter) and t.requires_grad and id(t) not in seen}
+        seen |= set(own)
+        layers.append(tuple(own.values()))
+    return tuple(layers)
+
+
 def direct_state(module: nn.Module, path: str) -> Tensor:
     """Returns the parameter, buffer or constant at a dotted path."""
     parent, _, name = path.rpartition(".")

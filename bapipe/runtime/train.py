@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -142,27 +143,31 @@ def _batches(
 ) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor | None]]:
     """Yields (inputs, target) without end; what this rank does not need is None, and is never stacked."""
     needs, names, epoch = pipeline.needs, pipeline.input_names, 0
+    size = plan.microbatch_size
+    rows = [row for m in pipeline.microbatches for row in range(m * size, (m + 1) * size)]
+    stack = partial(_stack, rows, plan.minibatch_size)
     while True:
         generator = torch.Generator().manual_seed(layer_seed(seed, f"epoch {epoch}"))
         order = torch.randperm(len(cast(Sized, dataset)), generator=generator).tolist()
         for batch in range(_num_batches(plan, dataset)):
             chosen = order[batch * plan.minibatch_size :][: plan.minibatch_size]
-            items = [dataset[i] for i in chosen] if needs or pipeline.needs_target else []
+            items = [dataset[chosen[i]] for i in rows] if needs or pipeline.needs_target else []
+            columns = [given if isinstance(given, tuple | list) else (given,) for given, _ in items]
+            if any(len(column) != len(names) for column in columns):
+                raise BapipeError(f"the model takes {len(names)} inputs; the data gives {len(columns[0])} a sample")
             inputs = tuple(
-                _stack(items, place, len(names)) if name in needs else None for place, name in enumerate(names)
+                stack([column[place] for column in columns]) if name in needs else None
+                for place, name in enumerate(names)
             )
-            yield inputs, _as_tensor(default_collate([t for _, t in items])) if pipeline.needs_target else None
+            yield inputs, stack([target for _, target in items]) if pipeline.needs_target else None
         epoch += 1
 
 
-def _stack(items: Sequence[tuple[Any, Any]], place: int, num_inputs: int) -> Tensor:
-    columns = [given if isinstance(given, tuple | list) else (given,) for given, _ in items]
-    if any(len(column) != num_inputs for column in columns):
-        raise BapipeError(f"the model takes {num_inputs} inputs; the data gives {len(columns[0])} a sample")
-    return _as_tensor(default_collate([column[place] for column in columns]))
-
-
-def _as_tensor(value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise BapipeError(f"a batch of the data is a {type(value).__name__}, not a tensor")
-    return value
+def _stack(rows: Sequence[int], minibatch_size: int, values: list[Any]) -> Tensor:
+    """Returns a mini-batch with values in some rows and anything in the others."""
+    batch = default_collate(values)
+    if not isinstance(batch, Tensor):
+        raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
+    if len(rows) == minibatch_size:
+        return batch
+    return batch.new_empty(minibatch_size, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)

@@ -4,11 +4,13 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe import cost
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.plan import Certificate, Plan, Prediction, StagePlan
 from bapipe.profile import LOSS
@@ -22,12 +24,13 @@ from bapipe.trace import trace
 def make_plan(
     layers: Sequence[str],
     cuts: Sequence[int],
-    ranks: Sequence[int],
+    ranks: Sequence[int | tuple[int, ...]],
     order: Sequence[Sequence[str]],
     microbatch_size: int,
     num_microbatches: int,
+    recompute: Sequence[int] = (),
 ) -> Plan:
-    """Returns a plan that cuts before the layers at `cuts` and runs stage s on device `ranks[s]`."""
+    """Returns a plan that cuts before the layers at `cuts` and runs stage s on device or devices `ranks[s]`."""
     names = (*layers, LOSS)
     bounds = (0, *cuts, len(names))
     link = Bandwidth(bytes_per_s=10**9, latency_ns=1000)
@@ -43,14 +46,18 @@ def make_plan(
         num_microbatches=num_microbatches,
         schedule="test",
         stages=tuple(
-            StagePlan(layers=names[a:b], devices=(f"cpu{rank}",))
-            for a, b, rank in zip(bounds[:-1], bounds[1:], ranks, strict=True)
+            StagePlan(layers=names[a:b], devices=tuple(f"cpu{rank}" for rank in devices), recompute=s in recompute)
+            for s, (a, b, devices) in enumerate(zip(bounds[:-1], bounds[1:], replicas(ranks), strict=True))
         ),
         order=tuple(tuple(actions) for actions in order),
         prediction=Prediction(step_ns=0, samples_per_s=0.0, bubble=0.0, ranks=()),
         certificate=Certificate(lower_bound_ns=0, gap=0.0, proven_optimal=False, space="none"),
         alternatives=(),
     )
+
+
+def replicas(ranks: Sequence[int | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    return tuple((rank,) if isinstance(rank, int) else rank for rank in ranks)
 
 
 def named_order(schedule: str, num_stages: int, num_microbatches: int) -> list[list[str]]:
@@ -67,7 +74,9 @@ def _texts(schedule: Schedule) -> list[list[str]]:
     return [[str(action) for action in rank] for rank in schedule.order]
 
 
-def random_order(seed: int, ranks: Sequence[int], num_microbatches: int, split: float) -> list[list[str]]:
+def random_order(
+    seed: int, ranks: Sequence[int | tuple[int, ...]], num_microbatches: int, split: float
+) -> list[list[str]]:
     """Returns a legal table, built by running ready actions at random; a share `split` of the backwards is I and W."""
     rng = random.Random(seed)
     last = len(ranks) - 1
@@ -87,13 +96,15 @@ def random_order(seed: int, ranks: Sequence[int], num_microbatches: int, split: 
             return f"{s}I{m}" in done
         return f"{s}F{m}" in done and (s == last or f"{s + 1}B{m}" in done or f"{s + 1}I{m}" in done)
 
-    order: list[list[str]] = [[] for _ in range(max(ranks) + 1)]
+    devices = replicas(ranks)
+    order: list[list[str]] = [[] for _ in range(max(map(max, devices)) + 1)]
     while todo:
         action = rng.choice([a for a in todo if ready(a)])
         todo.remove(action)
         done.add(action)
         phase = next(letter for letter in "FBIW" if letter in action)
-        order[ranks[int(action.split(phase)[0])]].append(action)
+        s, m = map(int, action.split(phase))
+        order[devices[s][m % len(devices[s])]].append(action)
     return order
 
 
@@ -214,11 +225,13 @@ class Case:
     name: str
     model: str
     cuts: tuple[int, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int | tuple[int, ...], ...]
     order: tuple[tuple[str, ...], ...]
     num_microbatches: int
     microbatch_size: int = 3
     single: bool = False  # float32 in place of float64
+    recompute: tuple[int, ...] = ()
+    bucket_bytes: int = cost.BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -230,6 +243,8 @@ class Outcome:
     parameter: float
     gradients: int
     same_order: bool
+    replicas_equal: bool
+    syncs: tuple[tuple[int, int, int], ...]
     keys: tuple[str, ...]
     all_keys: tuple[str, ...]
     span_ranks: tuple[int, ...]
@@ -240,9 +255,9 @@ def case(
     model: str,
     cuts: Sequence[int],
     order: Sequence[Sequence[str]],
-    ranks: Sequence[int],
+    ranks: Sequence[int | tuple[int, ...]],
     num: int,
-    **more: bool,
+    **more: Any,
 ) -> Case:
     return Case(name, model, tuple(cuts), tuple(ranks), tuple(map(tuple, order)), num, **more)
 
@@ -265,14 +280,18 @@ def _run(item: Case) -> Outcome:
     batches = [(data(num_samples), torch.randint(0, 5, (num_samples,))) for _ in range(2)]
     batches = [(tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs), y) for inputs, y in batches]
     layers = [layer.name for layer in trace(part).layers]
-    plan = make_plan(layers, item.cuts, item.ranks, item.order, item.microbatch_size, item.num_microbatches)
+    cost.BUCKET_BYTES = item.bucket_bytes
+    size, num = item.microbatch_size, item.num_microbatches
+    plan = make_plan(layers, item.cuts, item.ranks, item.order, size, num, item.recompute)
     pipeline = Pipeline(part, plan, loss=loss, inputs=[x[:1] for x in batches[0][0]], optimizer=sgd(0.1))
     optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     loss_error = gradient_error = parameter_error = 0.0
     for inputs, target in batches:
         given = [x if name in pipeline.needs else None for name, x in zip(pipeline.input_names, inputs, strict=True)]
         got = pipeline.step(*given, target=target if pipeline.needs_target else None)
+        of_replicas = _buffers_of_replicas(plan, whole, inputs)
         want = _whole_step(whole, optimizer, inputs, target, item.num_microbatches)
+        whole.load_state_dict(of_replicas, strict=False)
         loss_error = max(loss_error, abs(got - want) if got is not None else 0.0)
         gradient_error = max(gradient_error, _gradient_error(pipeline, whole))
         state = whole.state_dict()
@@ -288,6 +307,8 @@ def _run(item: Case) -> Outcome:
         same_order=order == item.order[pipeline.rank] == tuple(
             str(span.action) for span in timeline.spans if span.rank == pipeline.rank
         ),
+        replicas_equal=_replicas_equal(pipeline),
+        syncs=tuple((sync.stage, sync.bucket, sync.num_bytes) for sync in timeline.syncs),
         keys=tuple(pipeline.state_dict()),
         all_keys=tuple(whole.state_dict()),
         span_ranks=tuple(span.rank for span in timeline.spans),
@@ -296,11 +317,35 @@ def _run(item: Case) -> Outcome:
 
 def _in_order(item: Case) -> bool:
     """Whether micro-batches go forward in order; if not, batch norm's running averages rightly differ."""
-    for stage in range(len(item.ranks)):
-        forwards = [a for actions in item.order for a in actions if a.startswith(f"{stage}F")]
-        if forwards != [f"{stage}F{m}" for m in range(item.num_microbatches)]:
-            return False
+    for stage, devices in enumerate(replicas(item.ranks)):
+        for place, rank in enumerate(devices):
+            forwards = [a for a in item.order[rank] if a.startswith(f"{stage}F")]
+            if forwards != [f"{stage}F{m}" for m in range(place, item.num_microbatches, len(devices))]:
+                return False
     return True
+
+
+def _buffers_of_replicas(plan: Plan, whole: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Returns running statistics of the stages with replicas: their mean, by how many micro-batches each has seen."""
+    expected: dict[str, Tensor] = {}
+    num = plan.num_microbatches
+    for stage in (stage for stage in plan.stages if len(stage.devices) > 1):
+        for place in range(len(stage.devices)):
+            own, mine = copy.deepcopy(whole), range(place, num, len(stage.devices))
+            for m in mine:
+                own(*(x.chunk(num)[m].clone() for x in inputs))
+            for name, buffer in own.named_buffers():
+                if name.rpartition(".")[0] in stage.layers and buffer.is_floating_point():
+                    expected[name] = expected.get(name, 0) + buffer * len(mine) / num
+    return expected
+
+
+def _replicas_equal(pipeline: Pipeline) -> bool:
+    """Whether all ranks that hold a tensor hold the same bits."""
+    everyone: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, pipeline.state_dict() | pipeline.optimizer_tensors())
+    first: dict[str, Tensor] = {}
+    return all(torch.equal(first.setdefault(name, value), value) for own in everyone for name, value in own.items())
 
 
 def _whole_step(

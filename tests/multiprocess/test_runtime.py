@@ -1,27 +1,38 @@
 """Loss, every gradient and every updated parameter of a pipelined model equal the whole model's."""
 
+from typing import Any
+
 import pytest
 import torch
-from runtime_cases import Case, Outcome, case, looped_order, named_order, random_order, run_cases, two_ranks
+from runtime_cases import Case, Outcome, case, looped_order, named_order, random_order, replicas, run_cases, two_ranks
 
 from bapipe.runtime.launch import launch
 from bapipe.schedules import LOOPED, SCHEDULES
 
 
-def _named(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: bool) -> Case:
+def _named(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: Any) -> Case:
     ranks = range(len(cuts) + 1)
     order = named_order(schedule, len(ranks), num)
     return case(f"{schedule} {model} {cuts} m={num} {more or ''}", model, cuts, order, ranks, num, **more)
 
 
-def _looped(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: bool) -> Case:
+def _looped(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: Any) -> Case:
     order, ranks = looped_order(schedule, (len(cuts) + 1) // 2, num)
     return case(f"{schedule} {model} {cuts} m={num} {more or ''}", model, cuts, order, ranks, num, **more)
 
 
-def _random(seed: int, model: str, cuts: tuple[int, ...], ranks: tuple[int, ...], num: int, split: float) -> Case:
+def _random(
+    seed: int,
+    model: str,
+    cuts: tuple[int, ...],
+    ranks: tuple[int | tuple[int, ...], ...],
+    num: int,
+    split: float,
+    **more: Any,
+) -> Case:
     order = random_order(seed, ranks, num, split)
-    return case(f"random {seed} {model} {cuts} on {ranks} m={num} I/W={split}", model, cuts, order, ranks, num)
+    name = f"random {seed} {model} {cuts} on {ranks} m={num} I/W={split} {more or ''}"
+    return case(name, model, cuts, order, ranks, num, **more)
 
 
 SINCE_2_13 = (
@@ -69,6 +80,18 @@ TWO = (
     _random(6, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0),
     _random(7, "permuting", (1, 2, 3), (0, 1, 0, 1), 3, 1.0),
     _random(9, "two-inputs", (1, 3), (0, 1, 0), 3, 0.0),
+    _named("1f1b", "residual", (4,), 4, recompute=(0, 1)),
+    _named("zb-h1", "mlp", (4,), 4, recompute=(0, 1)),
+    _named("1f1b", "two-inputs", (2,), 3, recompute=(1,)),
+    _looped("zb-v", "residual", (2, 5, 8), 4, recompute=(0, 2)),
+    _random(31, "permuting", (1, 2, 3), (0, 1, 0, 1), 3, 0.5, recompute=(1, 2, 3)),
+    _random(32, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0, recompute=(0, 1, 2, 3, 4, 5)),
+    _random(33, "mlp", (), ((0, 1),), 4, 0.0, bucket_bytes=500),  # data parallelism
+    _random(34, "residual", (), ((0, 1),), 5, 0.0, recompute=(0,)),
+    _random(35, "tied", (), ((1, 0),), 3, 0.0, single=True),
+    _random(36, "frozen", (2,), ((0, 1), (0, 1)), 4, 0.0),
+    _random(37, "residual", (5,), ((0, 1), (0, 1)), 3, 1.0, bucket_bytes=1),
+    _random(38, "mlp", (2, 5), ((0, 1), (0, 1), (0, 1)), 5, 0.5, recompute=(1,)),
 )
 
 FOUR = (
@@ -86,6 +109,14 @@ FOUR = (
     _random(11, "mlp", (2, 4, 6), (3, 1, 0, 2), 6, 1.0),
     _random(12, "residual", (1, 2, 3, 5, 6, 8, 10), (0, 1, 2, 3, 3, 2, 1, 0), 4, 0.5),
     _random(13, "mlp", (1, 2, 3, 5, 6, 7, 8), (0, 0, 1, 2, 3, 1, 2, 0), 4, 1.0),
+    _random(14, "mlp", (4,), ((0, 1, 2), 3), 6, 0.0),
+    _random(15, "residual", (4,), ((0, 1, 2), 3), 5, 1.0, recompute=(0,)),
+    _random(16, "residual", (4,), ((0, 1), (2, 3)), 4, 0.5, single=True),
+    _random(17, "residual", (2, 5), (0, (3, 1), 2), 5, 0.5, bucket_bytes=1),
+    _random(18, "mlp", (2, 6), ((0, 1), 2, 3), 4, 1.0),
+    _random(19, "two-inputs", (2, 3), (3, 0, (1, 2)), 4, 0.0),  # the last stage has replicas, and loads an input
+    _random(20, "residual", (3,), (2, (0, 1, 3)), 7, 0.5, recompute=(1,)),
+    _random(23, "mlp", (1, 4, 6), ((0, 1), (2, 3), (0, 1), (2, 3)), 4, 0.5),
 )
 
 
@@ -122,9 +153,13 @@ def test_four_ranks_equal_the_whole_model(item: Case, four: dict[str, list[Outco
 
 def _check(item: Case, outcomes: list[Outcome]) -> None:
     tolerance = 1e-5 if item.single else 1e-12
-    assert all(outcome.same_order for outcome in outcomes)
+    assert all(outcome.same_order and outcome.replicas_equal for outcome in outcomes)
     for outcome in outcomes:
         assert max(outcome.loss, outcome.gradient, outcome.parameter) <= tolerance
     merged = [key for outcome in outcomes for key in outcome.keys]
-    assert sorted(merged) == sorted(outcomes[0].all_keys)
+    assert sorted(set(merged)) == sorted(outcomes[0].all_keys)
+    assert all(outcome.syncs == outcomes[0].syncs for outcome in outcomes)
+    syncs = outcomes[0].syncs
+    assert {stage for stage, _, _ in syncs} == {s for s, devices in enumerate(replicas(item.ranks)) if len(devices) > 1}
+    assert all(bucket == 0 for _, bucket, _ in syncs) == (item.bucket_bytes > 500 or not syncs)
     assert all(outcome.span_ranks == outcomes[0].span_ranks for outcome in outcomes)

@@ -117,15 +117,21 @@ def test_a_number_across_a_cut_is_refused() -> None:
         _split(Sized(), (1,), torch.zeros(1, 4))
 
 
-def test_what_is_not_executed_yet_is_refused() -> None:
+def test_what_cannot_run_is_refused() -> None:
     plan = _plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (1,))
-    first, last = plan.stages
-    stages = (StagePlan(layers=first.layers, devices=first.devices, recompute=True), last)
-    with pytest.raises(BapipeError, match=r"^stage 0 recomputes its forward, which is not executed yet: run a plan"):
-        check_runnable(_changed(plan, stages=stages))
-    stages = (first, StagePlan(layers=last.layers, devices=("cpu0", "cpu1")))
-    with pytest.raises(BapipeError, match=r"^stage 1 has 2 devices; stages with replicas are not executed yet: run"):
-        check_runnable(_changed(plan, stages=stages))
+    layers = [name for stage in plan.stages for name in stage.layers if name != LOSS]
+    shared = make_plan(layers, (1,), ((0, 1), 1), [["0F0", "0B0"], ["0F1", "1F0", "1B0", "1F1", "1B1", "0B1"]], 2, 2)
+    with pytest.raises(BapipeError) as caught:
+        check_runnable(shared)
+    assert str(caught.value) == (
+        "stages 0 and 1 share some of their devices only: give them the same devices in the same order, or none in common"
+    )
+    many = make_plan(layers, (1,), (0, (1, 2, 3)), [["0F0"], ["1F0"], [], []], 2, 2)
+    with pytest.raises(BapipeError) as caught:
+        check_runnable(many)
+    assert str(caught.value) == (
+        "stage 1 has 3 devices for 2 micro-batches: plan with more micro-batches, or fewer devices"
+    )
     order = (("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B1", "1B0"))
     with pytest.raises(InvalidSchedule, match=r"^deadlock: each waits for another: rank 0 at 0B0, rank 1 at 1F1$"):
         check_runnable(_changed(plan, order=order))

@@ -1,0 +1,78 @@
+"""A stage that runs its forward again does so exactly, and leaves nothing twice."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_cases import make_plan
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from bapipe.runtime.pipeline import Pipeline, sgd
+from bapipe.runtime.recompute import Recomputed
+from bapipe.trace import trace
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _model() -> nn.Sequential:
+    """Random numbers, running statistics, and a buffer on which the output depends."""
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)), nn.Dropout(0.3),
+        nn.Linear(8, 3),
+    ).double()  # fmt: skip
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(nn.functional.dropout(output, 0.2), target)
+
+
+@pytest.mark.parametrize("backward", ["B", "IW"])
+@pytest.mark.usefixtures("alone")
+def test_dropout_and_buffers_are_those_of_the_whole_model(backward: str) -> None:
+    torch.manual_seed(0)
+    whole = _model()
+    part = copy.deepcopy(whole)
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    order = [f"{s}F{m}" for m in range(3) for s in (0, 1)]
+    order += [f"{s}{phase}{m}" for m in range(3) for s in (1, 0) for phase in backward]
+    plan = make_plan([layer.name for layer in trace(part).layers], (3,), (0, 0), [order], 4, 3, recompute=(0, 1))
+    pipeline = Pipeline(part, plan, loss=_loss, inputs=[x], optimizer=sgd(0.1))
+    for step in range(2):
+        torch.manual_seed(step)
+        got = pipeline.step(x, target=y)
+        torch.manual_seed(step)
+        whole.zero_grad()
+        want = 0.0
+        for inputs, target in zip(x.chunk(3), y.chunk(3), strict=True):
+            loss = _loss(whole(inputs), target) / 3
+            loss.backward()
+            want += loss.item()
+        assert got == pytest.approx(want, abs=1e-12)
+        for name, parameter in pipeline.named_parameters().items():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
+        for name, buffer in part.named_buffers():
+            torch.testing.assert_close(buffer, whole.get_buffer(name), atol=1e-12, rtol=0)
+        with torch.no_grad():
+            for name, parameter in pipeline.named_parameters().items():
+                whole.get_parameter(name).copy_(parameter)
+
+
+def test_only_buffers_that_change_are_kept() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(4))
+    module.register_buffer("table", torch.zeros(1000))
+    stage = Recomputed(module, CPU)
+    for m in range(2):
+        stage.first(m, lambda: stage(torch.randn(3, 4)))
+    assert set(stage._kept[0].buffers) == set(stage._kept[1].buffers)
+    assert "table" not in stage._kept[1].buffers
+    assert stage._kept[1].buffers["0.num_batches_tracked"].item() == 1
