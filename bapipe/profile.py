@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
-from bapipe.units import NonNegative, Positive, round_half_up
+from bapipe.units import NonNegative, Positive, Share, round_half_up
 
 LOSS = "loss"
 """Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
@@ -57,6 +57,8 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         gradient_stash_bytes: what I leaves for W, kept beside the stash from I to W. Left out, nothing.
         workspace_bytes: what lives only while the layer runs.
         output_bytes: bytes of each of the layer's outputs; 0 for what needs no transfer.
+        spread: how sure the times are: half the width of the 95 % confidence interval of the median of F + B, relative
+            to that median. Left out where it is not known.
     """
 
     forward_ns: NonNegative
@@ -67,6 +69,7 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     gradient_stash_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     workspace_bytes: NonNegative = 0
     output_bytes: tuple[NonNegative, ...]
+    spread: Share | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def whole_backward_ns(self) -> int:

@@ -104,20 +104,29 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
     yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
     title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
-    table = _table(title, "layer", "kind", "F>", "I>", "W>", "update>", "params>", "stash>", "output>")
+    heads = "F>", "I>", "W>", "B>", "± %>", "update>", "params>", "stash>", "for W>", "output>"
+    table = _table(title, "layer", "kind", *heads)
     for layer, m in zip(profile.layers, largest.layers, strict=True):
-        times = (m.forward_ns, m.input_grad_ns, m.weight_grad_ns, layer.update_ns)
-        sizes = (layer.param_bytes, m.stash_bytes, sum(m.output_bytes))
-        table.add_row(layer.name, layer.kind, *(number(t / 1e6) for t in times), *(number(b / 2**20) for b in sizes))
+        times = (m.forward_ns, m.input_grad_ns, m.weight_grad_ns, m.whole_backward_ns)
+        sizes = (layer.param_bytes, m.stash_bytes, m.left_by_input_grad_bytes, sum(m.output_bytes))
+        row = (
+            *(number(t / 1e6) for t in times),
+            "" if m.spread is msgspec.UNSET else f"{100 * m.spread:.1f}",
+            number(layer.update_ns / 1e6),
+            *(number(b / 2**20) for b in sizes),
+        )
+        table.add_row(layer.name, layer.kind, *row)
     yield table
-    totals = _table("the whole model", "micro-batch>", "F ms>", "I ms>", "W ms>", "ms a sample>", "stash MiB>")
+    columns = "F ms>", "I ms>", "W ms>", "B ms>", "F + B a sample>", "stash MiB>"
+    totals = _table("the whole model", "micro-batch>", *columns)
     for measured in sorted(profile.measurements, key=lambda m: m.microbatch_size):
         f = sum(m.forward_ns for m in measured.layers)
         i = sum(m.input_grad_ns for m in measured.layers)
         w = sum(m.weight_grad_ns for m in measured.layers)
+        b = sum(m.whole_backward_ns for m in measured.layers)
         stash = sum(m.stash_bytes for m in measured.layers)
         size = measured.microbatch_size
-        totals.add_row(str(size), *(number(t / 1e6) for t in (f, i, w, (f + i + w) / size)), number(stash / 2**20))
+        totals.add_row(str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
     yield totals
 
 

@@ -16,7 +16,10 @@ from bapipe.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measure
 from bapipe.trace import TracedModel, trace
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.0),
     "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.0),
+    "adamw": partial(torch.optim.AdamW, lr=0.0),
 }
 
 CPU = torch.device("cpu")
@@ -34,7 +37,8 @@ def measure(
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
     optimizer: str = "sgd-momentum",
-    seconds_per_size: float = 6.0,
+    seconds_per_size: float = 10.0,
+    spread: float = 0.03,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model in training, its last layer the loss.
@@ -62,7 +66,7 @@ def measure(
             *own, wanted = batch((*inputs, target), size, device)
             subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted)
             tell(2 * index, num_parts, f"times at micro-batch size {size}")
-            times.append(time_layers(subject, seconds_per_size))
+            times.append(time_layers(subject, seconds_per_size, spread))
             tell(2 * index + 1, num_parts, f"memory at micro-batch size {size}")
             memory.append(layer_memory(subject))
         tell(num_parts - 1, num_parts, "optimizer")
@@ -75,7 +79,8 @@ def measure(
         device=describe(device),
         dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
         optimizer=optimizer,
-        environment=environment(torch.get_num_threads()) | {"passes": [t.num_passes for t in times]},
+        environment=environment(torch.get_num_threads())
+        | {"passes": [t.num_passes for t in times], "sum_over_whole": [round(t.sum_over_whole, 4) for t in times]},
         layers=layers,
         measurements=tuple(_measurement(model, *each) for each in zip(sizes, times, memory, strict=True)),
     )
@@ -128,7 +133,7 @@ def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator
     # A shared parameter counts for the first layer that uses it.
     counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
     trained = [[p for p in own if p.requires_grad] for own in counted]
-    update_ns = time_updates(trained, OPTIMIZERS[optimizer])
+    updates = time_updates(trained, OPTIMIZERS[optimizer])
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
         yield LayerProfile(
@@ -137,8 +142,8 @@ def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator
             inputs=layer.inputs,
             outputs=layer.outputs,
             param_bytes=_num_bytes(counted[index]),
-            optimizer_state_bytes=_num_bytes(trained[index]),  # one momentum for each parameter
-            update_ns=update_ns[index],
+            optimizer_state_bytes=updates[index].state_bytes,
+            update_ns=updates[index].ns,
             shares=tuple(
                 other.name
                 for other, own in zip(model.layers, parameters, strict=True)
@@ -168,10 +173,13 @@ def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: Layer
             LayerMeasurement(
                 forward_ns=times.forward_ns[index],
                 input_grad_ns=times.input_grad_ns[index],
-                weight_grad_ns=max(times.backward_ns[index] - times.input_grad_ns[index], 0),
+                weight_grad_ns=times.weight_grad_ns[index],
+                backward_ns=times.backward_ns[index],
                 stash_bytes=memory.stash_bytes[index],
+                gradient_stash_bytes=memory.gradient_stash_bytes[index],
                 workspace_bytes=memory.workspace_bytes[index],
                 output_bytes=output_bytes,
+                spread=round(times.spreads[index], 4),
             )
             for index, output_bytes in enumerate([*outputs, (0,)])
         ),

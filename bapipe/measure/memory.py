@@ -23,10 +23,13 @@ class LayerMemory:
     """Bytes of the layers of a model, and of the loss after them.
 
     Attributes:
+        stash_bytes: kept from F to the backward.
+        gradient_stash_bytes: what I leaves for W besides.
         tensors: the layers' outputs by name.
     """
 
     stash_bytes: tuple[int, ...]
+    gradient_stash_bytes: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
     tensors: dict[str, TensorFacts]
 
@@ -34,13 +37,15 @@ class LayerMemory:
 def layer_memory(subject: Subject) -> LayerMemory:
     """Returns what autograd keeps and what the allocator gives out, gradients being added up.
 
-    Stash: every storage that autograd saves, parameters and buffers aside, for the first layer that saves it.
+    Stash: every storage that autograd saves, parameters and buffers aside, for the first layer that saves it. What I
+    leaves for W: every storage of a gradient that arrives where W begins, for the first layer that W works on; torch
+    keeps the whole stash until the end of W as well.
     Workspace: forward, the most allocated while a layer runs beyond the larger of before and after; backward, the most
     beyond before, and the gradients of its outputs, which are there before.
     """
-    stash, tensors = _stash(subject)
+    stash, left, tensors = _stash(subject)
     forward, backward = (_cuda_usage if subject.device.type == "cuda" else _cpu_usage)(subject)
-    workspace = [0] * len(stash)
+    workspace = [0] * (len(stash) + 1)  # and one for what watching needs
     for use in forward:
         workspace[use.layer] = max(workspace[use.layer], use.peak_bytes - max(use.before_bytes, use.after_bytes))
     gradients = [
@@ -50,7 +55,12 @@ def layer_memory(subject: Subject) -> LayerMemory:
     for use in backward:
         given = gradients[use.layer] if use.layer < len(gradients) else 0
         workspace[use.layer] = max(workspace[use.layer], use.peak_bytes - use.before_bytes + given)
-    return LayerMemory(stash_bytes=tuple(stash), workspace_bytes=tuple(workspace), tensors=tensors)
+    return LayerMemory(
+        stash_bytes=tuple(stash),
+        gradient_stash_bytes=tuple(left),
+        workspace_bytes=tuple(workspace[:-1]),
+        tensors=tensors,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +73,28 @@ class _Use:
     after_bytes: int
 
 
-def _stash(subject: Subject) -> tuple[list[int], dict[str, TensorFacts]]:
+def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFacts]]:
     module = subject.model.module
     counted = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    stash = [0] * (len(subject.model.layers) + 1)
+    stash, left = [0] * (len(subject.model.layers) + 1), [0] * (len(subject.model.layers) + 1)
     watched = Watched(subject=subject, enter=lambda _: None)
 
-    def pack(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor, into: list[int], layer: int) -> None:
         if _storage(tensor) not in counted:
             counted.add(_storage(tensor))
-            stash[watched.running] += tensor.untyped_storage().nbytes()
+            into[layer] += tensor.untyped_storage().nbytes()
+
+    def pack(tensor: Tensor) -> Tensor:
+        count(tensor, stash, watched.running)
         return tensor  # so that the storage lives on, and no other gets its address
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = watched.forward()
-    del loss
-    return stash, dict(watched.tensors)
+        tensors = dict(watched.tensors)
+        for group in watched.backward_inputs(loss):
+            for gradient in group.kept:
+                count(gradient, left, watched.layer_of(group))
+    return stash, left, tensors
 
 
 def _storage(tensor: Tensor) -> int:

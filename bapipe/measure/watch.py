@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bapipe.errors import InvalidModel
+from bapipe.measure.split_backward import WeightGroup, find_groups, run_input_grads
 from bapipe.profile import LOSS
 from bapipe.trace import TracedModel
 
@@ -34,12 +35,16 @@ class Subject:
 class Watched:
     """A subject whose layers report to `enter` when they begin; layer number `num_layers` is the loss.
 
+    What watching itself does in a forward is reported as the work of layer number `num_layers` + 1.
+
     Backward, a layer begins when the first operator that made one of its outputs does. Layers that run in turns report
     at each turn, so the time between two reports belongs to the layer of the earlier one.
 
     Attributes:
         tensors: the output tensors of the layers in the latest forward, by name; they are kept only by their sizes.
         roots: where gradients stop that no parameter needs: outputs of layers that no gradient leaves.
+        owners: the first layer that uses each parameter, by its id.
+        shared: ids of the parameters that several layers use.
     """
 
     subject: Subject
@@ -48,9 +53,15 @@ class Watched:
     running: int = 0
     tensors: dict[str, "TensorFacts"] = field(default_factory=dict)
     roots: list[GradientEdge] = field(default_factory=list)
+    owners: dict[int, int] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.module = _instrument(self.subject.model, self._enter, self._made)
+        for layer, own in enumerate(parameters_of(self.subject.model)):
+            for parameter in map(id, own):
+                if self.owners.setdefault(parameter, layer) != layer:
+                    self.shared.add(parameter)
 
     @property
     def num_layers(self) -> int:
@@ -71,15 +82,42 @@ class Watched:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of the parameters to those they have; the layers report."""
-        self._run_backward(loss.backward)
+        self._run_backward(loss.backward, self.num_layers)
 
-    def backward_inputs(self, loss: Tensor) -> None:
-        """Computes the gradients of what layers give one another, and none of parameters; the layers report."""
-        self._run_backward(lambda: torch.autograd.grad(loss, self.roots))
+    def backward_inputs(self, loss: Tensor) -> tuple[WeightGroup, ...]:
+        """Runs I; the layers report, and layer number `num_layers` + 1 while torch looks for where W begins."""
+        self._enter(self.num_layers + 1)
+        groups = find_groups(loss, self.roots, self.subject.model.module.parameters())
+        self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
+        return groups
 
-    def _run_backward(self, run: Callable[[], object]) -> None:
+    def backward_weights(self, groups: Sequence[WeightGroup]) -> None:
+        """Runs W after I, adding to the gradients of the parameters; the layers report.
+
+        Parameters that several layers use are left out: from the later layer there is a way to them through the
+        earlier one, and torch's W runs all that lies on it once more.
+        """
+        for group in groups:
+            if not self.is_shared(group):
+                self._run_backward(group.run, self.layer_of(group))
+
+    def is_shared(self, group: WeightGroup) -> bool:
+        """Returns whether several layers use one of the group's parameters."""
+        return any(id(parameter) in self.shared for parameter in group.parameters)
+
+    @property
+    def sharing_layers(self) -> set[int]:
+        """The layers that use a parameter which another one uses too."""
+        used = enumerate(parameters_of(self.subject.model))
+        return {layer for layer, own in used if any(id(parameter) in self.shared for parameter in own)}
+
+    def layer_of(self, group: WeightGroup) -> int:
+        """Returns the first layer that uses the group's parameters."""
+        return min(self.owners[id(parameter)] for parameter in group.parameters)
+
+    def _run_backward(self, run: Callable[[], object], layer: int) -> None:
         try:
-            self._enter(self.num_layers)
+            self._enter(layer)
             run()
         except Exception as error:  # whatever a layer raises
             raise self._failed("backward", error) from error
@@ -89,6 +127,7 @@ class Watched:
         self.enter(layer)
 
     def _made(self, layer: int, name: str, value: object) -> None:
+        self.enter(self.num_layers + 1)
         own = self.subject.model.layers[layer]
         if not isinstance(value, Tensor):
             raise InvalidModel(
@@ -98,11 +137,11 @@ class Watched:
         self.tensors[name] = TensorFacts(
             num_bytes=value.numel() * value.element_size(), has_gradient=value.requires_grad
         )
-        if value.grad_fn is None:
-            return
-        value.grad_fn.register_prehook(lambda _: self._enter(layer))
-        if not any(source in self.tensors and self.tensors[source].has_gradient for source in own.inputs):
-            self.roots.append(get_gradient_edge(value))  # of this moment: a later layer may change the tensor in place
+        if value.grad_fn is not None:
+            value.grad_fn.register_prehook(lambda _: self._enter(layer))
+            if not any(source in self.tensors and self.tensors[source].has_gradient for source in own.inputs):
+                self.roots.append(get_gradient_edge(value))  # of this moment: a later layer may change it in place
+        self.enter(layer)
 
     def _failed(self, where: str, error: Exception) -> InvalidModel:
         layers = self.subject.model.layers

@@ -10,7 +10,10 @@ from torch.nn import functional
 from bapipe import codec
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.measure.layers import measure
+from bapipe.measure.timing import spread
+from bapipe.measure.watch import Subject, Watched, parameters_of
 from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.trace import trace
 
 
 def profile(module: nn.Module, *shape: int) -> ModelProfile:
@@ -37,6 +40,9 @@ def test_linear_layers() -> None:
     assert (at_a.output_bytes, at_b.output_bytes, at_loss.output_bytes) == ((4 * 4 * 20,), (4 * 4 * 5,), (0,))
     assert at_a.stash_bytes == 4 * 4 * 10  # the model's input
     assert at_b.stash_bytes == 4 * 4 * 20  # a's output
+    assert at_a.gradient_stash_bytes == 4 * 4 * 20  # the gradient of a's output waits for W
+    assert at_b.gradient_stash_bytes == 4 * 4 * 5
+    assert at_loss.gradient_stash_bytes == 0
     # b backward: the gradients of its output and its input, then those of weight and bias, to be added.
     assert at_b.workspace_bytes >= 4 * (4 * 5 + 4 * 20 + 20 * 5)
     assert at_b.workspace_bytes <= 4 * (4 * 5 + 4 * 20 + 20 * 5 + 5) + 1024
@@ -68,6 +74,68 @@ def test_dropout_keeps_its_mask_and_leaves_no_input() -> None:
     assert stash == {"0": 4 * 4 * 6, "1": 4 * 5 * 4, "loss": 4 * 4 * 5 + 4 * 8 + 4}  # a float mask in torch on a CPU
 
 
+def test_batch_norm_keeps_its_input_and_two_figures_a_channel() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    found = layers(profile(module, 3, 6, 6))
+    assert {name: m.stash_bytes for name, (_, m) in found.items()} == {
+        "0": 4 * 4 * 3 * 6 * 6,
+        "1": 4 * 4 * 5 * 4 * 4 + 2 * 4 * 5,  # the convolution's output, means and deviations; not its own parameters
+        "2": 4 * 4 * 5 * 4 * 4,  # its output, which the batch norm made
+        "3": 0,
+        "4": 0,
+        "loss": 4 * 4 * 5 + 4 * 8 + 4,
+    }
+    left = {name: m.gradient_stash_bytes for name, (_, m) in found.items()}
+    assert left == {"0": 1280, "1": 1280, "2": 0, "3": 0, "4": 0, "loss": 0}
+    assert found["1"][0].param_bytes == 4 * 2 * 5  # running statistics are no parameters
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Linear(3, 3), nn.LSTM(3, 7, batch_first=True), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.lstm(self.embed(x))[0][:, -1])
+        return y
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="other processors have other LSTMs")
+def test_lstm_keeps_states_and_its_own_workspace() -> None:
+    found = layers(profile(Reader(), 6, 3))
+    lstm = nn.LSTM(3, 7)
+    state = torch.zeros(4, 7)
+    made = torch.mkldnn_rnn_layer(
+        torch.zeros(6, 4, 3), *lstm.parameters(), state, state, False, [], 2, 7, 1, True, False, False, True
+    )
+    kept = 4 * 6 * 4 * (3 + 7) + 4 * 4 * 4 * 7  # its input and output; both states before and after
+    assert found["lstm"][1].stash_bytes == kept + made[3].nbytes
+    assert found["lstm"][1].gradient_stash_bytes == 4 * 6 * 4 * 7  # of all its outputs, of which one was used
+    assert found["head"][1].stash_bytes == 0  # it reads the LSTM's output
+    assert found["embed"][1].stash_bytes == 4 * 4 * 6 * 3
+
+
+class Branches(nn.Module):
+    """b and c read one storage, and one gradient reaches both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z: Tensor = self.head(self.b(y) + self.c(y[:, :]))
+        return z
+
+
+def test_a_storage_counts_once_however_many_layers_save_it() -> None:
+    found = layers(profile(Branches(), 6))
+    assert [m.stash_bytes for _, m in found.values()][:4] == [96, 96, 0, 96]
+    assert [m.gradient_stash_bytes for _, m in found.values()][:4] == [96, 96, 0, 80]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +151,9 @@ class Tied(nn.Module):
 def test_shared_parameters_count_once() -> None:
     found = layers(profile(Tied(), 6))
     assert (found["a"][0].param_bytes, found["b"][0].param_bytes) == (4 * (36 + 6), 4 * 6)
+    a, b = found["a"][1], found["b"][1]
+    assert a.weight_grad_ns == a.backward_ns  # torch cannot part W of what layers share: B - I, and I is 0
+    assert b.weight_grad_ns == max(b.whole_backward_ns - b.input_grad_ns, 0)
     assert (found["a"][0].shares, found["b"][0].shares, found["head"][0].shares) == (("b",), ("a",), ())
 
 
@@ -192,6 +263,81 @@ def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str) -> N
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [("sgd", 0), ("sgd-momentum", 168), ("adam", 2 * 168 + 2 * 4), ("adamw", 2 * 168 + 2 * 4)]
+)
+def test_optimizer_state(optimizer: str, state: int) -> None:
+    """Adam keeps two values for each parameter, and a step count for each tensor."""
+    made = measure(
+        nn.Sequential(nn.Linear(6, 6)),
+        (torch.randn(1, 6),),
+        torch.tensor([4]),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        optimizer=optimizer,
+        seconds_per_size=0.0,
+    )
+    assert (made.layers[0].param_bytes, made.layers[0].optimizer_state_bytes) == (168, state)
+
+
+class Mixed(nn.Module):
+    """In-place operators, two inputs, a residual, and parameters that meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(9, 6), nn.LSTM(6, 6, batch_first=True)
+        self.a, self.b, self.norm = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.LayerNorm(6)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(6, 9)
+
+    def forward(self, words: Tensor, x: Tensor) -> Tensor:
+        y = self.lstm(self.words(words))[0][:, -1]
+        z = self.relu(self.a(y)) + self.norm(y)
+        z += self.b(x)
+        scores: Tensor = self.head(z)
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (Mixed, (torch.randint(9, (4, 5)), torch.randn(4, 6))),
+        (Branches, (torch.randn(4, 6),)),
+        (Reader, (torch.randn(4, 6, 3),)),
+    ],
+)
+def test_split_and_whole_backward_give_the_same_gradients(
+    make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]
+) -> None:
+    torch.manual_seed(0)
+    module = make().double()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    target = torch.tensor([0, 1, 2, 3])
+    subject = Subject(model=trace(module, len(inputs)), loss=functional.cross_entropy, inputs=inputs, target=target)
+    reported: list[int] = []
+    watched = Watched(subject=subject, enter=reported.append)
+    for _ in range(2):  # gradients add up
+        functional.cross_entropy(module(*inputs), target).backward()  # type: ignore[no-untyped-call]
+    want = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    for _ in range(2):
+        groups = watched.backward_inputs(watched.forward())
+        assert any(group.kept for group in groups)
+        reported.clear()
+        watched.backward_weights(groups)
+        with_parameters = {i for i, own in enumerate(parameters_of(subject.model)) if own}
+        assert set(reported) <= with_parameters
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_spread_of_a_median() -> None:
+    assert spread([100, 90, 130]) == (130 - 90) / 2 / 100  # few values: all of them
+    assert spread([10] * 9 + [99]) == 0.0  # of ten, the second to the ninth
+    assert spread([1, *range(100, 124), 10**6]) == (116 - 107) / 2 / 111.5  # of 26, the ninth to the eighteenth
+    assert spread([0, 0, 0]) == 0.0
+
+
 def test_an_error_in_a_backward_names_the_layer() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -218,7 +364,7 @@ def test_an_error_in_a_backward_names_the_layer() -> None:
     [
         ((), "sgd-momentum", "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
         ((2, 0), "sgd-momentum", "micro-batch size 0 cannot be measured: want 1 or more"),
-        ((1,), "adamw", "unknown optimizer 'adamw'; want one of sgd-momentum"),
+        ((1,), "lion", "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw"),
     ],
 )
 def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -> None:
