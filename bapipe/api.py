@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bapipe.cache import cached_profile, profile_path
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.codec import write
@@ -12,9 +14,10 @@ from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
-from bapipe.profile import ModelProfile
+from bapipe.profile import ModelProfile, common_settings
 from bapipe.search.best_first import Progress
 from bapipe.search.explore import explore
+from bapipe.settings import Settings, check_same
 from bapipe.simulate import judge
 from bapipe.simulate import simulate as simulate_by_kind
 from bapipe.timeline import Timeline
@@ -42,6 +45,7 @@ def profile(
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     device: str = "cpu",
+    settings: Settings = Settings(),  # noqa: B008
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a module: times and bytes of its layers, measured in training on a device of this machine.
@@ -50,6 +54,7 @@ def profile(
         inputs, target: examples, batch first, of any batch size.
         loss: (output, target) -> mean loss over the batch.
         name: what the profile calls the model; its class where None.
+        settings: how it is computed; `dtype` is the module's own, whatever they say.
 
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails.
@@ -65,6 +70,7 @@ def profile(
         microbatch_sizes=microbatch_sizes,
         name=name or type(module).__name__,
         device=torch.device(device),
+        settings=settings,
         progress=progress,
     )
 
@@ -87,7 +93,8 @@ def plan(
     """
     known = by_kind(profiles)
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
-    return explore(
+    settings = common_settings(known.values())
+    decided = explore(
         known,
         where,
         minibatch_size=minibatch_size,
@@ -97,6 +104,7 @@ def plan(
         memory_limit_bytes=memory_limit_bytes,
         progress=progress,
     )
+    return msgspec.structs.replace(decided, settings=settings)
 
 
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:
@@ -136,6 +144,8 @@ def run(
         )
     _torch()
     _check_devices(plan)
+    if plan.settings is not msgspec.UNSET:
+        check_same(plan.settings, Settings())
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
 
@@ -210,6 +220,7 @@ def profile_model(
     *,
     device: str = "cpu",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    settings: Settings = Settings(),  # noqa: B008
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`."""
@@ -229,6 +240,7 @@ def profile_model(
         device=torch.device(device),
         factory=factory,
         arguments=arguments,
+        settings=settings,
         progress=progress,
     )
 
@@ -254,7 +266,7 @@ def kept_profile(
         "factory": factory,
         "arguments": dict(arguments),
         "device": describe(torch.device(device)).name,
-        "environment": environment(1),
+        "environment": environment(),
         "sizes": list(microbatch_sizes),
         "source": source_digest(factory),
     }

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import typer
@@ -25,6 +25,7 @@ from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL
+from bapipe.settings import Settings
 from bapipe.zoo import ZOO, resolve
 
 app = typer.Typer(
@@ -68,12 +69,28 @@ def profile(
     device: Kind = "cpu",
     microbatch_size: Sizes = "1,2,4,8",
     arg: Arguments = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Compute threads on a CPU.")] = 1,
+    autocast: Annotated[
+        str | None, typer.Option("--autocast", help="Compute in bfloat16 or float16 by torch.autocast.")
+    ] = None,
+    channels_last: Annotated[bool, typer.Option("--channels-last", help="Lay images out pixel by pixel.")] = False,
+    tf32: Annotated[bool, typer.Option("--tf32", help="Let CUDA round float32 factors to tf32.")] = False,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure each layer of a model: times of F, I and W, and bytes."""
     sizes = _integers(microbatch_size)
     check_writable(output)
-    measured = _measure(model, arg, device, sizes)
+    if autocast not in (None, "bfloat16", "float16"):
+        raise BapipeError(f"--autocast {autocast}: want bfloat16 or float16")
+    settings = Settings(
+        optimizer=optimizer,
+        threads=threads,
+        autocast=cast(Literal["bfloat16", "float16"] | None, autocast),
+        channels_last=channels_last,
+        tf32=tf32,
+    )
+    measured = _measure(model, arg, device, sizes, settings)
     write(output, measured)
     _print(report.profile_parts(measured))
     out.print(f"wrote {output}", highlight=False)
@@ -277,9 +294,13 @@ def _is_file(source: str) -> bool:
     return source.endswith(".json") or Path(source).is_file()
 
 
-def _measure(model: str, pairs: list[str] | None, device: str, sizes: tuple[int, ...]) -> ModelProfile:
+def _measure(
+    model: str, pairs: list[str] | None, device: str, sizes: tuple[int, ...], settings: Settings
+) -> ModelProfile:
     with _parts() as tell:
-        return api.profile_model(model, _arguments(pairs), device=device, microbatch_sizes=sizes, progress=tell)
+        return api.profile_model(
+            model, _arguments(pairs), device=device, microbatch_sizes=sizes, settings=settings, progress=tell
+        )
 
 
 @contextmanager

@@ -41,11 +41,10 @@ def describe(device: torch.device) -> DeviceKind:
     return DeviceKind(kind="cpu", name=cpu_name(), memory_bytes=memory_bytes())
 
 
-def environment(num_threads: int) -> dict[str, object]:
-    """Returns the software and settings that times depend on."""
+def environment() -> dict[str, object]:
+    """Returns the software that times depend on."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",
-        "threads": num_threads,
     }

@@ -7,6 +7,7 @@ import msgspec
 from bapipe.cluster import Cluster
 from bapipe.errors import InvalidFile, InvalidSchedule
 from bapipe.schedule import Schedule, parse_action
+from bapipe.settings import Settings
 from bapipe.units import NonNegative, Positive, Share
 
 
@@ -94,6 +95,7 @@ class Plan(
 
     Attributes:
         profiles: SHA-256 of the encoded profile by device kind.
+        settings: how the profiled model was computed, and a run must; left out where the profiles do not say.
         order: `order[r]` is what device r of the cluster runs, empty for a device without a stage.
 
     Raises:
@@ -104,6 +106,7 @@ class Plan(
     factory: str | None
     arguments: dict[str, Any]
     profiles: dict[str, str]
+    settings: Settings | msgspec.UnsetType = msgspec.UNSET
     cluster: Cluster
     minibatch_size: Positive
     microbatch_size: Positive

@@ -1,12 +1,15 @@
 """What was measured (or estimated) of a model on one kind of device: the profile/1 file."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
+from bapipe.settings import Settings, difference
 from bapipe.units import NonNegative, Positive, Share, round_half_up
 
 LOSS = "loss"
@@ -99,6 +102,9 @@ class ModelProfile(
 ):
     """A model on one kind of device. Layers are in topological order.
 
+    Attributes:
+        settings: how it was computed, `dtype` and `optimizer` included; left out where nobody says.
+
     Raises:
         InvalidFile: names are not unique, a tensor is used before it is made, or a length does not agree.
     """
@@ -109,6 +115,7 @@ class ModelProfile(
     device: DeviceKind
     dtype: str
     optimizer: str
+    settings: Settings | msgspec.UnsetType = msgspec.UNSET
     environment: dict[str, Any] = {}
     layers: tuple[LayerProfile, ...]
     measurements: tuple[Measurement, ...]
@@ -118,6 +125,11 @@ class ModelProfile(
             raise InvalidFile("a profile needs at least one layer", "$.layers")
         if not self.measurements:
             raise InvalidFile("a profile needs at least one measured micro-batch size", "$.measurements")
+        if self.settings is not msgspec.UNSET and (self.settings.dtype, self.settings.optimizer) != (
+            self.dtype,
+            self.optimizer,
+        ):
+            raise InvalidFile("the settings name another dtype or optimizer than the profile", "$.settings")
         _check_layers(self.layers)
         _check_measurements(self.layers, self.measurements)
 
@@ -151,6 +163,23 @@ class ModelProfile(
         low, high = sizes[above - 1], sizes[above]
         weight = Fraction(microbatch_size - low, high - low)
         return tuple(_between(a, b, weight) for a, b in zip(by_size[low], by_size[high], strict=True))
+
+
+def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.UnsetType:
+    """Returns the settings of profiles that one plan is made from; UNSET where none of them says.
+
+    Raises:
+        BapipeError: two of them differ.
+    """
+    known = [profile for profile in profiles if profile.settings is not msgspec.UNSET]
+    for a, b in pairwise(known):
+        assert a.settings is not msgspec.UNSET and b.settings is not msgspec.UNSET  # noqa: PT018
+        if found := difference(a.settings, b.settings):
+            raise BapipeError(
+                f"the profile of {a.device.kind} was measured with {found[0]}, that of {b.device.kind} "
+                f"with {found[1]}: profile both with the same settings"
+            )
+    return known[0].settings if known else msgspec.UNSET
 
 
 def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> LayerMeasurement:

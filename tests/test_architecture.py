@@ -16,6 +16,7 @@ PACKAGE = Path(bapipe.__file__).parent
 LAYERS = [
     {"errors"},
     {"units", "host"},
+    {"settings"},
     {"profile", "cluster", "schedule"},
     {"plan", "machine", "trace"},
     {"cost", "codec", "timeline", "schedules"},
@@ -126,7 +127,10 @@ def test_command_line_options() -> None:
         for name, command in group.commands.items()  # type: ignore[attr-defined]
     }
     assert options == {
-        "profile": ["--arg", "--device", "--microbatch-size", "--output"],
+        "profile": [
+            "--arg", "--autocast", "--channels-last", "--device", "--microbatch-size", "--optimizer", "--output",
+            "--tf32", "--threads",
+        ],
         "import": [
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",
             "--optimizer", "--output", "--source",

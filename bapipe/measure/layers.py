@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
@@ -13,6 +14,7 @@ from bapipe.measure.memory import LayerMemory, layer_memory
 from bapipe.measure.timing import LayerTimes, time_layers, time_updates
 from bapipe.measure.watch import Subject, batch, parameters_of
 from bapipe.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.settings import Settings
 from bapipe.trace import TracedModel, trace
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -36,7 +38,7 @@ def measure(
     device: torch.device = CPU,
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
-    optimizer: str = "sgd-momentum",
+    settings: Settings = Settings(),  # noqa: B008
     seconds_per_size: float = 10.0,
     spread: float = 0.03,
     progress: Callable[[int, int, str], None] | None = None,
@@ -52,34 +54,38 @@ def measure(
         BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
     """
     sizes = _checked_sizes(microbatch_sizes)
-    if optimizer not in OPTIMIZERS:
-        raise BapipeError(f"unknown optimizer '{optimizer}'; want one of {', '.join(OPTIMIZERS)}")
+    if settings.optimizer not in OPTIMIZERS:
+        raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     tell = progress or (lambda done, total, what: None)
     model = _traced(module, len(inputs))
     if device.type == "cpu":
-        prepare_cpu(1)
+        prepare_cpu(settings.threads)
     num_parts = 2 * len(sizes) + 1
     times: list[LayerTimes] = []
     memory: list[LayerMemory] = []
-    with _ready(module, device):
+    settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
+    autocast = getattr(torch, settings.autocast) if settings.autocast else None
+    with _ready(module, device, settings):
         for index, size in enumerate(sizes):
             *own, wanted = batch((*inputs, target), size, device)
-            subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted)
+            own = [_laid_out(tensor, settings) for tensor in own]
+            subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
             tell(2 * index, num_parts, f"times at micro-batch size {size}")
             times.append(time_layers(subject, seconds_per_size, spread))
             tell(2 * index + 1, num_parts, f"memory at micro-batch size {size}")
             memory.append(layer_memory(subject))
         tell(num_parts - 1, num_parts, "optimizer")
-        layers = (*_layers(model, memory[0], optimizer), _loss_layer(model, loss))
+        layers = (*_layers(model, memory[0], settings.optimizer), _loss_layer(model, loss))
     tell(num_parts, num_parts, "done")
     return ModelProfile(
         model=name,
         factory=factory,
         arguments=dict(arguments or {}),
         device=describe(device),
-        dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
-        optimizer=optimizer,
-        environment=environment(torch.get_num_threads())
+        dtype=settings.dtype,
+        optimizer=settings.optimizer,
+        settings=settings,
+        environment=environment()
         | {"passes": [t.num_passes for t in times], "sum_over_whole": [round(t.sum_over_whole, 4) for t in times]},
         layers=layers,
         measurements=tuple(_measurement(model, *each) for each in zip(sizes, times, memory, strict=True)),
@@ -106,22 +112,35 @@ def _traced(module: nn.Module, num_inputs: int) -> TracedModel:
 
 
 @contextmanager
-def _ready(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _ready(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
     """Puts the module on the device in training mode without gradients, and restores it and the random state after."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     training = {part: part.training for part in module.modules()}
     module.to(device).train()
+    if settings.channels_last:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     module.zero_grad()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
         module.zero_grad()
+        if settings.channels_last:
+            module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         for part, mode in training.items():
             part.training = mode
+
+
+def _laid_out(tensor: Tensor, settings: Settings) -> Tensor:
+    if settings.channels_last and tensor.dim() == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
 
 
 def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:

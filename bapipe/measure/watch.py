@@ -1,7 +1,7 @@
 """A traced model that tells an observer which of its layers runs, forward and backward, while the whole of it runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,12 +19,19 @@ class Subject:
 
     Attributes:
         inputs: the batch, in the order of the model's inputs.
+        autocast: the type that the forward computes in, None for its own.
     """
 
     model: TracedModel
     loss: Callable[[Tensor, Tensor], Tensor]
     inputs: tuple[Tensor, ...]
     target: Tensor
+    autocast: torch.dtype | None = None
+
+    def loss_of(self, module: nn.Module) -> Tensor:
+        """Returns the loss of the batch."""
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.loss(module(*self.inputs), self.target)
 
     @property
     def device(self) -> torch.device:
@@ -72,13 +79,15 @@ class Watched:
         self.tensors.clear()
         self.roots.clear()
         try:
-            output = self.module.forward(*self.subject.inputs)
-            self._enter(self.num_layers)
-            return self.subject.loss(output, self.subject.target)
+            return replace(self.subject, loss=self._loss).loss_of(self.module)
         except InvalidModel:
             raise
         except Exception as error:  # whatever a layer raises
             raise self._failed("forward", error) from error
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self._enter(self.num_layers)
+        return self.subject.loss(output, target)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of the parameters to those they have; the layers report."""

@@ -13,6 +13,7 @@ from bapipe.measure.layers import measure
 from bapipe.measure.timing import spread
 from bapipe.measure.watch import Subject, Watched, parameters_of
 from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.settings import Settings
 from bapipe.trace import trace
 
 
@@ -275,7 +276,7 @@ def test_optimizer_state(optimizer: str, state: int) -> None:
         functional.cross_entropy,
         microbatch_sizes=(4,),
         name="small",
-        optimizer=optimizer,
+        settings=Settings(optimizer=optimizer),
         seconds_per_size=0.0,
     )
     assert (made.layers[0].param_bytes, made.layers[0].optimizer_state_bytes) == (168, state)
@@ -376,6 +377,29 @@ def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -
             functional.cross_entropy,
             microbatch_sizes=sizes,
             name="small",
-            optimizer=optimizer,
+            settings=Settings(optimizer=optimizer),
         )
     assert str(error.value) == message
+
+
+def test_settings_are_those_measured_under_and_leave_no_trace() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    made = measure(
+        module,
+        (torch.randn(1, 3, 8, 8),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        settings=Settings(autocast="bfloat16", channels_last=True),
+        seconds_per_size=0.0,
+    )
+    assert made.settings == Settings(dtype="float32", autocast="bfloat16", channels_last=True)
+    found = layers(made)
+    assert found["0"][1].output_bytes == (2 * 4 * 8 * 8 * 8,)  # bfloat16
+    # the batch and the weights, both as bfloat16: autocast makes them anew
+    assert found["0"][1].stash_bytes == 2 * 4 * 3 * 8 * 8 + 2 * 8 * 3 * 3 * 3
+    assert module[0].weight.is_contiguous()  # type: ignore[union-attr, operator]
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,73 @@
+"""How a model was computed goes with its profile and its plan, and a run that computes otherwise is refused."""
+
+from random import Random
+
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from bapipe import api, codec
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.profile import ModelProfile
+from bapipe.settings import Settings, check_same, difference
+from tests.random_profiles import random_cluster, random_profile
+
+
+def measured(kind: str = "a", **changes: object) -> ModelProfile:
+    settings = replace(Settings(), **changes)
+    profile = random_profile(Random(3), 4, kind=kind)
+    return replace(profile, settings=settings, dtype=settings.dtype, optimizer=settings.optimizer)
+
+
+def test_a_plan_has_the_settings_of_its_profile() -> None:
+    profile = measured(threads=2, autocast="bfloat16")
+    plan = api.plan(profile, random_cluster(Random(1), 2), minibatch_size=4)
+    assert plan.settings == profile.settings
+    assert codec.decode(codec.encode(plan)) == plan
+    assert codec.decode(codec.encode(profile)) == profile
+
+
+def test_a_profile_that_says_nothing_gives_a_plan_that_says_nothing() -> None:
+    plan = api.plan(random_profile(Random(3), 4), random_cluster(Random(1), 2), minibatch_size=4)
+    assert plan.settings is UNSET
+    assert b'"settings"' not in codec.encode(plan)
+
+
+def test_profiles_of_different_settings_make_no_plan() -> None:
+    with pytest.raises(BapipeError) as error:
+        api.plan([measured(), measured(kind="b", tf32=True)], random_cluster(Random(1), 2), minibatch_size=4)
+    assert str(error.value) == (
+        "the profile of a was measured with tf32 false, that of b with tf32 true: profile both with the same settings"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"threads": 2}, ("threads 2", "threads 1")),
+        ({"autocast": "bfloat16"}, ("autocast bfloat16", "no autocast")),
+        ({"optimizer": "adam"}, ("optimizer adam", "optimizer sgd-momentum")),
+        ({"dtype": "float64"}, ("dtype float64", "dtype float32")),
+        ({"channels_last": True}, ("channels last true", "channels last false")),
+    ],
+)
+def test_the_first_difference_in_words(changes: dict[str, object], words: tuple[str, str]) -> None:
+    assert difference(replace(Settings(), **changes), Settings()) == words
+    assert difference(Settings(), Settings()) is None
+    with pytest.raises(BapipeError) as error:
+        check_same(replace(Settings(), **changes), Settings())
+    assert str(error.value) == (
+        f"the plan is for a model that was measured with {words[0]}; this run computes with {words[1]}: profile with the "
+        "settings of the run, and plan again"
+    )
+
+
+def test_a_run_refuses_the_plan_of_a_profile_with_other_settings() -> None:
+    plan = api.plan(measured(kind="cpu", threads=4), 1, minibatch_size=4)
+    with pytest.raises(BapipeError, match="measured with threads 4; this run computes with threads 1"):
+        api.run(plan, factory="bapipe.zoo.vgg:vgg16")
+
+
+def test_settings_and_profile_must_agree() -> None:
+    with pytest.raises(InvalidFile, match="the settings name another dtype or optimizer than the profile"):
+        replace(random_profile(Random(3), 4), settings=Settings(optimizer="adam"))
