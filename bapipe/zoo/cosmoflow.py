@@ -15,6 +15,7 @@ _WIDTHS = (1, 2, 4, 8, 16, 16, 16)
 """Channels of each convolution, in widths."""
 
 _STRIDES = (1, 1, 1, 2, 1, 1, 1)
+_DROPOUT = 0.2
 _LAST_SIZE = 2
 """Side of the volume that the dense layers see."""
 
@@ -40,10 +41,13 @@ class CosmoFlow(nn.Module):
         self.features = nn.Sequential(*layers)
         self.dense = nn.Sequential(
             nn.Flatten(),
+            nn.Dropout(_DROPOUT),
             nn.Linear(before * _LAST_SIZE**3, 128 * width),
             nn.LeakyReLU(inplace=True),
+            nn.Dropout(_DROPOUT),
             nn.Linear(128 * width, 16 * width),
             nn.LeakyReLU(inplace=True),
+            nn.Dropout(_DROPOUT),
             nn.Linear(16 * width, NUM_PARAMETERS),
         )
 
@@ -68,13 +72,13 @@ def cosmoflow(volume_size: int = 64, width: int = 16) -> Example:
         loss=functional.mse_loss,
         data=partial(universes, volume_size=volume_size),
         initialize=initialize,
-        learning_rate=0.005,
+        learning_rate=0.01,
     )
 
 
 def initialize(layer: nn.Module) -> None:
-    """Sets the parameters of one layer as MLPerf's CosmoFlow does: Glorot, Bengio 2010, uniform; biases 0."""
+    """Sets the parameters of one layer as LBANN's CosmoFlow does: He et al. 2015, normal; biases 0."""
     if isinstance(layer, nn.Conv3d | nn.Linear):
-        nn.init.xavier_uniform_(layer.weight)
+        nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
