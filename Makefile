@@ -1,10 +1,11 @@
 # make demo: set up, then profile, plan and train VGG-16 as a two-stage pipeline on this machine's CPU, on real images
 # make test: set up, then lint, type-check and run every test
+# make profiles: measure again what profiles/cpu holds, about 12 minutes on a machine with nothing else to do
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test
+.PHONY: demo test profiles
 
 demo: .venv/ready
 	mkdir -p demo
@@ -18,6 +19,13 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+profiles: .venv/ready
+	mkdir -p profiles/cpu
+	taskset -c 0 $(BIN)/bapipe profile vgg16 --microbatch-size 1,2,4,8,16 -o profiles/cpu/vgg16.json
+	taskset -c 0 $(BIN)/bapipe profile resnet50 --microbatch-size 1,2,4,8,16 -o profiles/cpu/resnet50.json
+	taskset -c 0 $(BIN)/bapipe profile gnmt8 --microbatch-size 1,2,4,8 --optimizer adam -o profiles/cpu/gnmt8.json
+	taskset -c 0 $(BIN)/bapipe profile gnmt16 --microbatch-size 1,2,4 --optimizer adam -o profiles/cpu/gnmt16.json
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -11,7 +11,7 @@ from bapipe.cache import cached_profile, profile_path
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.codec import write
 from bapipe.cost import Stage, StageCost
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile, common_settings
@@ -223,26 +223,44 @@ def profile_model(
     settings: Settings = Settings(),  # noqa: B008
     progress: Tell | None = None,
 ) -> ModelProfile:
-    """Returns the profile of a model named in the zoo or by its factory, `module.path:function`."""
+    """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
+
+    Each size that was measured is kept until all are, so that what was interrupted goes on where it stopped.
+    """
     factory = resolve(model)
     torch = _torch()
     from bapipe.measure.layers import measure
     from bapipe.zoo.factory import build
 
     example = build(factory, arguments)
-    return measure(
-        example.module,
-        example.inputs,
-        example.target,
-        example.loss,
-        microbatch_sizes=microbatch_sizes,
-        name=model.rpartition(":")[2],
-        device=torch.device(device),
-        factory=factory,
-        arguments=arguments,
-        settings=settings,
-        progress=progress,
-    )
+    part = profile_path(_key(factory, arguments, device, settings) | {"unfinished": True})
+    try:
+        measured = measure(
+            example.module,
+            example.inputs,
+            example.target,
+            example.loss,
+            microbatch_sizes=microbatch_sizes,
+            name=model.rpartition(":")[2],
+            device=torch.device(device),
+            factory=factory,
+            arguments=arguments,
+            settings=settings,
+            so_far=cached_profile(part),
+            keep=partial(write, part),
+            progress=progress,
+        )
+    except (BapipeError, KeyboardInterrupt) as error:
+        kept = cached_profile(part)
+        if kept is None:
+            raise
+        sizes = ", ".join(map(str, kept.microbatch_sizes))
+        raise RunFailed(
+            f"{str(error) or 'interrupted'}; what was measured at micro-batch size {sizes} is kept, and the same "
+            "command goes on from there"
+        ) from error
+    part.unlink(missing_ok=True)
+    return measured
 
 
 def kept_profile(
@@ -251,6 +269,7 @@ def kept_profile(
     *,
     device: str = "cpu",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    settings: Settings = Settings(),  # noqa: B008
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a named model that was measured on this machine before, or measures and keeps it.
@@ -258,24 +277,31 @@ def kept_profile(
     One measured before the factory's file was changed does not count; files that it imports are not looked at.
     """
     factory = resolve(model)
+    _torch()
+    path = profile_path(_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
+    found = cached_profile(path)
+    if found is None:
+        found = profile_model(
+            model, arguments, device=device, microbatch_sizes=microbatch_sizes, settings=settings, progress=progress
+        )
+        write(path, found)
+    return found
+
+
+def _key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
+    """What a kept profile depends on."""
     torch = _torch()
     from bapipe.machine import describe, environment
     from bapipe.zoo.factory import source_digest
 
-    key = {
+    return {
         "factory": factory,
         "arguments": dict(arguments),
         "device": describe(torch.device(device)).name,
         "environment": environment(),
-        "sizes": list(microbatch_sizes),
+        "settings": msgspec.to_builtins(settings),
         "source": source_digest(factory),
     }
-    path = profile_path(key)
-    found = cached_profile(path)
-    if found is None:
-        found = profile_model(model, arguments, device=device, microbatch_sizes=microbatch_sizes, progress=progress)
-        write(path, found)
-    return found
 
 
 def unit_timeline(plan: Plan) -> Timeline:

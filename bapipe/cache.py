@@ -13,7 +13,7 @@ from bapipe.profile import ModelProfile
 
 
 def profile_path(key: Mapping[str, object]) -> Path:
-    """Returns the file of the profile measured under the settings in `key`, under $XDG_CACHE_HOME or ~/.cache.
+    """Returns the file of the profile measured under what `key` says, under $XDG_CACHE_HOME or ~/.cache.
 
     Raises:
         BapipeError: the folder cannot be made.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -41,13 +42,22 @@ def measure(
     settings: Settings = Settings(),  # noqa: B008
     seconds_per_size: float = 10.0,
     spread: float = 0.03,
+    so_far: ModelProfile | None = None,
+    keep: Callable[[ModelProfile], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model in training, its last layer the loss.
 
     Example inputs of any batch size are repeated to each micro-batch size. The module's parameters, buffers and mode
-    are left as they were, its gradients as None; on a CPU, one thread computes. `progress` is called with the number of
+    are left as they were, its gradients as None. `progress` is called with the number of
     parts done, the number of all parts, and what comes next.
+
+    Args:
+        settings: how the model is computed; `dtype` is the module's own, whatever they say.
+        seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
+            after about this time.
+        so_far: a profile of the same model on the same machine; its sizes are not measured again.
+        keep: called with the profile so far after each size.
 
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails or gives another something else than a tensor.
@@ -60,36 +70,56 @@ def measure(
     model = _traced(module, len(inputs))
     if device.type == "cpu":
         prepare_cpu(settings.threads)
-    num_parts = 2 * len(sizes) + 1
-    times: list[LayerTimes] = []
-    memory: list[LayerMemory] = []
     settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
     autocast = getattr(torch, settings.autocast) if settings.autocast else None
+    made = so_far
+    todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
+    num_parts = 2 * len(todo) + (made is None)
+    done = 0
     with _ready(module, device, settings):
-        for index, size in enumerate(sizes):
+        for size in todo:
             *own, wanted = batch((*inputs, target), size, device)
             own = [_laid_out(tensor, settings) for tensor in own]
             subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
-            tell(2 * index, num_parts, f"times at micro-batch size {size}")
-            times.append(time_layers(subject, seconds_per_size, spread))
-            tell(2 * index + 1, num_parts, f"memory at micro-batch size {size}")
-            memory.append(layer_memory(subject))
-        tell(num_parts - 1, num_parts, "optimizer")
-        layers = (*_layers(model, memory[0], settings.optimizer), _loss_layer(model, loss))
+            tell(done, num_parts, f"times at micro-batch size {size}")
+            times = time_layers(subject, seconds_per_size, spread)
+            tell(done + 1, num_parts, f"memory at micro-batch size {size}")
+            memory = layer_memory(subject)
+            done += 2
+            measured = _measurement(model, size, times, memory)
+            if made is None:
+                tell(done, num_parts, "optimizer")
+                done += 1
+                made = ModelProfile(
+                    model=name,
+                    factory=factory,
+                    arguments=dict(arguments or {}),
+                    device=describe(device),
+                    dtype=settings.dtype,
+                    optimizer=settings.optimizer,
+                    settings=settings,
+                    environment=environment(),
+                    layers=(*_layers(model, memory, settings.optimizer), _loss_layer(model, loss)),
+                    measurements=(measured,),
+                )
+            else:
+                every = (*made.measurements, measured)
+                made = structs.replace(made, measurements=tuple(sorted(every, key=lambda m: m.microbatch_size)))
+            made = _with_check(made, size, times)
+            if keep is not None:
+                keep(made)
     tell(num_parts, num_parts, "done")
-    return ModelProfile(
-        model=name,
-        factory=factory,
-        arguments=dict(arguments or {}),
-        device=describe(device),
-        dtype=settings.dtype,
-        optimizer=settings.optimizer,
-        settings=settings,
-        environment=environment()
-        | {"passes": [t.num_passes for t in times], "sum_over_whole": [round(t.sum_over_whole, 4) for t in times]},
-        layers=layers,
-        measurements=tuple(_measurement(model, *each) for each in zip(sizes, times, memory, strict=True)),
-    )
+    assert made is not None
+    return structs.replace(made, measurements=tuple(m for m in made.measurements if m.microbatch_size in sizes))
+
+
+def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
+    """Notes how often a size was repeated, and how the sum of its layers compares with the model alone."""
+    found = {"passes": times.num_passes, "sum_over_whole": round(times.sum_over_whole, 4)}
+    notes: dict[str, Any] = {
+        key: {**profile.environment.get(key, {}), str(size): value} for key, value in found.items()
+    }
+    return structs.replace(profile, environment=profile.environment | notes)
 
 
 def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

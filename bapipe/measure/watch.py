@@ -156,6 +156,11 @@ class Watched:
         layers = self.subject.model.layers
         name = layers[self.running].name if self.running < len(layers) else LOSS
         size = self.subject.target.shape[0] if self.subject.target.dim() else 0
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return InvalidModel(
+                f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes "
+                "with --microbatch-size, or a device with more memory"
+            )
         return InvalidModel(
             f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
         )

@@ -1,0 +1,72 @@
+"""What was measured before a failure is kept, and the same command goes on from there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe import api
+from bapipe.errors import InvalidModel, RunFailed
+from bapipe.zoo.example import Example
+
+most_samples = 2
+failure: BaseException = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+
+class Narrow(nn.Identity):
+    """Fails above so many samples."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if len(input) > most_samples:
+            raise failure
+        return input
+
+
+Narrow.__module__ = "torch.nn.own"  # a layer, to the tracer
+
+
+def narrow() -> Example:
+    return Example(
+        module=nn.Sequential(nn.Linear(4, 4), Narrow(), nn.Linear(4, 1)),
+        inputs=(torch.zeros(1, 4),),
+        target=torch.zeros(1, 1),
+        loss=nn.functional.mse_loss,
+    )
+
+
+FACTORY = f"{__name__}:narrow"
+
+
+def profiled(*sizes: int) -> tuple[list[str], tuple[int, ...]]:
+    told: list[str] = []
+    made = api.profile_model(
+        FACTORY, {}, microbatch_sizes=sizes, progress=lambda done, total, what: told.append(f"{done}/{total} {what}")
+    )
+    return told, made.microbatch_sizes
+
+
+def test_an_interrupted_profile_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = f"{__name__}"
+    with pytest.raises(InvalidModel) as error:
+        profiled(4)
+    text = (
+        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
+        "or a device with more memory"
+    )
+    assert str(error.value) == text
+    with pytest.raises(RunFailed) as failed:
+        profiled(1, 2, 4)
+    kept = "; what was measured at micro-batch size 1, 2 is kept, and the same command goes on from there"
+    assert str(failed.value) == text + kept
+    monkeypatch.setattr(f"{here}.failure", KeyboardInterrupt())
+    with pytest.raises(RunFailed) as failed:
+        profiled(1, 2, 4)
+    assert str(failed.value) == f"interrupted{kept}"
+    monkeypatch.setattr(f"{here}.most_samples", 4)
+    told, sizes = profiled(1, 4)
+    assert told == ["0/2 times at micro-batch size 4", "1/2 memory at micro-batch size 4", "2/2 done"]
+    assert sizes == (1, 4)
+    assert list((tmp_path / "bapipe").iterdir()) == []  # a whole profile keeps no part
+    assert profiled(1)[0][0] == "0/3 times at micro-batch size 1"
