@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bapipe import api, report
+from bapipe.changes import change_parts
 from bapipe.cluster import Cluster
 from bapipe.codec import check_writable, fingerprint, read, read_any, write, write_bytes
 from bapipe.errors import BapipeError, Infeasible
@@ -210,8 +211,14 @@ def simulate(
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")]) -> None:
-    """Draw a file: a profile's layers, a cluster's links, a plan's stages and order."""
+def show(
+    file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")],
+    other: Annotated[Path | None, typer.Argument(help="A second profile, to see what changed.")] = None,
+) -> None:
+    """Draw a file: a profile's layers, a cluster's links, a plan's stages and order; or what two profiles differ in."""
+    if other is not None:
+        _print(change_parts(read(file, ModelProfile), read(other, ModelProfile)))
+        return
     found = read_any(file)
     if isinstance(found, ModelProfile):
         _print(report.profile_parts(found))

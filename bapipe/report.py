@@ -61,7 +61,7 @@ def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table |
 
 def stage_table(plan: Plan) -> Table:
     """Returns a row for each stage: its layers, its devices, and how long these compute and wait."""
-    table = _table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
+    table = empty_table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
     ranks = {rank.device: rank for rank in plan.prediction.ranks}
     for s, stage in enumerate(plan.stages):
         for device in stage.devices:
@@ -76,7 +76,7 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     """Returns a row for each device: what it holds at its peak, and during which action where a timeline tells."""
     names = Memory.__struct_fields__
     heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
-    table = _table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
+    table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
     has = {device.name: device.memory_bytes for device in plan.cluster.devices}
     for rank in plan.prediction.ranks:
         parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
@@ -87,7 +87,7 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
 
 def alternatives_table(plan: Plan) -> Table:
     """Returns the plan beside the other ways to train the same mini-batch."""
-    table = _table("alternatives", "strategy", "ms a step>", "samples/s>", "peak MiB>", "against this plan")
+    table = empty_table("alternatives", "strategy", "ms a step>", "samples/s>", "peak MiB>", "against this plan")
     peak = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
     rows = [
         ("this plan", plan.prediction.step_ns, peak, ""),
@@ -105,7 +105,7 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
     title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
     heads = "F>", "I>", "W>", "B>", "± %>", "update>", "params>", "stash>", "for W>", "output>"
-    table = _table(title, "layer", "kind", *heads)
+    table = empty_table(title, "layer", "kind", *heads)
     for layer, m in zip(profile.layers, largest.layers, strict=True):
         times = (m.forward_ns, m.input_grad_ns, m.weight_grad_ns, m.whole_backward_ns)
         sizes = (layer.param_bytes, m.stash_bytes, m.left_by_input_grad_bytes, sum(m.output_bytes))
@@ -118,7 +118,7 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
         table.add_row(layer.name, layer.kind, *row)
     yield table
     columns = "F ms>", "I ms>", "W ms>", "B ms>", "F + B a sample>", "stash MiB>"
-    totals = _table("the whole model", "micro-batch>", *columns)
+    totals = empty_table("the whole model", "micro-batch>", *columns)
     for measured in sorted(profile.measurements, key=lambda m: m.microbatch_size):
         f = sum(m.forward_ns for m in measured.layers)
         i = sum(m.input_grad_ns for m in measured.layers)
@@ -130,7 +130,7 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
     yield totals
 
 
-def _table(title: str, *columns: str) -> Table:
+def empty_table(title: str, *columns: str) -> Table:
     """An empty table; a column whose name ends in > is of numbers."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
@@ -145,12 +145,12 @@ def _table(title: str, *columns: str) -> Table:
 
 def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
     """Yields the devices and the links of a cluster."""
-    table = _table("devices", "device", "host", "kind", "memory MiB>", "speed>", "computes while it transfers")
+    table = empty_table("devices", "device", "host", "kind", "memory MiB>", "speed>", "computes while it transfers")
     for d in cluster.devices:
         overlaps = "yes" if d.overlaps_transfers else "no"
         table.add_row(d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
     yield table
-    links = _table("links", "link", "GB/s>", "latency µs>")
+    links = empty_table("links", "link", "GB/s>", "latency µs>")
     named = [(f"{own.source} to {own.target}", own.bytes_per_s, own.latency_ns) for own in cluster.links]
     intra, inter = cluster.intra_host, cluster.inter_host
     named += [
@@ -245,7 +245,7 @@ def _slice(process: int, thread: int, label: str, start_ns: int, end_ns: int) ->
 def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     """Yields a run's losses, and its prediction beside what was measured."""
     yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
-    table = _table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
+    table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
     for name, (predicted, measured) in outcome_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
         off = f"{predicted / measured - 1:+.1%}" if measured else ""

@@ -22,6 +22,7 @@ LAYERS = [
     {"cost", "codec", "timeline", "schedules"},
     {"memory", "schemas", "cache", "outcome", "events", "recurrence", "importers"},
     {"simulate", "report"},
+    {"changes"},
     {"search", "measure", "runtime", "zoo"},
     {"api"},
     {"__init__"},
