@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -84,17 +84,21 @@ def plan(
     num_stages: int | None = None,
     microbatch_size: int | None = None,
     memory_limit_bytes: int | None = None,
+    objective: Literal["step", "throughput"] = "step",
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the fastest plan of the space its certificate names; see `bapipe.search.explore.explore`.
 
     Args:
         cluster: the devices, or a number of devices like the profile's with assumed links.
+        objective: the time of one step; or throughput, the least work for the most loaded device once the pipeline is
+            full, see `bapipe.search.throughput`: its order is always 1F1B, and it chooses the number of stages.
     """
     known = by_kind(profiles)
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
     settings = common_settings(known.values())
-    decided = explore(
+    decide = explore if objective == "step" else _for_throughput
+    decided = decide(
         known,
         where,
         minibatch_size=minibatch_size,
@@ -105,6 +109,41 @@ def plan(
         progress=progress,
     )
     return msgspec.structs.replace(decided, settings=settings)
+
+
+def _for_throughput(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    *,
+    minibatch_size: int,
+    schedules: Sequence[str],
+    num_stages: int | None,
+    microbatch_size: int | None,
+    memory_limit_bytes: int | None,
+    progress: Progress | None,
+) -> Plan:
+    from bapipe.search.throughput import plan_throughput
+
+    if "1f1b" not in schedules:
+        raise BapipeError(f"--objective throughput runs 1f1b, not {', '.join(schedules)}: leave --schedule out")
+    if num_stages is not None:
+        raise BapipeError(f"--objective throughput chooses the stages: leave --stages {num_stages} out")
+    looks = 0
+
+    def tell(load_ns: float, bound_ns: float) -> None:
+        nonlocal looks
+        looks += 1
+        if progress:
+            progress(looks, int(load_ns), int(bound_ns))
+
+    return plan_throughput(
+        profiles,
+        cluster,
+        minibatch_size=minibatch_size,
+        microbatch_size=microbatch_size,
+        memory_limit_bytes=memory_limit_bytes,
+        tell=tell,
+    )
 
 
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:

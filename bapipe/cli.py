@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -51,6 +52,13 @@ Arguments = Annotated[
 Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples in one optimizer step.")]
 Sizes = Annotated[str, typer.Option("--microbatch-size", help="Micro-batch sizes to measure, such as 1,2,4,8.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+class Objective(StrEnum):
+    """What a plan is to be best at."""
+
+    STEP = "step"
+    THROUGHPUT = "throughput"
 
 
 def main() -> None:
@@ -161,6 +169,9 @@ def plan(
     memory_limit: Annotated[
         int | None, typer.Option("--memory-limit", min=1, help="Bytes a device may hold at most.")
     ] = None,
+    objective: Annotated[
+        Objective, typer.Option("--objective", help="The time of one step, or the work of the most loaded device.")
+    ] = Objective.STEP,
     arg: Arguments = None,
     output: Output = Path("plan.json"),
 ) -> None:
@@ -178,6 +189,7 @@ def plan(
         schedules=[name.strip() for name in schedule.split(",")],
         num_stages=stages,
         memory_limit_bytes=memory_limit,
+        objective=objective.value,
     )
     write(output, decided)
     timeline = api.simulate(decided, profiles)

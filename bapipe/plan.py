@@ -1,6 +1,6 @@
 """A decision: stages, schedule, order, and what they promise: the plan/1 file."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,17 +45,29 @@ class RankPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory: Memory
 
 
+THROUGHPUT: Literal["throughput"] = "throughput"
+"""The objective of plans whose most loaded device has the least to do, whatever one step takes."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the judge says of one step. `bubble` is the idle share of the devices that have a stage."""
+    """What the judge says of one step. `bubble` is the idle share of the devices that have a stage.
+
+    `load_ns`, of plans for throughput only, is the largest load of a device: what it does in a step once the pipeline
+    is full.
+    """
 
     step_ns: NonNegative
+    load_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
     samples_per_s: Share
     bubble: Share
     ranks: tuple[RankPrediction, ...]
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How good a plan is: no plan of `space` is faster than `lower_bound_ns`; `gap` is step / bound - 1."""
+    """How good a plan is: no plan of `space` is faster than `lower_bound_ns`; `gap` is step / bound - 1.
+
+    Of a plan for throughput: no plan's largest load is below `lower_bound_ns`; `gap` is load / bound - 1.
+    """
 
     lower_bound_ns: NonNegative
     gap: Share
@@ -94,6 +106,7 @@ class Plan(
     """How to train a model on a cluster.
 
     Attributes:
+        objective: what the plan is best at; left out, the time of one step.
         profiles: SHA-256 of the encoded profile by device kind.
         settings: how the profiled model was computed, and a run must; left out where the profiles do not say.
         order: `order[r]` is what device r of the cluster runs, empty for a device without a stage.
@@ -108,6 +121,7 @@ class Plan(
     profiles: dict[str, str]
     settings: Settings | msgspec.UnsetType = msgspec.UNSET
     cluster: Cluster
+    objective: Literal["throughput"] | msgspec.UnsetType = msgspec.UNSET
     minibatch_size: Positive
     microbatch_size: Positive
     num_microbatches: Positive

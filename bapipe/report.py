@@ -50,6 +50,9 @@ def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table |
         f"{plan.model}: {stages}, {plan.schedule}, {plan.num_microbatches} micro-batches of {plan.microbatch_size}\n"
         f"{ms(p.step_ns)} a step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
     )
+    if p.load_ns is not msgspec.UNSET:
+        rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
+        yield f"once the pipeline is full: {ms(p.load_ns)} of work in a step on the busiest device, {rate} samples/s"
     yield stage_table(plan)
     yield memory_table(plan, timeline)
     c = plan.certificate

@@ -18,7 +18,7 @@ LAYERS = [
     {"units", "host"},
     {"settings"},
     {"profile", "cluster", "schedule"},
-    {"plan", "machine", "trace"},
+    {"plan", "machine", "trace", "graph"},
     {"cost", "codec", "timeline", "schedules"},
     {"memory", "schemas", "cache", "outcome", "events", "recurrence", "importers"},
     {"simulate", "report"},
@@ -31,7 +31,7 @@ LAYERS = [
 """Lowest first. A module imports from layers below its own; within a package such as `search` from its files too."""
 
 TORCH = {"trace", "machine", "measure", "runtime", "zoo"}
-HEAVY = {"torch": TORCH, "numpy": {"zoo"}, "PIL": {"zoo"}, "ortools": {"search"}, "networkx": set[str]()}
+HEAVY = {"torch": TORCH, "numpy": {"zoo", "search"}, "PIL": {"zoo"}, "ortools": {"search"}, "networkx": set[str]()}
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -138,8 +138,8 @@ def test_command_line_options() -> None:
         ],
         "cluster": ["--device", "--devices", "--output"],
         "plan": [
-            "--arg", "--cluster", "--devices", "--memory-limit", "--microbatch-size", "--minibatch-size", "--output",
-            "--schedule", "--stages",
+            "--arg", "--cluster", "--devices", "--memory-limit", "--microbatch-size", "--minibatch-size", "--objective",
+            "--output", "--schedule", "--stages",
         ],
         "simulate": ["--json", "--trace"],
         "show": [],

@@ -73,6 +73,17 @@ def test_simulate_repeats_the_plan(folder: Path) -> None:
     assert [e["name"] for e in sorted(actions, key=lambda e: e["ts"])] == list(plan.order[0])
 
 
+def test_a_plan_for_throughput_says_its_load_and_is_simulated(folder: Path) -> None:
+    plan = planned(folder, "--objective", "throughput")
+    assert plan.objective == "throughput"
+    assert plan.certificate.proven_optimal
+    assert plan.certificate.lower_bound_ns == plan.prediction.load_ns
+    shown = bapipe(folder, "show", "plan.json")
+    assert "once the pipeline is full: " in shown.stdout
+    done = bapipe(folder, "simulate", "plan.json", "profile.json", "--json")
+    assert json.loads(done.stdout)["step_ns"] == plan.prediction.step_ns
+
+
 @pytest.mark.parametrize("file", ["profile.json", "cluster.json", "plan.json"])
 def test_show_draws_every_file(folder: Path, file: str) -> None:
     planned(folder, "--stages", "2")
@@ -122,6 +133,16 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
             ("plan", "profile.json", "--cluster", "cluster.json", "--stages", "3"),
             1,
             "3 stages asked for; 2 devices, 6 layers and 1f1b, gpipe allow 1, 2",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--objective", "throughput", "--stages", "2"),
+            1,
+            "--objective throughput chooses the stages: leave --stages 2 out",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--objective", "throughput", "--schedule", "zb-h1"),
+            1,
+            "--objective throughput runs 1f1b, not zb-h1: leave --schedule out",
         ),
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--schedule", "1b1f"),

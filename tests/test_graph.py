@@ -1,0 +1,123 @@
+"""Downsets, orders and contractions against what the words say."""
+
+from itertools import combinations
+from random import Random
+
+import pytest
+
+from bapipe.errors import InvalidModel
+from bapipe.graph import (
+    Graph,
+    contract,
+    depth_first_order,
+    downsets,
+    members,
+    of_layers,
+    prefixes,
+    strong_parts,
+    topological_order,
+)
+from tests.random_graphs import branching_profile
+
+
+def graph(num_nodes: int, *arcs: tuple[int, int]) -> Graph:
+    return Graph(names=tuple("abcdefghij"[:num_nodes]), arcs=frozenset(arcs))
+
+
+def random_graph(random: Random, num_nodes: int) -> Graph:
+    """No cycle, the nodes in no particular order."""
+    names = random.sample(range(num_nodes), num_nodes)
+    arcs = [(names[a], names[b]) for a, b in combinations(range(num_nodes), 2) if random.random() < 0.3]
+    return graph(num_nodes, *arcs)
+
+
+def test_a_diamond_has_six_downsets() -> None:
+    diamond = graph(4, (0, 1), (0, 2), (1, 3), (2, 3))
+    assert downsets(diamond, 100) == [0b0, 0b1, 0b11, 0b101, 0b111, 0b1111]
+    assert downsets(diamond, 6) is not None
+    assert downsets(diamond, 5) is None
+
+
+def test_downsets_are_the_sets_closed_under_what_comes_before() -> None:
+    for seed in range(300):
+        random = Random(seed)
+        found = random_graph(random, random.randint(1, 8))
+        want = {
+            nodes
+            for nodes in range(found.everything + 1)
+            if all(nodes >> a & 1 for a, b in found.arcs if nodes >> b & 1)
+        }
+        got = downsets(found, 10**6)
+        assert got is not None
+        assert len(got) == len(want)
+        assert set(got) == want
+        assert [n.bit_count() for n in got] == sorted(n.bit_count() for n in want)
+        assert all(found.is_downset(nodes) == (nodes in want) for nodes in range(found.everything + 1))
+
+
+def test_every_order_is_topological() -> None:
+    for seed in range(100):
+        random = Random(seed)
+        found = random_graph(random, random.randint(1, 9))
+        for order in (
+            topological_order(found),
+            depth_first_order(found),
+            depth_first_order(found, reverse=True),
+            topological_order(found, [-i for i in range(found.num_nodes)]),
+        ):
+            assert sorted(order) == list(range(found.num_nodes))
+            assert all(order.index(a) < order.index(b) for a, b in found.arcs)
+            assert all(found.is_downset(nodes) for nodes in prefixes(order))
+
+
+def test_depth_first_finishes_a_branch_before_the_next() -> None:
+    towers = graph(7, (0, 1), (1, 2), (3, 4), (4, 5), (2, 6), (5, 6))
+    assert depth_first_order(towers) == (0, 1, 2, 3, 4, 5, 6)
+    assert depth_first_order(towers, reverse=True) == (3, 4, 5, 0, 1, 2, 6)
+    assert topological_order(towers, [0, 2, 4, 1, 3, 5, 6]) == (0, 3, 1, 4, 2, 5, 6)
+
+
+def test_contracting_joins_overlapping_groups_and_what_is_left_on_a_cycle() -> None:
+    chain = graph(6, (0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+    joined, parts = contract(chain, [(1, 3), (4,)])
+    assert parts == ((0,), (1, 2, 3), (4,), (5,))
+    assert joined == Graph(names=("a", "b", "e", "f"), arcs=frozenset({(0, 1), (1, 2), (2, 3)}))
+    assert contract(chain, [(0, 1), (1, 2), (4, 5)])[1] == ((0, 1, 2), (3,), (4, 5))
+    assert contract(chain, [(0, 5)])[1] == ((0, 1, 2, 3, 4, 5),)
+
+
+def test_contraction_keeps_the_downsets_that_part_no_group() -> None:
+    for seed in range(200):
+        random = Random(seed)
+        found = random_graph(random, random.randint(2, 8))
+        groups = [random.sample(range(found.num_nodes), 2) for _ in range(random.randint(0, 2))]
+        joined, parts = contract(found, groups)
+        got = {
+            sum(1 << node for part in members(nodes) for node in parts[part]) for nodes in downsets(joined, 10**6) or ()
+        }
+        whole = [sum(1 << node for node in group) for group in groups]
+        want = {n for n in downsets(found, 10**6) or () if all(n & group in (0, group) for group in whole)}
+        assert got == want
+        assert topological_order(joined) == tuple(range(joined.num_nodes))
+
+
+def test_a_cycle_is_named() -> None:
+    looped = graph(5, (0, 1), (1, 2), (2, 3), (3, 1), (3, 4))
+    assert sorted(map(sorted, strong_parts(looped))) == [[0], [1, 2, 3], [4]]
+    with pytest.raises(InvalidModel) as caught:
+        topological_order(looped)
+    assert str(caught.value) == "the layers depend on each other in a cycle: b -> c -> d -> b"
+
+
+def test_an_arc_to_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"arc \(0, 2\) joins no two of 2 nodes"):
+        graph(2, (0, 2))
+
+
+def test_layers_are_joined_by_their_tensors() -> None:
+    profile = branching_profile(Random(5), 6)
+    place = {layer.name: i for i, layer in enumerate(profile.layers)}
+    arcs = {
+        (int(tensor[1:]), place[layer.name]) for layer in profile.layers for tensor in layer.inputs if tensor != "x"
+    }
+    assert of_layers(profile) == Graph(names=tuple(place), arcs=frozenset(arcs))
