@@ -8,6 +8,7 @@ stages are cut from the forward part. CPUs are slow and pay for no transfer.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -185,20 +186,33 @@ class Splits:
     all tensors at a boundary, the stages before it pay t + x together where none of them is on a CPU.
     """
 
-    def __init__(self, workload: Workload, boundaries: Sequence[int]) -> None:
-        self.num_boundaries = len(boundaries)
+    def __init__(self, workload: Workload, boundaries: Sequence[int], limit: float = inf) -> None:
+        """Keeps those boundaries that can be part of a split below the limit."""
+        k, cpus = workload.num_devices, workload.num_cpus
+        self._limits, self._memory = (k, cpus), workload.memory
+        self._all_fit = sum(workload.size) <= workload.memory
+        rates = [t / c if c else inf for t, c in zip(workload.compute, workload.on_cpu, strict=True) if t]
+        self.cpu_rate = max(rates, default=0.0)
         inside = membership(boundaries, workload.graph.num_nodes)
-        self._compute = inside @ np.array(workload.compute)
-        self._on_cpu = inside @ np.array(workload.on_cpu)
-        self._size = inside @ np.array(workload.size)
-        self._num_inside = inside.sum(axis=1)
-        self._inside = inside
         seen = np.zeros((workload.graph.num_nodes, len(workload.tensors)))
         for number, (nodes, _) in enumerate(workload.tensors):
             seen[list(nodes), number] = 1
         cost = np.array([cost for _, cost in workload.tensors])
         num_users, placed = seen.sum(axis=0), inside @ seen
+        self._compute = inside @ np.array(workload.compute)
         self._crossing = ((placed > 0) & (placed < num_users)) @ cost
+        if limit < inf:
+            counts = [(a, c) for a in range(k + 1) for c in range(cpus + 1)]
+            kept = np.logical_or.reduce([self._possible(a, c, limit) for a, c in counts])
+            kept[[0, -1]] = True
+            boundaries = [boundaries[row] for row in np.nonzero(kept)[0].tolist()]
+            inside, placed, self._compute, self._crossing = (
+                rows[kept] for rows in (inside, placed, self._compute, self._crossing)
+            )
+        self.boundaries, self.num_boundaries = boundaries, len(boundaries)
+        self._inside, self._num_inside = inside, inside.sum(axis=1)
+        self._on_cpu = inside @ np.array(workload.on_cpu)
+        self._size = inside @ np.array(workload.size)
         self._all_tensors = cost.sum()
         # A stage does not pay for the tensors of which it holds no user (as many are before its end as before its
         # beginning), nor for those of which it holds all: two products of tables of zeros and ones.
@@ -208,50 +222,43 @@ class Splits:
             left.append((placed[:, some] == count) * cost[some])
             right.append(placed[:, some] == count)
         self._left, self._right = np.hstack(left), np.hstack(right).astype(float)
-        self._memory = workload.memory
-        self._all_fit = sum(workload.size) <= workload.memory
-        counts = [
-            (a, c, cpu)
-            for total in range(1, workload.num_devices + workload.num_cpus + 1)
-            for c in range(min(workload.num_cpus, total) + 1)
-            for a in [total - c]
-            if a <= workload.num_devices
+        self.states = [
+            (total - c, c, cpu)
+            for total in range(1, k + cpus + 1)
+            for c in range(min(cpus, total) + 1)
+            if total - c <= k
             for cpu in (False, True)
-            if (c if cpu else a)
+            if (c if cpu else total - c)
         ]
-        self._states = counts
-        self._number = {state: i for i, state in enumerate(counts)}
+        self._number = {state: i for i, state in enumerate(self.states)}
         self._tables: dict[bool, Any] = {}
-        self._limits = (workload.num_devices, workload.num_cpus)
-        rates = [t / c if c else inf for t, c in zip(workload.compute, workload.on_cpu, strict=True) if t]
-        self._cpu_rate = max(rates, default=0.0)
-        self.num_states = len(counts)
+        self.num_states = len(self.states)
         self.starts = [self._number[state] for state in ((1, 0, False), (0, 1, True)) if state in self._number]
 
     def followers(self, state: int) -> list[int]:
-        a, c, _ = self._states[state]
+        a, c, _ = self.states[state]
         after = [self._number[s] for s in ((a + 1, c, False), (a, c + 1, True)) if s in self._number]
         return [*after, END]
 
     def beginnings(self, state: int, limit: float) -> Any:
-        a, c, cpu = self._states[state]
+        a, c, cpu = self.states[state]
         return self._possible(a - (not cpu), c - cpu, limit)
 
     def endings(self, state: int, limit: float) -> Any:
-        a, c, _ = self._states[state]
+        a, c, _ = self.states[state]
         return self._possible(a, c, limit)
 
     def _possible(self, used: int, used_cpus: int, limit: float) -> Any:
         t, x = self._compute, self._crossing
         left, left_cpus = self._limits[0] - used, self._limits[1] - used_cpus
         slack = 1 + EXACT
-        can = used_cpus * self._cpu_rate * limit if used_cpus else 0.0
+        can = used_cpus * self.cpu_rate * limit if used_cpus else 0.0
         before = t + (0 if used_cpus else x) <= (used * limit + can) * slack
-        can = left_cpus * self._cpu_rate * limit if left_cpus else 0.0
+        can = left_cpus * self.cpu_rate * limit if left_cpus else 0.0
         return before & (t[-1] - t + (0 if left_cpus else x) <= (left * limit + can) * slack)
 
     def load(self, state: int, begin: Any, end: Any, limit: float) -> Any:
-        _, _, cpu = self._states[state]
+        _, _, cpu = self.states[state]
         if self.num_boundaries > SMALL:
             return self._load(cpu, begin, end, limit)
         if cpu not in self._tables:
@@ -290,39 +297,33 @@ def membership(boundaries: Sequence[int], num_nodes: int) -> Any:
 def solve(workload: Workload) -> Answer:
     """Returns the best contiguous split, proven wherever there are at most `MAX_DOWNSETS` downsets.
 
-    First over the cuts of two depth-first orders; then over all downsets, for one that is better.
+    First over the cuts of a depth-first order; then over all downsets, for one that is better.
     """
-    total, num_devices = sum(workload.compute), workload.num_devices
-    order = prefixes(depth_first_order(workload.graph))
-    splits = Splits(workload, order)
-    bound = total / (num_devices + workload.num_cpus * min(splits._cpu_rate, 1e9))
+    total = sum(workload.compute)
+    along = Splits(workload, prefixes(depth_first_order(workload.graph)))
+    bound = total / (workload.num_devices + workload.num_cpus * min(along.cpu_rate, 1e9))
     ceiling = 2 * (total + sum(cost for _, cost in workload.tensors)) + 1
-    best = least_load(splits, bound=bound, ceiling=ceiling).best
-    answer = None if best is None else _answer(workload, order, best, bound, None)
-    limit = (answer.load if answer else ceiling) * (1 - EXACT)
+    first = least_load(along, bound=bound, ceiling=ceiling).best
+    limit = (first.load if first else ceiling) * (1 - EXACT)
     small = reduced(workload, limit)
-    boundaries = downsets(small.graph, MAX_DOWNSETS)
-    if boundaries is None:
-        assert answer is not None
-        return answer
-    better = least_below(Splits(small, boundaries), limit)
+    found = downsets(small.graph, MAX_DOWNSETS)
+    if found is None:
+        assert first is not None
+        return _answer(workload, along, first, bound, None)
+    everywhere = Splits(small, found, limit)
+    better = least_below(everywhere, limit)
     if better is not None:
-        return _answer(small, boundaries, better, better.load, len(boundaries))
-    assert answer is not None
-    return Answer(
-        load=answer.load, bound=answer.load, stages=answer.stages, on_cpu=answer.on_cpu, num_downsets=len(boundaries)
-    )
+        return _answer(small, everywhere, better, better.load, len(found))
+    assert first is not None
+    return _answer(workload, along, first, first.load, len(found))
 
 
-def _answer(
-    workload: Workload, boundaries: Sequence[int], path: StagePath, bound: float, num_downsets: int | None
-) -> Answer:
-    splits = Splits(workload, [0, workload.graph.everything])
-    stages = [boundaries[b] & ~boundaries[a] for a, b in zip(path.boundaries, path.boundaries[1:], strict=False)]
+def _answer(workload: Workload, splits: Splits, path: StagePath, bound: float, num_downsets: int | None) -> Answer:
+    stages = [splits.boundaries[b] & ~splits.boundaries[a] for a, b in pairwise(path.boundaries)]
     return Answer(
         load=path.load,
         bound=bound,
         stages=tuple(tuple(n for node in members(stage) for n in workload.nodes[node]) for stage in stages),
-        on_cpu=tuple(splits._states[state][2] for state in path.states),
+        on_cpu=tuple(splits.states[state][2] for state in path.states),
         num_downsets=num_downsets,
     )
