@@ -67,7 +67,7 @@ def measure(
     if settings.optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     tell = progress or (lambda done, total, what: None)
-    model = _traced(module, len(inputs))
+    _check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
     settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
@@ -77,6 +77,7 @@ def measure(
     num_parts = 2 * len(todo) + (made is None)
     done = 0
     with _ready(module, device, settings):
+        model = _traced(module, inputs)
         for size in todo:
             *own, wanted = batch((*inputs, target), size, device)
             own = [_laid_out(tensor, settings) for tensor in own]
@@ -130,12 +131,15 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _traced(module: nn.Module, num_inputs: int) -> TracedModel:
+def _check_trainable(module: nn.Module) -> None:
     if any(parameter.is_meta for parameter in module.parameters()):
         raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
-    model = trace(module, num_inputs)
+
+
+def _traced(module: nn.Module, inputs: Sequence[Tensor]) -> TracedModel:
+    model = trace(module, inputs)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     return model

@@ -93,7 +93,7 @@ class _Passes:
         subject = self.watched.subject
         _synchronize(subject.device)
         start = time.perf_counter_ns()
-        subject.loss_of(subject.model.module).backward()  # type: ignore[no-untyped-call]
+        subject.whole_loss().backward()  # type: ignore[no-untyped-call]
         _synchronize(subject.device)
         return time.perf_counter_ns() - start
 

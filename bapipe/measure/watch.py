@@ -10,7 +10,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bapipe.errors import InvalidModel
 from bapipe.measure.split_backward import WeightGroup, find_groups, run_input_grads
 from bapipe.profile import LOSS
-from bapipe.trace import TracedModel
+from bapipe.trace import TracedModel, layer_states
+from bapipe.trace.extract import GradMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,17 @@ class Subject:
     autocast: torch.dtype | None = None
 
     def loss_of(self, module: nn.Module) -> Tensor:
-        """Returns the loss of the batch."""
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            return self.loss(module(*self.inputs), self.target)
+        """Returns the loss of the batch by a module that gives a tuple of the model's outputs."""
+        with self._autocast():
+            return self.loss(self.model.result.rebuild(module(*self.inputs)), self.target)
+
+    def whole_loss(self) -> Tensor:
+        """Returns the loss of the batch by the model's own code."""
+        with self._autocast():
+            return self.loss(self.model.root(*self.inputs), self.target)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     @property
     def device(self) -> torch.device:
@@ -176,30 +185,16 @@ class TensorFacts:
 
 def parameters_of(model: TracedModel) -> tuple[tuple[nn.Parameter, ...], ...]:
     """Returns the parameters that each layer uses, each parameter once in a layer, in the order of `model.layers`."""
-    used: dict[str, dict[int, nn.Parameter]] = {layer.name: {} for layer in model.layers}
-    for node in model.module.graph.nodes:
-        if node.op == "call_module":
-            found = list(model.module.get_submodule(str(node.target)).parameters())
-            users = [model.layer_of[node]]
-        elif node.op == "get_attr":
-            value = _attribute(model.module, str(node.target))
-            found = [value] if isinstance(value, nn.Parameter) else []
-            users = [model.layer_of[user] for user in node.users if user in model.layer_of]
-        else:
-            continue
-        for layer in users:
-            used[layer] |= {id(parameter): parameter for parameter in found}
-    return tuple(tuple(used[layer.name].values()) for layer in model.layers)
+    states = layer_states(model)
+    return tuple(
+        tuple({id(tensor): tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)}.values())
+        for state in (states[layer.name] for layer in model.layers)
+    )
 
 
 def batch(tensors: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns the tensors with `size` rows, theirs repeated as often as it takes."""
     return tuple(tensor[torch.arange(size, device=tensor.device) % len(tensor)].to(device) for tensor in tensors)
-
-
-def _attribute(module: nn.Module, path: str) -> object:
-    owner, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(owner), name)
 
 
 def _instrument(
@@ -217,12 +212,14 @@ def _instrument(
     name_of = {node: name for name, node in model.node_of.items()}
     graph = fx.Graph()
     copy: dict[fx.Node, fx.Node] = {}
+    gradients = GradMode(graph)
     running = None
     for node in model.module.graph.nodes:
         layer = place[model.layer_of[node]] if node in model.layer_of else None
         if layer is not None and layer != running:
             graph.call_function(enter_layer, (layer,))
             running = layer
+        gradients.enter(node)
         copy[node] = graph.node_copy(node, copy.__getitem__)
         if layer is not None and node in name_of:
             graph.call_function(made_tensor, (layer, name_of[node], copy[node]))

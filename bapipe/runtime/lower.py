@@ -15,6 +15,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.draws import Draws
 from bapipe.runtime.recompute import Recomputed
 from bapipe.runtime.transfers import receives_first, with_transfers
 from bapipe.schedule import Action, Phase, Schedule
@@ -74,11 +75,12 @@ class Runner:
         stages: Sequence[LocalStage],
         loss: Loss,
         clock: Clock,
+        draws: Draws,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
         """`ranks[i]` is the schedule's rank that process i of the group plays."""
-        self._loss, self._clock = loss, clock
+        self._loss, self._clock, self._draws = loss, clock, draws
         self._schedule, self._ranks = schedule, ranks
         self._runs: list[_Run] = []
         self._arguments: Mapping[str, Sequence[Tensor]] = {}
@@ -244,6 +246,7 @@ class Runner:
             self._timed(stage.index, phase, microbatch, call)
 
     def _timed(self, stage: int, phase: Phase, microbatch: int, call: Callable[[], Any]) -> Any:
+        self._draws.microbatch = microbatch
         start = self._clock.stamp()
         result = call()
         self._runs.append(_Run(Action(stage, phase, microbatch), start, self._clock.stamp()))

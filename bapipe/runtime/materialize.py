@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.split import Split, layer_state
+from bapipe.runtime.split import Split
+from bapipe.trace import idle_state, layer_states
 
 _UNSET = -(2**40) - 7
 """Fills integers before initialisation, as NaN does floats, so that what no one sets is found."""
@@ -16,34 +17,41 @@ _UNSET = -(2**40) - 7
 
 def materialize(
     parts: Split,
-    stages: Iterable[int],
+    tensors: Iterable[Tensor],
     device: torch.device,
     seed: int,
     initialize: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Puts the parameters and buffers of some stages on a device, in place, and all others on the meta device.
+    """Puts some parameters and buffers of a model on a device, in place, and all others on the meta device.
 
-    A layer that is on the meta device takes the values of `reset_parameters()`, and then of `initialize(module)` where
-    given, each under a seed that depends on `seed` and the layer's name alone: however the model is cut, it starts
-    from the same weights. A layer that has values keeps them.
+    A parameter or buffer on the meta device takes its value from the first layer of the model that uses it: that of
+    `reset_parameters()`, and then of `initialize(module)` where given, each under a seed that depends on `seed` and the
+    layer's name alone. However the model is cut, it starts from the same weights. What has a value keeps it.
 
     Raises:
         InvalidModel: a parameter or buffer on the meta device to which nothing gives a value.
     """
     model = parts.model
-    own: dict[int, Tensor] = {}
-    with _no_weak_references(model.module):
-        for name in (name for s in stages for name in parts.stages[s].layers):
-            state = layer_state(model, name)
-            if any(tensor.is_meta for tensor in state.values()):
-                _initialize_layer(model.module, name, state, seed, initialize)
-            own |= {id(tensor): tensor for tensor in state.values()}
-        for tensor in own.values():
-            if tensor.device != device:
+    own = {id(tensor) for tensor in tensors}
+    states = layer_states(model)
+    for name, tensor in idle_state(model).items():
+        states.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    with _no_weak_references(model.root):
+        for layer, state in states.items():
+            if any(tensor.is_meta and id(tensor) in own for tensor in state.values()):
+                _initialize_layer(model.root, layer, state, seed, initialize)
+        for tensor in _held(model.root, model.module):
+            if id(tensor) not in own:
+                if not tensor.is_meta:
+                    _swap(tensor, torch.empty_like(tensor, device="meta"))
+            elif tensor.device != device:
                 _swap(tensor, tensor.detach().to(device))
-        for tensor in (*model.module.parameters(), *model.module.buffers()):
-            if id(tensor) not in own and not tensor.is_meta:
-                _swap(tensor, torch.empty_like(tensor, device="meta"))
+
+
+def _held(*modules: nn.Module) -> list[Tensor]:
+    """Every parameter and buffer once."""
+    found = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return list({id(tensor): tensor for tensor in found}.values())
 
 
 def layer_seed(seed: int, layer: str) -> int:
@@ -59,19 +67,20 @@ def _initialize_layer(
     initialize: Callable[[nn.Module], None] | None,
 ) -> None:
     # On the CPU, so that the values do not depend on the device.
-    path = layer.partition("#")[0]
     unset = {name: tensor for name, tensor in state.items() if tensor.is_meta}
     for tensor in unset.values():
         _swap(tensor, _poisoned(tensor))
-    module = root.get_submodule(path)
+    written = {id(tensor) for tensor in unset.values()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(layer_seed(seed, layer))
-        for child in reversed(list(module.modules())):  # a parent's reset has the last word, as in its constructor
-            reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
-            if callable(reset):
-                reset()
-        if initialize is not None:
-            initialize(module)
+        for module in _owners(root, layer, unset):
+            with _kept(tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in written):
+                for child in reversed(list(module.modules())):  # a parent's reset has the last word, as at its making
+                    reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
+                    if callable(reset):
+                        reset()
+                if initialize is not None:
+                    initialize(module)
     for name, tensor in unset.items():
         if _is_poisoned(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -90,6 +99,23 @@ def _no_weak_references(root: nn.Module) -> Iterator[None]:
     yield
     for module in recurrent:
         module._init_flat_weights()
+
+
+def _owners(root: nn.Module, layer: str, unset: Iterable[str]) -> list[nn.Module]:
+    """The layer's module, and those outside it that hold what the layer uses."""
+    modules = dict(root.named_modules())
+    path = layer.partition("#")[0]
+    outside = (name.rpartition(".")[0] for name in unset if not name.startswith(f"{path}."))
+    return [modules[name] for name in dict.fromkeys((path, *outside)) if name in modules]
+
+
+@contextmanager
+def _kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Gives tensors back the values that they had."""
+    values = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
+    yield
+    for tensor, value in values:
+        tensor.copy_(value)
 
 
 def _poisoned(tensor: Tensor) -> Tensor:

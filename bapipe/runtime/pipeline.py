@@ -12,17 +12,19 @@ from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
 from bapipe.plan import Memory, Plan
 from bapipe.runtime.clock import clock_for
+from bapipe.runtime.draws import Draws
 from bapipe.runtime.footprint import Footprint
 from bapipe.runtime.lower import LocalStage, Loss, Runner, subgroup
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.measured import Measured, gather
 from bapipe.runtime.replicas import Replicas
+from bapipe.runtime.shared import SharedGradients
 from bapipe.runtime.split import argument_names, split, stage_module, trained_layers
 from bapipe.runtime.transfers import with_transfers
 from bapipe.schedule import Action, Schedule
 from bapipe.simulate import judge
 from bapipe.timeline import Timeline
-from bapipe.trace import trace
+from bapipe.trace import idle_state, state_names, trace
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -72,16 +74,23 @@ class Pipeline:
         self.rank = self._ranks[dist.get_rank(group)]
         schedule = plan.table
         self.stages = _in_order_of_updates(schedule, self.rank)
-        keys = frozenset(module.state_dict())
-        self._split = split(trace(module, len(inputs)), plan, inputs)
+        self._keys = frozenset(module.state_dict())
+        self._names = state_names(module)
+        self._split = split(trace(module, inputs), plan, inputs)
         self._footprint = Footprint(self._device)
-        materialize(self._split, self.stages, self._device, seed, initialize)
-        self._modules: dict[int, nn.Module] = {s: stage_module(self._split, s) for s in self.stages}
-        self._keys = keys
+        self._draws = Draws(seed, self._device)
+        self._modules: dict[int, nn.Module] = {
+            s: stage_module(self._split, s, self._device, self._draws) for s in self.stages
+        }
+        self._idle = tuple(idle_state(self._split.model).values()) if 0 in self.stages else ()
+        materialize(self._split, self._state(), self._device, seed, initialize)
         self._clock = clock_for(self._device)
+        self._shared = self._connect_shared(schedule)
         self._replicas = self._connect(schedule)
         local = [self._local_stage(s) for s in sorted(self.stages)]
-        self._runner = Runner(schedule, self._ranks, local, self._loss(loss), self._clock, self._device, group)
+        self._runner = Runner(
+            schedule, self._ranks, local, self._loss(loss), self._clock, self._draws, self._device, group
+        )
         self._optimizers = _optimizers(self._modules, optimizer or sgd())
         self._updates: list[tuple[int, object, object]] = []
         self._start: object | None = None
@@ -132,11 +141,14 @@ class Pipeline:
             optimizer.zero_grad(set_to_none=True)  # zeroing costs a pass to fill and one more to add
         for replicas in self._replicas.values():
             replicas.begin()
-        loss = self._runner.run(
-            [loaded[name] for name in first],
-            {argument: loaded[name] for argument, name in zip(names, later, strict=True)},
-            target if self.needs_target else None,
-        )
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            loss = self._runner.run(
+                [loaded[name] for name in first],
+                {argument: loaded[name] for argument, name in zip(names, later, strict=True)},
+                target if self.needs_target else None,
+            )
+        self._draws.step += 1
+        self._shared.sum()
         self._updates = [self._update(stage) for stage in self.stages]
         for replicas in self._replicas.values():
             replicas.buffers.finish()
@@ -146,13 +158,21 @@ class Pipeline:
         return float((loss if last is None else last.total(loss)).item())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters and buffers by their names in the original module."""
-        state = (pair for module in self._modules.values() for pair in module.state_dict().items())
-        return {name: tensor for name, tensor in state if name in self._keys}
+        """Returns this rank's parameters and buffers by their names in the original module; tied ones by all of them.
+
+        The state dicts of all ranks together are the original's: what no layer uses is the first stage's.
+        """
+        named = ((name, tensor) for tensor in self._state() for name in self._names.get(id(tensor), ()))
+        return {name: tensor.detach() for name, tensor in named if name in self._keys}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this rank's parameters, with their gradients, by their names in the original module."""
-        return {name: value for module in self._modules.values() for name, value in module.named_parameters()}
+        """Returns the parameters that this rank's stages use, with their gradients, by their names in the module."""
+        parameters = (parameter for module in self._modules.values() for parameter in module.parameters())
+        return {self._names[id(parameter)][0]: parameter for parameter in parameters}
+
+    def _state(self) -> list[Tensor]:
+        held = [tensor for module in self._modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        return list({id(tensor): tensor for tensor in (*held, *self._idle)}.values())
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
@@ -195,9 +215,26 @@ class Pipeline:
             group = subgroup([self._ranks.index(rank) for rank in ranks], self._device)
             if s in self.stages:
                 own = sum(schedule.rank_of(s, m) == self.rank for m in range(schedule.num_microbatches))
-                layers = trained_layers(self._split, s)
+                layers = trained_layers(self._split, s, without=self._shared.parameters)
                 replicas[s] = Replicas(self._modules[s], layers, group, own / schedule.num_microbatches, self._clock)
         return replicas
+
+    def _connect_shared(self, schedule: Schedule) -> SharedGradients:
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        summed = []
+        for one in self._split.shared:
+            users = tuple(sorted({rank for s in one.stages for rank in schedule.devices[s]}))
+            if len(users) == 1 or not one.parameter.requires_grad:
+                continue
+            if self._group is not None:
+                raise BapipeError(
+                    f"'{one.name}' is in several stages, which need the default process group: leave out `group`"
+                )
+            if users not in groups:
+                groups[users] = subgroup([self._ranks.index(rank) for rank in users], self._device)
+            if self.rank in users:
+                summed.append((one.parameter, groups[users]))
+        return SharedGradients(summed)
 
     def _local_stage(self, index: int) -> LocalStage:
         stage, examples = self._split.stages[index], self._split.examples
@@ -213,8 +250,9 @@ class Pipeline:
         )
 
     def _loss(self, loss: Loss) -> Loss:
-        """The last stage gives a tuple; the loss wants what the model returns."""
-        return loss if self._split.returns_tuple else lambda output, target: loss(output[0], target)
+        """The last stage gives a tuple of tensors; the loss wants what the model returns."""
+        rebuild = self._split.model.result.rebuild
+        return lambda output, target: loss(rebuild(output), target)
 
     def _load(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
         if len(inputs) > len(self.input_names):
@@ -247,7 +285,7 @@ class Pipeline:
         return stage, start, self._clock.stamp()
 
     def _memory(self) -> Memory:
-        parameters = [p for module in self._modules.values() for p in module.parameters()]
+        parameters = list({id(p): p for module in self._modules.values() for p in module.parameters()}.values())
         state = [v for o in self._optimizers.values() for held in o.state.values() for v in held.values()]
         return Memory(
             params=sum(p.nbytes for p in parameters),
@@ -287,8 +325,15 @@ def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:
 
 
 def _optimizers(modules: dict[int, nn.Module], make: MakeOptimizer) -> dict[int, Optimizer]:
-    trained = {s: [p for p in module.parameters() if p.requires_grad] for s, module in modules.items()}
-    return {s: make(parameters) for s, parameters in trained.items() if parameters}
+    """One optimizer a stage; a parameter of several belongs to the first."""
+    taken: set[int] = set()
+    made = {}
+    for s, module in modules.items():
+        trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
+        taken |= {id(p) for p in trained}
+        if trained:
+            made[s] = make(trained)
+    return made
 
 
 def _describe(tensor: Tensor) -> str:

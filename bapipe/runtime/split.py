@@ -1,6 +1,6 @@
 """A plan's cuts through a traced model: what every stage receives, loads and passes on, and its module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from bapipe.cost import check_flow
 from bapipe.errors import InvalidModel
 from bapipe.plan import Plan
 from bapipe.profile import LOSS
-from bapipe.trace import TracedModel, extract
+from bapipe.trace import TracedModel, changes_buffers, extract, layer_states
+from bapipe.trace.sizes import like, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,32 +39,45 @@ class Split:
     Attributes:
         examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
             inputs and outputs, for one micro-batch.
+        shared: parameters that several stages use.
     """
 
     model: TracedModel
     stages: tuple[StageTensors, ...]
     examples: dict[str, Tensor]
+    shared: tuple["SharedParameter", ...]
 
-    @property
-    def returns_tuple(self) -> bool:
-        """Whether the model returns a tuple, so that the loss is given one."""
-        return not isinstance(self.model.returned, fx.Node)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParameter:
+    """A parameter that several stages use, and whose gradient is the sum of theirs.
+
+    Attributes:
+        name: its first name in the model.
+        stages: ascending.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
 
 
 def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     """Returns a plan's stages of a model; `inputs` are examples of any batch size, on any device.
 
     A tensor used further on than the next stage is relayed by the stages between. A model input is loaded by every
-    stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing.
+    stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing; where the
+    model's code needs values, from one on its own device.
 
     Raises:
-        InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, stages share a parameter, or
-            something other than a tensor would cross a cut.
+        InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, stages share a buffer that
+            one changes or memory that one changes in place, or something other than a tensor would cross a cut.
     """
     check_layers(model, plan)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
     check_flow(model.layers, stage_of)
-    _check_sharing(model, stage_of)
+    _check_hazards(model, stage_of)
+    shared = _shared(model, stage_of)
     if len(inputs) != len(model.inputs):
         raise InvalidModel(
             f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
@@ -71,17 +85,30 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     stages = _stages(model, stage_of, len(plan.stages))
     given = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
     examples = _examples(model, given, inputs, plan.microbatch_size)
-    return Split(model=model, stages=stages, examples=examples)
+    return Split(model=model, stages=stages, examples=examples, shared=shared)
 
 
-def stage_module(parts: Split, index: int) -> fx.GraphModule:
+def stage_module(
+    parts: Split,
+    index: int,
+    device: torch.device | None = None,
+    before_random: Callable[[str], None] | None = None,
+) -> fx.GraphModule:
     """Returns a stage as a module of its `received`, then its `loaded` tensors; it gives a tuple of its `outputs`.
 
     Parameters keep their names in the model and are shared with it. What goes to another stage is contiguous and no
-    view, and comes from a single node of the autograd graph: see `_Seal`.
+    view, and comes from a single node of the autograd graph: see `_Seal`. For `device` and `before_random` see
+    `bapipe.trace.extract`.
     """
     stage = parts.stages[index]
-    module = extract(parts.model, stage.layers, (*stage.received, *stage.loaded), stage.outputs)
+    module = extract(
+        parts.model,
+        stage.layers,
+        (*stage.received, *stage.loaded),
+        stage.outputs,
+        device=device,
+        before_random=before_random,
+    )
     passed_on = index + 1 < len(parts.stages) or set(stage.outputs) & set(stage.received)
     if stage.outputs and passed_on:  # the last stage only where torch would detach its own receive buffer
         output = next(node for node in module.graph.nodes if node.op == "output")
@@ -144,53 +171,51 @@ def check_layers(model: TracedModel, plan: Plan) -> None:
         raise InvalidModel(f"the plan's last stage does not hold the layer '{LOSS}': plan again")
 
 
-def _check_sharing(model: TracedModel, stage_of: dict[str, int]) -> None:
-    """A parameter or buffer in two stages would be two, and drift apart."""
-    first: dict[int, tuple[str, int]] = {}
-    for layer in model.layers:
-        for name, tensor in layer_state(model, layer.name).items():
-            other, stage = first.setdefault(id(tensor), (layer.name, stage_of[layer.name]))
-            if stage != stage_of[layer.name]:
-                raise InvalidModel(
-                    f"'{name}' is used by layers '{other}' and '{layer.name}' in stages {stage} and "
-                    f"{stage_of[layer.name]}: layers that share state must share a stage"
-                )
+def _check_hazards(model: TracedModel, stage_of: dict[str, int]) -> None:
+    for hazard in model.hazards:
+        reader, writer = stage_of[hazard.reader], stage_of[hazard.writer]
+        if reader > writer or (hazard.same_stage and reader != writer):
+            raise InvalidModel(
+                f"layer '{hazard.writer}' (stage {writer}) changes in place what layer '{hazard.reader}' (stage "
+                f"{reader}) reads too: keep them in one stage, or let '{hazard.writer}' give a new tensor"
+            )
 
 
-def layer_state(model: TracedModel, layer: str) -> dict[str, Tensor]:
-    """Returns the parameters and buffers that a layer uses, by their names in the model."""
-    nodes = [node for node, name in model.layer_of.items() if name == layer]
-    state: dict[str, Tensor] = {}
-    for node in nodes:
-        if node.op == "call_module":
-            path = str(node.target)
-            module = model.module.get_submodule(path)
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                state[f"{path}.{name}"] = tensor
-        for source in node.all_input_nodes:
-            if source.op == "get_attr":
-                state[str(source.target)] = direct_state(model.module, str(source.target))
-    return state
+def _shared(model: TracedModel, stage_of: dict[str, int]) -> tuple[SharedParameter, ...]:
+    """The parameters of several stages; a buffer that one of them changes would drift apart, so it is refused."""
+    used: dict[int, list[tuple[str, str, Tensor]]] = {}
+    for layer, state in layer_states(model).items():
+        for name, tensor in state.items():
+            used.setdefault(id(tensor), []).append((layer, name, tensor))
+    found = []
+    for users in used.values():
+        stages = tuple(sorted({stage_of[layer] for layer, _, _ in users}))
+        layer, name, tensor = users[0]
+        if len(stages) == 1:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            found.append(SharedParameter(name=name, parameter=tensor, stages=stages))
+        elif any(changes_buffers(model, user) for user, _, _ in users):
+            raise InvalidModel(
+                f"buffer '{name}' is used by layers '{layer}' and '{users[-1][0]}' in stages {stages[0]} and "
+                f"{stages[-1]}, and training may change it: layers that share such a buffer must share a stage"
+            )
+    return tuple(found)
 
 
-def trained_layers(parts: Split, index: int) -> tuple[tuple[nn.Parameter, ...], ...]:
+def trained_layers(
+    parts: Split, index: int, without: Iterable[nn.Parameter] = ()
+) -> tuple[tuple[nn.Parameter, ...], ...]:
     """Returns the parameters of each of a stage's layers that are trained, in order; a shared one with its first."""
-    seen: set[int] = set()
+    states = layer_states(parts.model)
+    seen = {id(parameter) for parameter in without}
     layers = []
     for layer in parts.stages[index].layers:
-        state = layer_state(parts.model, layer).values()
+        state = states[layer].values()
         own = {id(t): t for t in state if isinstance(t, nn.Parameter) and t.requires_grad and id(t) not in seen}
         seen |= set(own)
         layers.append(tuple(own.values()))
     return tuple(layers)
-
-
-def direct_state(module: nn.Module, path: str) -> Tensor:
-    """Returns the parameter, buffer or constant at a dotted path."""
-    parent, _, name = path.rpartition(".")
-    value = getattr(module.get_submodule(parent), name)
-    assert isinstance(value, Tensor), path
-    return value
 
 
 def _stages(model: TracedModel, stage_of: dict[str, int], num_stages: int) -> tuple[StageTensors, ...]:
@@ -216,27 +241,39 @@ def _stages(model: TracedModel, stage_of: dict[str, int], num_stages: int) -> tu
 def _examples(
     model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int
 ) -> dict[str, Tensor]:
-    module = extract(model, [layer.name for layer in model.layers], model.inputs, names)
-    state = {name: _on_meta(tensor, tensor.shape) for name, tensor in module.named_parameters()}
-    state |= {name: _on_meta(tensor, tensor.shape) for name, tensor in module.named_buffers()}
-    given = tuple(_on_meta(example, (microbatch_size, *example.shape[1:])) for example in inputs)
+    nodes = [model.node_of[name] for name in names]
     try:
-        with torch.enable_grad():
-            values = torch.func.functional_call(module, state, given)
+        values = shapes(model.module, inputs, microbatch_size, nodes)
     except Exception as error:  # whatever the model's own code raises
-        raise InvalidModel(
-            f"the model fails on micro-batches of {microbatch_size}, on shapes alone: {str(error).splitlines()[0]}"
-        ) from error
+        values = _run_once(model, names, inputs, microbatch_size, error)
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise InvalidModel(
                 f"'{name}' is used across a cut but is no tensor but a {type(value).__name__}: "
                 "let each layer find sizes from its own input, as x.flatten(1) does, or plan another cut"
             )
+    given = (like(example, (microbatch_size, *example.shape[1:])) for example in inputs)
     return dict(zip(model.inputs, given, strict=True)) | {
-        name: _on_meta(value, value.shape) for name, value in zip(names, values, strict=True)
+        name: like(value, value.shape) for name, value in zip(names, values, strict=True)
     }
 
 
-def _on_meta(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+def _run_once(
+    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, fault: Exception
+) -> tuple[object, ...]:
+    """Returns what the whole model gives on real values, leaving its buffers and the random state as they were."""
+    parameters = list(model.module.parameters())
+    message = f"the model fails on micro-batches of {microbatch_size}"
+    if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
+        raise InvalidModel(f"{message}, on shapes alone: {str(fault).splitlines()[0]}") from fault
+    device = parameters[0].device if parameters else inputs[0].device
+    rows = torch.arange(microbatch_size)
+    given = tuple(example[rows.to(example.device) % len(example)].to(device) for example in inputs)
+    whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
+    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng():
+            values: tuple[object, ...] = torch.func.functional_call(whole, buffers, given)
+    except Exception as error:  # whatever the model's own code raises
+        raise InvalidModel(f"{message}: {str(error).splitlines()[0]}") from error
+    return values

@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,19 @@ def make_plan(
     """Returns a plan that cuts before the layers at `cuts` and runs stage s on device or devices `ranks[s]`."""
     names = (*layers, LOSS)
     bounds = (0, *cuts, len(names))
+    stages = [names[a:b] for a, b in pairwise(bounds)]
+    return make_plan_of(stages, ranks, order, microbatch_size, num_microbatches, recompute)
+
+
+def make_plan_of(
+    stages: Sequence[Sequence[str]],
+    ranks: Sequence[int | tuple[int, ...]],
+    order: Sequence[Sequence[str]],
+    microbatch_size: int,
+    num_microbatches: int,
+    recompute: Sequence[int] = (),
+) -> Plan:
+    """Returns a plan of stages given by their layers that runs stage s on device or devices `ranks[s]`."""
     link = Bandwidth(bytes_per_s=10**9, latency_ns=1000)
     devices = tuple(Device(name=f"cpu{i}", host="a", kind="cpu", memory_bytes=2**30) for i in range(len(order)))
     return Plan(
@@ -46,8 +60,8 @@ def make_plan(
         num_microbatches=num_microbatches,
         schedule="test",
         stages=tuple(
-            StagePlan(layers=names[a:b], devices=tuple(f"cpu{rank}" for rank in devices), recompute=s in recompute)
-            for s, (a, b, devices) in enumerate(zip(bounds[:-1], bounds[1:], replicas(ranks), strict=True))
+            StagePlan(layers=tuple(own), devices=tuple(f"cpu{rank}" for rank in devices), recompute=s in recompute)
+            for s, (own, devices) in enumerate(zip(stages, replicas(ranks), strict=True))
         ),
         order=tuple(tuple(actions) for actions in order),
         prediction=Prediction(step_ns=0, samples_per_s=0.0, bubble=0.0, ranks=()),
@@ -181,7 +195,7 @@ class Frozen(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers share a weight, and must share a stage."""
+    """Two layers share a weight, in one stage or in two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,6 +204,34 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.b(self.a(x).relu()))
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, and finds a size far from where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = self.a(self.b(y).tanh())
+        return self.c(z).view(y.size(0), -1)
+
+
+class Gate(nn.Module):
+    """Branches on values, so it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(x) if x.sum() > 0 else self.low(x)
+
+
+def gated() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Gate(), nn.Linear(6, 5))
 
 
 def mlp() -> nn.Module:
@@ -211,6 +253,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, .
     "masked": (Masked, _rows),
     "frozen": (Frozen, _rows),
     "tied": (Tied, _rows),
+    "twice": (Twice, _rows),
+    "gated": (gated, _rows),
 }
 
 
@@ -279,7 +323,7 @@ def _run(item: Case) -> Outcome:
     num_samples = item.microbatch_size * item.num_microbatches
     batches = [(data(num_samples), torch.randint(0, 5, (num_samples,))) for _ in range(2)]
     batches = [(tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs), y) for inputs, y in batches]
-    layers = [layer.name for layer in trace(part).layers]
+    layers = [layer.name for layer in trace(part, batches[0][0]).layers]
     cost.BUCKET_BYTES = item.bucket_bytes
     size, num = item.microbatch_size, item.num_microbatches
     plan = make_plan(layers, item.cuts, item.ranks, item.order, size, num, item.recompute)

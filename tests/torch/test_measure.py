@@ -210,7 +210,7 @@ class Sized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
-        z: Tensor = self.b(y) / y.size(1)
+        z: Tensor = self.b(y) / y.size(0) ** 2
         return z
 
 
@@ -239,7 +239,7 @@ def meta() -> nn.Module:
         ),
         (
             Sized,
-            "layer 'a' gives other layers 6 (int); only tensors can cross between layers: "
+            "layer 'a' gives other layers 16 (int); only tensors can cross between layers: "
             "compute it from a tensor where it is used",
         ),
         (meta, "Sequential is on the meta device, so it cannot run: build it on a real one"),
@@ -314,7 +314,7 @@ def test_split_and_whole_backward_give_the_same_gradients(
     module = make().double()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     target = torch.tensor([0, 1, 2, 3])
-    subject = Subject(model=trace(module, len(inputs)), loss=functional.cross_entropy, inputs=inputs, target=target)
+    subject = Subject(model=trace(module, inputs), loss=functional.cross_entropy, inputs=inputs, target=target)
     reported: list[int] = []
     watched = Watched(subject=subject, enter=reported.append)
     for _ in range(2):  # gradients add up

@@ -1,6 +1,7 @@
 """What a stage receives, loads and passes on; which plans and models are refused; who gets which initial weights."""
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,15 @@ def _plan(module: nn.Module, cuts: tuple[int, ...], layers: list[str] | None = N
 
 
 def _split(module: nn.Module, cuts: tuple[int, ...], *inputs: Tensor) -> Split:
-    return split(trace(module), _plan(module, cuts), inputs)
+    return split(trace(module, inputs), _plan(module, cuts), inputs)
+
+
+def _materialize(
+    parts: Split, stages: Sequence[int], seed: int = 0, initialize: Callable[[nn.Module], None] | None = None
+) -> None:
+    modules = [stage_module(parts, s) for s in stages]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    materialize(parts, tensors, torch.device("cpu"), seed, initialize)
 
 
 def test_a_skip_is_relayed_and_a_later_input_is_loaded() -> None:
@@ -96,12 +105,44 @@ def test_a_plan_against_the_flow_is_refused() -> None:
         split(trace(model), _plan(model, (1,), ["1", "0"]), [torch.zeros(1, 4)])
 
 
-def test_stages_that_share_a_weight_are_refused() -> None:
-    with pytest.raises(InvalidModel, match=r"^'b.weight' is used by layers 'a' and 'b' in stages 0 and 1: layers that"):
-        _split(Tied(), (1,), torch.zeros(1, 6))
+def test_stages_may_share_a_weight() -> None:
+    parts = _split(Tied(), (1,), torch.zeros(1, 6))
+    assert [(one.name, one.stages) for one in parts.shared] == [("a.weight", (0, 1))]
+    assert set(stage_module(parts, 0).state_dict()) == {"a.weight", "a.bias"}
+    assert set(stage_module(parts, 1).state_dict()) == {"b.weight", "b.bias", "c.weight", "c.bias"}
 
 
-def test_a_number_across_a_cut_is_refused() -> None:
+def test_a_shared_weight_on_the_meta_device_starts_from_its_first_layer_on_every_stage() -> None:
+    def weights(stages: tuple[int, ...]) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            module = Tied()
+        _materialize(_split(module, (1,), torch.zeros(1, 6)), stages)
+        return {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
+
+    first, second, both = weights((0,)), weights((1,)), weights((0, 1))
+    assert set(first) == {"a.weight", "a.bias", "b.weight"}
+    assert set(second) == {"a.weight", "b.weight", "b.bias", "c.weight", "c.bias"}
+    assert all(torch.equal(value, both[name]) for state in (first, second) for name, value in state.items())
+
+
+def test_stages_that_share_running_statistics_are_refused() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.a(self.norm(x)))
+
+    message = (
+        "buffer 'norm.running_mean' is used by layers 'norm' and 'norm#2' in stages 0 and 1, and training may change "
+        "it: layers that share such a buffer must share a stage"
+    )
+    with pytest.raises(InvalidModel, match=f"^{message}$"):
+        _split(Shared(), (1,), torch.zeros(1, 4))
+
+
+def test_a_size_is_found_again_after_a_cut() -> None:
     class Sized(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,12 +150,44 @@ def test_a_number_across_a_cut_is_refused() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.a(x)
-            return self.b(y).view(y.size(0), 2, 2)
+            return self.b(y.repeat(3, 1)).view(y.size(0) * 3 + 0, 2, y.shape[-1] // 2)
+
+    parts = _split(Sized(), (1,), torch.zeros(1, 4))
+    assert parts.stages[1].received == ("a",)
+    (given,) = stage_module(parts, 1)(torch.zeros(15, 4))
+    assert given.shape == (15, 2, 2)
+
+
+def test_a_size_that_is_no_multiple_of_the_batch_is_refused() -> None:
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return self.b(y) * (y.size(0) ** 2)
 
     with pytest.raises(
-        InvalidModel, match=r"^'a:size' is used across a cut but is no tensor but a int: let each layer"
+        InvalidModel, match=r"^'a:pow_1' is used across a cut but is no tensor but a int: let each layer find"
     ):
-        _split(Sized(), (1,), torch.zeros(1, 4))
+        stage_module(_split(Halved(), (1,), torch.zeros(1, 4)), 1)
+
+
+def test_what_changes_memory_that_another_stage_reads_is_refused() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.relu, self.b = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            early = y[:, :2]
+            z = self.relu(y)
+            return self.b(early) + z
+
+    with pytest.raises(InvalidModel, match=r"^layer 'relu' \(stage 0\) changes in place what layer 'b' \(stage 1\)"):
+        _split(Late(), (2,), torch.zeros(1, 4))
 
 
 def test_what_cannot_run_is_refused() -> None:
@@ -146,7 +219,7 @@ def test_own_layers_are_made_real_and_do_not_depend_on_the_rest() -> None:
         with torch.device("meta"):
             module = Residual()
         parts = _split(module, (cut,), torch.zeros(1, 3, 6, 6))
-        materialize(parts, stages, torch.device("cpu"), seed=5)
+        _materialize(parts, stages, seed=5)
         return {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
 
     state = torch.get_rng_state()
@@ -165,7 +238,7 @@ def test_initialize_has_the_last_word_and_real_weights_are_kept() -> None:
 
     module = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4), nn.Linear(4, 4))
     kept = module[1].weight.clone()
-    materialize(_split(module, (2,), torch.zeros(1, 4)), (0,), torch.device("cpu"), seed=0, initialize=ones)
+    _materialize(_split(module, (2,), torch.zeros(1, 4)), (0,), initialize=ones)
     assert torch.equal(module[0].weight, torch.ones(4, 4))
     assert torch.equal(module[1].weight, kept)
     assert module[2].weight.is_meta
@@ -185,12 +258,12 @@ def test_a_recurrent_layer_is_made_real_and_dropped_again() -> None:
     with torch.device("meta"):
         module = Reader()
     x = torch.randn(1, 3, 4)
-    materialize(_split(module, (1,), x), (0, 1), torch.device("cpu"), seed=0)
+    _materialize(_split(module, (1,), x), (0, 1))
     gates = module.lstm.weight_ih_l0 @ x[0, 0] + module.lstm.bias_ih_l0 + module.lstm.bias_hh_l0
     i, _, g, o = gates.chunk(4)
     first = torch.sigmoid(o) * torch.tanh(torch.sigmoid(i) * torch.tanh(g))
     torch.testing.assert_close(module(x)[0, 0], module.head(first))
-    materialize(_split(module, (1,), x), (1,), torch.device("cpu"), seed=0)
+    _materialize(_split(module, (1,), x), (1,))
     assert module.lstm.weight_ih_l0.is_meta
     assert not module.head.weight.is_meta
 
@@ -208,7 +281,7 @@ def test_a_constant_that_nothing_sets_is_refused() -> None:
     with torch.device("meta"):
         module = Masked()
     with pytest.raises(InvalidModel, match=r"^buffer 'mask' is on the meta device and neither the layer's reset_"):
-        materialize(_split(module, (1,), torch.zeros(1, 4)), (0,), torch.device("cpu"), seed=0)
+        _materialize(_split(module, (1,), torch.zeros(1, 4)), (0,))
 
 
 def test_the_loss_stays_on_the_last_stage() -> None:

@@ -22,7 +22,7 @@ class Scaled(nn.Module):
 
 def test_arguments_beyond_the_inputs_keep_their_defaults() -> None:
     module = Scaled()
-    model = trace(module, 1)
+    model = trace(module, [torch.zeros(1, 4)])
     assert model.inputs == ("x",)
     whole = extract(model, [layer.name for layer in model.layers], model.inputs, model.outputs)
     x = torch.randn(3, 4)
@@ -94,24 +94,143 @@ class Branches(nn.Module):
         return self.a(x) if x.sum() > 0 else x
 
 
-class Dictionary(nn.Module):
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.a(x)
+        return {"out": (self.b(y), None), "hidden": [y, y]}
+
+
+class Nothing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"out": self.a(x)}
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), x
+
+
+def test_a_nested_result_is_put_together_again() -> None:
+    module, x = Nested(), torch.randn(2, 4)
+    model = trace(module)
+    assert model.outputs == ("b", "a")
+    (b, a) = extract(model, ["a", "b"], model.inputs, model.outputs)(x)
+    want = module(x)
+    got = model.result.rebuild((b, a))
+    assert torch.equal(got["out"][0], want["out"][0])
+    assert got["out"][1] is None
+    assert torch.equal(got["hidden"][0], want["hidden"][1])
+
+
+def test_a_layer_called_twice_is_two_layers() -> None:
+    assert [layer.name for layer in trace(Twice()).layers] == ["a", "a#2"]
+
+
+class Quiet(nn.Module):
+    """Runs a layer where gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.a(x).relu()
+        return self.b(y) + self.a(x)
+
+
+class Looks(Quiet):
+    """Also looks at its input, which torch.fx cannot follow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(x, Tensor)
+        return super().forward(x) if isinstance(x.shape[1], int) else x
+
+
+@pytest.mark.parametrize("module", [Quiet(), Looks()], ids=["fx", "export"])
+def test_regions_without_gradients_stay_so(module: nn.Module) -> None:
+    x = torch.randn(3, 4)
+    model = trace(module, [x])
+    whole = extract(model, [layer.name for layer in model.layers], model.inputs, model.outputs)
+    (got,) = whole(x)
+    want = module(x)
+    assert torch.equal(got, want)
+    mine = torch.autograd.grad(got.sum(), list(module.parameters()))
+    assert all(map(torch.equal, mine, torch.autograd.grad(want.sum(), list(module.parameters()))))
+    assert torch.is_grad_enabled()
+
+
+class Gate(nn.Module):
+    """Branches on the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else x
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(4, 4), Gate(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.gate(self.first(x)))
+
+
+def test_a_module_that_cannot_be_followed_is_one_layer() -> None:
+    module = Gated()
+    model = trace(module, [torch.zeros(2, 4)])
+    assert [(layer.name, layer.kind) for layer in model.layers] == [
+        ("first", "Linear"), ("gate", "Gate"), ("last", "Linear"),
+    ]  # fmt: skip
+    whole = extract(model, [layer.name for layer in model.layers], model.inputs, model.outputs)
+    for x in (torch.ones(2, 4), -torch.ones(2, 4)):
+        assert torch.equal(whole(x)[0], module(x))
+
+
+def test_modules_can_be_taken_whole() -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    assert [layer.name for layer in trace(module, whole=["0"]).layers] == ["0", "1"]
+    with pytest.raises(InvalidModel, match=r"^Sequential has no module 'x' to take whole$"):
+        trace(module, whole=["x"])
+
+
+class Masking(nn.Module):
+    """Makes a mask from an input, which two layers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        mask = (torch.arange(4) < length.unsqueeze(1)).float()
+        return self.b(self.a(x) * mask) * mask
+
+
+def test_what_only_inputs_feed_is_done_where_it_is_used() -> None:
+    model = trace(Masking(), [torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)])
+    assert [(layer.name, layer.inputs, layer.outputs) for layer in model.layers] == [
+        ("a", ("x", "length"), ("a",)),
+        ("b", ("a", "length"), ("b",)),
+    ]
+    stage = extract(model, ["b"], ["a", "length"], ["b"])
+    assert stage(torch.ones(2, 4), torch.tensor([1, 0]))[0][:, 1:].abs().sum() == 0
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Twice(), "layer 'a' has parameters and is called more than once; call a layer once"),
         (
             Branches(),
             "Branches cannot be traced: symbolically traced variables cannot be used as inputs to control flow",
         ),
-        (Dictionary(), "the model must return a tensor, or a tuple of different tensors that its layers make"),
+        (Nothing(), "the model returns 'x', which none of its layers makes: return only tensors that layers make"),
         (nn.Linear(2, 2), "the model calls no module of torch.nn, so it has no layers to cut between"),
     ],
 )

@@ -1,0 +1,28 @@
+"""Random numbers that do not depend on how a model is cut."""
+
+import hashlib
+
+import torch
+
+
+class Draws:
+    """Seeds every operator that draws random numbers by the seed, the step, the micro-batch and the operator's name.
+
+    So dropout is the same whichever rank runs it, in whichever order, and once more when a forward is recomputed.
+
+    Attributes:
+        step, microbatch: what runs now; to be set before it does.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self.step = 0
+        self.microbatch = 0
+
+    def __call__(self, operator: str) -> None:
+        text = f"{self._seed}:{self.step}:{self.microbatch}:{operator}"
+        value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1  # torch takes 63 bits
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(value)
+        else:
+            torch.default_generator.manual_seed(value)

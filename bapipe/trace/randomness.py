@@ -1,0 +1,27 @@
+"""Which operators of a graph draw random numbers."""
+
+import re
+
+import torch
+from torch import fx, nn
+
+_NAMES = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponential|rrelu|lstm|gru|rnn|attention")
+
+
+def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Returns whether an operator may draw random numbers: a module that is none of torch's counts as one that may."""
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return any(_module_is_random(part) for part in called.modules())
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    return bool(_NAMES.search(getattr(node.target, "__name__", str(node.target))))
+
+
+def _module_is_random(module: nn.Module) -> bool:
+    if not type(module).__module__.startswith("torch.nn."):
+        return True
+    dropout = getattr(module, "dropout", 0.0)
+    return isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or (isinstance(dropout, float) and dropout > 0)
