@@ -1,0 +1,35 @@
+"""The models in `examples/` profile by name, as a user in that folder would have them."""
+
+from pathlib import Path
+
+import pytest
+
+from bapipe import api
+from bapipe.profile import ModelProfile
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def profiled(factory: str, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> ModelProfile:
+    monkeypatch.chdir(EXAMPLES)
+    return api.profile_model(factory, arguments, microbatch_sizes=(1,))
+
+
+def test_custom_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = profiled("custom_model:residual_mlp", monkeypatch, width=8, depth=1)
+    assert profile.model == "residual_mlp"
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2.norm", "2.up", "2.down", "3", "loss"]
+
+
+def test_hugging_face_s_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    profile = profiled("hugging_face:gpt2", monkeypatch, num_layers=2, hidden_size=16, num_heads=2, length=8)
+    names = [layer.name for layer in profile.layers]
+    parts = ["ln_1", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2"]
+    parts += ["mlp.c_fc", "mlp.act", "mlp.c_proj", "mlp.dropout"]
+    assert [name for name in names if ".h.0." in name] == [f"model.transformer.h.0.{part}" for part in parts]
+    block = 12 * 16 * 16 + 13 * 16
+    assert sum(layer.param_bytes for layer in profile.layers) == 4 * (256 * 16 + 8 * 16 + 2 * block + 2 * 16)
+    head = profile.layers[names.index("model.lm_head")]
+    assert head.shares == ("model.transformer.wte",)
+    assert head.param_bytes == 0  # counted where it is first used
