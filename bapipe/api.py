@@ -97,7 +97,7 @@ def plan(
     known = by_kind(profiles)
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
     settings = common_settings(known.values())
-    decide = explore if objective == "step" else _for_throughput
+    decide = _along_orders if objective == "step" else _for_throughput
     decided = decide(
         known,
         where,
@@ -109,6 +109,22 @@ def plan(
         progress=progress,
     )
     return msgspec.structs.replace(decided, settings=settings)
+
+
+def _along_orders(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, *, memory_limit_bytes: int | None, **options: Any
+) -> Plan:
+    """Plans for a step along the profile's order of the layers, and along others that a branching model may need."""
+
+    def along(line: Mapping[str, ModelProfile]) -> Plan:
+        return explore(line, cluster, memory_limit_bytes=memory_limit_bytes, **options)
+
+    if len(cluster.devices) == 1 or any(device.kind not in profiles for device in cluster.devices):
+        return along(profiles)
+    from bapipe.search.orders import best_of_orders
+
+    limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
+    return best_of_orders(profiles, cluster, limits, along)
 
 
 def _for_throughput(

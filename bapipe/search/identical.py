@@ -39,15 +39,15 @@ class AlikeProblem(Protocol):
         """Whether `fewest` depends on `after`."""
         ...
 
-    def fewest(self, begin: "Indices", end: "Indices", after: "Numbers", limit: float) -> "Numbers":
+    def fewest(self, begin: "Indices", end: "Indices", after: "Numbers", room: "Numbers", limit: float) -> "Numbers":
         """On how many devices, at least, stages from each of `begin` to each of `end` have loads below the limit.
 
-        More than there are where none will do. `after[e]` devices run what follows `end[e]`.
+        More than there are where `room` devices will not do. `after[e]` devices run what follows `end[e]`.
         """
         ...
 
-    def devices_before(self, limit: float) -> "Numbers":
-        """On how many devices, at least, what lies before each boundary must run."""
+    def devices_around(self, limit: float) -> "tuple[Numbers, Numbers]":
+        """On how many devices, at least, what lies before and what lies after each boundary must run."""
         ...
 
     def load(self, devices: int, begin: int, end: int) -> float:
@@ -90,10 +90,10 @@ def least_load_alike(
 def below(problem: AlikeProblem, limit: float) -> StagePath | None:
     """Returns a plan with every load below the limit, None where there is none. O(boundaries**2) stages."""
     last, most = problem.num_boundaries - 1, problem.num_devices
-    before = problem.devices_before(limit)
-    places = np.nonzero(before < most)[0]
+    before, after = problem.devices_around(limit)
+    places = np.nonzero((before + after <= most) & (before < most))[0]
     fewest = np.full(last + 1, most + 1, dtype=np.int64)
-    fewest[last] = 0
+    fewest[last] = after[last] = 0
     devices_at = np.zeros(last + 1, dtype=np.int64)
     end_at = np.zeros(last + 1, dtype=np.int64)
     rows = 1 if problem.looks_ahead else max(1, BLOCK // (last + 1))
@@ -102,7 +102,9 @@ def below(problem: AlikeProblem, limit: float) -> StagePath | None:
         some = places[max(0, position - rows) : position]
         position -= some.size
         ends = np.concatenate([places[places > some[0]], [last]])
-        asked = problem.fewest(some, ends, fewest[ends], limit)
+        follow = fewest[ends] if problem.looks_ahead else after[ends]
+        room = most - before[some][:, None] - follow[None, :]
+        asked = problem.fewest(some, ends, follow, room, limit)
         for row in np.nonzero((asked <= most).any(axis=1))[0][::-1].tolist():
             begin = int(some[row])
             total = asked[row] + fewest[ends]

@@ -167,10 +167,11 @@ class AlikeDevices:
         link: Bandwidth,
         overlaps: bool,
         memory_bytes: int,
+        most_replicas: int | None = None,
     ) -> None:
         self._cuts, self._runs, self._link, self._overlaps, self._memory = cuts, runs, link, overlaps, memory_bytes
         self.num_boundaries, self._num_microbatches = cuts.num_boundaries, num_microbatches
-        self.num_devices, self._most = num_devices, min(num_devices, num_microbatches)
+        self.num_devices, self._most = num_devices, min(most_replicas or num_devices, num_microbatches)
         self._last = cuts.num_boundaries - 1
         self._sent = transfer_ns(runs.send_bytes, link)
         self._back = transfer_ns(runs.grad_bytes, link)
@@ -206,19 +207,20 @@ class AlikeDevices:
         in_flight = np.minimum(-(-(after + devices) // devices), times)
         return self._runs.fits(begin, end, in_flight, times, self._memory)
 
-    def fewest(self, begin: Any, end: Any, after: Any, limit: float) -> Any:
+    def fewest(self, begin: Any, end: Any, after: Any, room: Any, limit: float) -> Any:
         """Begins where F, B and transfers alone are below the limit, and adds devices while the load is not."""
         least = np.full((begin.size, end.size), self.num_devices + 1, dtype=np.int64)
-        rows, columns = np.nonzero(self._cuts.nested[np.ix_(begin, end)])
+        rows, columns = np.nonzero(self._cuts.nested[np.ix_(begin, end)] & (room > 0))
         first, last, rest = begin[rows], end[columns], np.broadcast_to(after, least.shape)[rows, columns]
+        most = np.minimum(self._most, room[rows, columns])  # more than micro-batches would have nothing to do
         each = self._runs.microbatch_ns(first, last)
         for cut in (self._sent[first], self._back[first], self._sent[last], self._back[last]):
             each = np.maximum(each, cut)
         devices = np.maximum((each * (self._num_microbatches / limit) * (1 - 1e-9)).astype(np.int64), 1)
         while True:
-            near = devices <= self._most  # more would have no micro-batch
-            rows, columns, first, last, rest, devices = (
-                kept[near] for kept in (rows, columns, first, last, rest, devices)
+            near = devices <= most
+            rows, columns, first, last, rest, most, devices = (
+                kept[near] for kept in (rows, columns, first, last, rest, most, devices)
             )
             if not devices.size:
                 return least
@@ -228,14 +230,13 @@ class AlikeDevices:
             least[rows[good], columns[good]] = devices[good]
             devices = np.where(good, self.num_devices + 1, devices + 1)
 
-    def devices_before(self, limit: float) -> Any:
+    def devices_around(self, limit: float) -> Any:
         if limit <= 0:
-            return np.full(self.num_boundaries, self.num_devices)
+            return np.full((2, self.num_boundaries), self.num_devices)
         everywhere = np.arange(self.num_boundaries)
         slack = 2 * self.num_devices  # F and B of each stage are rounded
         needs = self._num_microbatches / limit * (1 - 1e-9)
-        before = np.ceil(np.maximum(self._runs.microbatch_ns(0, everywhere) - slack, 0) * needs)
-        after = np.ceil(np.maximum(self._runs.microbatch_ns(everywhere, self._last) - slack, 0) * needs)
-        across = np.ceil(np.maximum(self._sent, self._back) * needs)
-        before, after = np.maximum(before, across), np.maximum(after, across)
-        return np.where(before + after <= self.num_devices, before, self.num_devices)
+        across = np.maximum(self._sent, self._back)
+        before = np.maximum(self._runs.microbatch_ns(0, everywhere) - slack, across)
+        after = np.maximum(self._runs.microbatch_ns(everywhere, self._last) - slack, across)
+        return np.ceil(np.stack([before, after]) * needs).clip(0).astype(np.int64)

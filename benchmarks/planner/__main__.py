@@ -28,7 +28,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planner import dnn_partitioning, pipedream
+from benchmarks.planner import dnn_partitioning, pipedream, piper
 
 EXACT_DP, LINEAR_DP = "dnnp DP (exact over contiguous splits)", "dnnp DPL (linearized DP)"
 GIGABYTE = 1e9
@@ -128,6 +128,42 @@ def pipelines(folder: Path, evaluate: ModuleType, baselines: list[dict[str, Any]
     return drawn
 
 
+def tensor_parallel(folder: Path, evaluate: ModuleType, baselines: list[dict[str, Any]]) -> Table:
+    """Piper's BERT-32 with tensor-parallel options."""
+    path = folder / "piper" / "bert32a100.json"
+    instance = json.loads(path.read_text())
+    drawn = table(
+        "Piper, BERT-32 on A100s: milliseconds a sample, 1,920 micro-batches",
+        *("devices", "GiB each", "ours", "Piper", "ratio", "", "CPU s", "Piper's", "speed-up", "stages"),
+    )
+    known = [b for b in baselines if b["family"] == "piper" and b["planner"] == "Piper"]
+    for b in sorted(known, key=lambda b: (b["k"], b["mem_bytes"])):
+        setting = piper.Setting(
+            num_devices=b["k"], memory=b["mem_bytes"], num_microbatches=b["N"], bytes_per_s=b["bandwidth_Bps"]
+        )
+        answer, seconds = timed(lambda setting=setting: piper.solve(piper.Workload(path), setting))
+        stages = [
+            {
+                "nodes": stage.nodes,
+                "dataParallelDegree": stage.replicas,
+                "tensorParallelDegree": stage.tensor,
+                "TMPCids": stage.options,
+            }
+            for stage in answer.stages
+        ]
+        priced = evaluate.eval_piper(instance, {"stages": stages}, b["k"], b["mem_bytes"], b["N"], b["bandwidth_Bps"])
+        assert priced["feasible_devices"], setting
+        assert priced["feasible_memory"], setting
+        assert priced["contiguous"], setting
+        drawn.add_row(
+            *(str(b["k"]), f"{b['mem_bytes'] / 2**30:.0f}", f"{1e3 * priced['objective']:.6f}"),
+            *(f"{1e3 * b['value']:.6f}", f"{priced['objective'] / b['value']:.9f}"),
+            *(proof(priced["objective"], answer.bound), f"{seconds:.3f}", f"{b['search_cpu_s']:.3f}"),
+            *(f"{b['search_cpu_s'] / seconds:.1f}", str(len(stages))),
+        )
+    return drawn
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the workloads are")
@@ -136,7 +172,7 @@ def main() -> None:
         sys.exit(f"{folder} has no baselines.json: want the folder of the workloads")
     evaluate, baselines = evaluator(folder), json.loads((folder / "baselines.json").read_text())
     pipedream.solve(pipedream.read(folder / "pipedream" / "alexnet" / "graph.txt"), 4, GIGABYTE)
-    for part in (splits, pipelines):
+    for part in (splits, pipelines, tensor_parallel):
         out.print(part(folder, evaluate, baselines))
 
 

@@ -169,13 +169,13 @@ class Pipelines:
 
     looks_ahead = False
 
-    def fewest(self, begin: Any, end: Any, after: Any, limit: float) -> Any:
+    def fewest(self, begin: Any, end: Any, after: Any, room: Any, limit: float) -> Any:
         """Begins where compute and transfers alone are below the limit, and adds devices while the sum is not."""
         compute = self._compute[end][None, :] - self._compute[begin][:, None]
         params = (self._params[end][None, :] - self._params[begin][:, None]) * (4.0 / self._rate)
         sent = np.maximum(self._alive_s[begin][:, None], self._alive_s[end][None, :])
         devices = np.maximum(np.floor(np.maximum(compute, sent) / limit), 1.0)
-        devices[~self._nested[np.ix_(begin, end)]] = self.num_devices + 1
+        devices[~self._nested[np.ix_(begin, end)] | (devices > room)] = self.num_devices + 1
         while True:
             load = np.maximum(compute + (devices - 1) / devices * params, sent) / devices
             more = (load >= limit) & (devices <= self.num_devices)
@@ -183,14 +183,12 @@ class Pipelines:
                 return devices.astype(np.int64)
             devices[more] += 1
 
-    def devices_before(self, limit: float) -> Any:
-        """Devices that what lies before must have; boundaries that nothing can cross, or too costly after, get all."""
-        least = np.ceil(self._compute / limit * (1 - 1e-9))
+    def devices_around(self, limit: float) -> Any:
+        """Devices for the compute, and more than the tensors' time at the boundary takes below the limit."""
+        across = np.where(self._alive_s > 0, np.floor(self._alive_s / limit * (1 - 1e-9)) + 1, 0)
+        before = np.ceil(self._compute / limit * (1 - 1e-9))
         after = np.ceil((self._compute[-1] - self._compute) / limit * (1 - 1e-9))
-        across = np.floor(self._alive_s / limit * (1 - 1e-9)) + 1
-        across[0] = 0
-        least, after = np.maximum(least, across), np.maximum(after, across)
-        return np.where(least + after <= self.num_devices, least, self.num_devices)
+        return np.maximum(np.stack([before, after]), across).astype(np.int64)
 
 
 def solve(workload: Workload, num_devices: int, bytes_per_s: float) -> Answer:
