@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from bapipe.settings import Settings, check_same
 from bapipe.simulate import judge
 from bapipe.simulate import simulate as simulate_by_kind
 from bapipe.timeline import Timeline
+from bapipe.training import Training
 from bapipe.zoo import resolve
 
 if TYPE_CHECKING:
@@ -175,15 +177,32 @@ def run(
     data: str = "synthetic",
     steps: int = 20,
     learning_rate: float | None = None,
+    optimizer: str = "sgd",
+    optimizer_arguments: Mapping[str, object] | None = None,
+    learning_rate_schedule: str = "constant",
+    warmup_steps: int = 0,
+    clip_norm: float | None = None,
     seed: int = 0,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 100,
+    keep: int = 3,
+    resume: bool = False,
+    timeout_s: float = 600.0,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> TrainResult:
-    """Trains a plan's model with SGD (momentum 0.9), one process a device, or as a part of a torchrun job.
+    """Trains a plan's model, one process a device, or as a part of a torchrun job.
 
     Args:
         factory: `module.path:function` that returns a `bapipe.Example`; the plan's own where None.
         arguments: what the factory is called with; the plan's own where None.
+        steps: in all, those before the checkpoint that it goes on from included.
         learning_rate: the example's own where None.
+        optimizer, optimizer_arguments: a class of `torch.optim`, and what it takes besides; SGD has momentum 0.9.
+        learning_rate_schedule: constant, linear or cosine, after `warmup_steps` in which it grows.
+        clip_norm: the most that the norm of all gradients together may be.
+        checkpoint: a folder for checkpoints, one every `checkpoint_every` steps and one at the end; `keep` stay.
+        resume: goes on from the newest one there, where there is one, whatever plan it was made under.
+        timeout_s: how long a rank may wait for another before the run ends.
         data: what the example's `data` opens, such as mnist, synthetic, or a folder.
         on_step: called after every step; under torchrun in rank 0 only.
 
@@ -201,6 +220,7 @@ def run(
     _check_devices(plan)
     if plan.settings is not msgspec.UNSET:
         check_same(plan.settings, Settings())
+    from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
 
@@ -213,11 +233,36 @@ def run(
             plan,
             partial(build, factory, given, meta=True),
             example.data(data),
-            steps=steps,
-            lr=example.learning_rate if learning_rate is None else learning_rate,
-            seed=seed,
+            Training(
+                steps=steps,
+                learning_rate=example.learning_rate if learning_rate is None else learning_rate,
+                optimizer=optimizer,
+                optimizer_arguments=optimizer_arguments or {},
+                schedule=learning_rate_schedule,
+                warmup_steps=warmup_steps,
+                clip_norm=clip_norm,
+                seed=seed,
+            ),
+            keeping=Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resume)
+            if checkpoint is not None
+            else None,
+            timeout_s=timeout_s,
             on_step=on_step,
         )
+
+
+def export(checkpoint: Path, output: Path) -> int:
+    """Writes the model's tensors of a checkpoint, or of the newest in a folder, as safetensors; returns how many.
+
+    They have the names of the original module's `state_dict()`.
+
+    Raises:
+        BapipeError: there is no checkpoint, it is damaged, or the file cannot be written.
+    """
+    _torch()
+    from bapipe.runtime.export import export as write_state
+
+    return write_state(checkpoint, output)
 
 
 def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:

@@ -20,7 +20,7 @@ from bapipe import api, report
 from bapipe.changes import change_parts
 from bapipe.cluster import Cluster
 from bapipe.codec import check_writable, fingerprint, read, read_any, write, write_bytes
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, Infeasible, RunFailed
 from bapipe.host import num_cores
 from bapipe.importers import STATE_OF, Origin, read_foreign
 from bapipe.outcome import StepReport, TrainResult
@@ -68,7 +68,8 @@ def main() -> None:
         app()
     except BapipeError as error:
         text = " ".join(str(error).splitlines())
-        err.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        if not (isinstance(error, RunFailed) and error.told):
+            err.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(3 if isinstance(error, Infeasible) else 1)
 
 
@@ -250,9 +251,29 @@ def run(
         str, typer.Option("--data", help="What to train on: synthetic, or what the README lists for the model.")
     ] = "synthetic",
     learning_rate: Annotated[
-        float | None,
-        typer.Option("--lr", min=0.0, help="Learning rate of SGD with momentum 0.9; else the model's own."),
+        float | None, typer.Option("--lr", min=0.0, help="Learning rate; else the model's own.")
     ] = None,
+    lr_schedule: Annotated[str, typer.Option("--lr-schedule", help="constant, linear or cosine.")] = "constant",
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="Class of torch.optim, such as sgd or adamw.")] = "sgd",
+    optimizer_arg: Annotated[
+        list[str] | None,
+        typer.Option("--optimizer-arg", metavar="KEY=VALUE", help="Argument of the optimizer; may be repeated."),
+    ] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option("--clip-norm", help="Most that the norm of all gradients together may be.")
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Folder for checkpoints.")] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option("--checkpoint-every", min=1, help="Steps between two checkpoints; the last step is one.")
+    ] = 100,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many checkpoints stay.")] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, help="Seconds that a rank may wait for another before the run ends.")
+    ] = 600.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights, the order of the data, and dropout.")] = 0,
     arg: Arguments = None,
     trace: Annotated[
@@ -263,8 +284,26 @@ def run(
     """Train a model exactly as its plan says, one process a device."""
     if trace is not None:
         check_writable(trace)
+    if resume and checkpoint is None:
+        raise BapipeError("--resume needs --checkpoint FOLDER, the one to go on from")
     decided = _plan_of(source, arg)
-    result = _train(decided, steps, data=data, learning_rate=learning_rate, seed=seed)
+    result = _train(
+        decided,
+        steps,
+        data=data,
+        learning_rate=learning_rate,
+        learning_rate_schedule=lr_schedule,
+        warmup_steps=warmup,
+        optimizer=optimizer,
+        optimizer_arguments=_arguments(optimizer_arg, "--optimizer-arg", "weight_decay=0.01"),
+        clip_norm=clip_norm,
+        seed=seed,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        timeout_s=timeout,
+    )
     if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
         return
     if trace is not None:
@@ -274,6 +313,17 @@ def run(
         return
     _print(report.outcome_parts(decided, result))
     out.print(report.gantt(result.timeline, out.width), highlight=False, no_wrap=True)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or one of them.")],
+    output: Output = Path("model.safetensors"),
+) -> None:
+    """Write a trained model as safetensors, with the names of the original module."""
+    check_writable(output)
+    num_tensors = api.export(checkpoint, output)
+    out.print(f"wrote {num_tensors} tensors to {output}", highlight=False)
 
 
 def _print(parts: Iterable[Any]) -> None:
@@ -295,13 +345,13 @@ def _integers(text: str) -> tuple[int, ...]:
     return values
 
 
-def _arguments(pairs: list[str] | None) -> dict[str, object]:
+def _arguments(pairs: list[str] | None, option: str = "--arg", such_as: str = "image_size=64") -> dict[str, object]:
     """KEY=VALUE pairs; a value that is JSON is read as such, anything else is text."""
     arguments: dict[str, object] = {}
     for pair in pairs or ():
         key, equals, text = pair.partition("=")
         if not equals or not key.isidentifier():
-            raise BapipeError(f"--arg {pair}: want KEY=VALUE, such as image_size=64")
+            raise BapipeError(f"{option} {pair}: want KEY=VALUE, such as {such_as}")
         try:
             arguments[key] = json.loads(text)
         except json.JSONDecodeError:

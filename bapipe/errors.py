@@ -34,4 +34,11 @@ class InvalidModel(BapipeError):
 
 
 class RunFailed(BapipeError):
-    """A pipelined run ended before its last step; the message names the rank and the cause."""
+    """A pipelined run ended before its last step; the message names the rank and the cause.
+
+    `told` of a job of torchrun's ranks: another one tells the user.
+    """
+
+    def __init__(self, message: str, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told

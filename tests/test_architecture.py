@@ -20,7 +20,7 @@ LAYERS = [
     {"profile", "cluster", "schedule"},
     {"plan", "machine", "trace", "graph"},
     {"cost", "codec", "timeline", "schedules"},
-    {"memory", "schemas", "cache", "outcome", "events", "recurrence", "importers"},
+    {"memory", "schemas", "cache", "outcome", "training", "checkpoint", "events", "recurrence", "importers"},
     {"simulate", "report"},
     {"changes"},
     {"search", "measure", "runtime", "zoo"},
@@ -143,5 +143,10 @@ def test_command_line_options() -> None:
         ],
         "simulate": ["--json", "--trace"],
         "show": [],
-        "run": ["--arg", "--data", "--json", "--lr", "--seed", "--steps", "--trace"],
+        "run": [
+            "--arg", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--json", "--keep", "--lr",
+            "--lr-schedule", "--optimizer", "--optimizer-arg", "--resume", "--seed", "--steps", "--timeout", "--trace",
+            "--warmup",
+        ],
+        "export": ["--output"],
     }  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.runtime.rank import Done, Entered, Failed, Message, Result, join, run_child
+from bapipe.runtime.rank import Done, Entered, Failed, Message, Result, join, run_child, say
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
@@ -178,11 +178,7 @@ def _error(children: Sequence[_Child]) -> BapipeError:
         return RunFailed(f"{_title(lost[0])} ended{_at(lost[0])} without a word (exit code {lost[0].process.exitcode})")
     child = cause_first[0]
     assert child.failed is not None
-    if child.failed.expected:
-        return RunFailed(child.failed.text)
-    if child.failed.timed_out:
-        return RunFailed(f"{_title(child)} {child.failed.text}{_at(child)}")
-    return RunFailed(f"{_title(child)} failed{_at(child)}: {child.failed.text}")
+    return RunFailed(say(child.failed, child.index, child.name, _at(child)))
 
 
 def _is_symptom(child: _Child) -> bool:

@@ -1,12 +1,12 @@
 """A model trained as a plan says, seen from one rank."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
@@ -17,6 +17,7 @@ from bapipe.runtime.footprint import Footprint
 from bapipe.runtime.lower import LocalStage, Loss, Runner, subgroup
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.measured import Measured, gather
+from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.shared import SharedGradients
 from bapipe.runtime.split import argument_names, split, stage_module, trained_layers
@@ -25,13 +26,6 @@ from bapipe.schedule import Action, Schedule
 from bapipe.simulate import judge
 from bapipe.timeline import Timeline
 from bapipe.trace import idle_state, state_names, trace
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-def sgd(lr: float = 0.01, momentum: float = 0.9) -> MakeOptimizer:
-    """Returns a maker of SGD optimizers."""
-    return lambda parameters: SGD(parameters, lr=lr, momentum=momentum)
 
 
 class Pipeline:
@@ -54,6 +48,7 @@ class Pipeline:
         loss: Loss,
         inputs: Sequence[Tensor],
         optimizer: MakeOptimizer | None = None,
+        clip_norm: float | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
@@ -61,7 +56,8 @@ class Pipeline:
     ) -> None:
         """`inputs` are examples of the model's inputs, of any batch size, on any device.
 
-        `optimizer` makes one for the parameters of a stage, by default `sgd()`. `initialize` sets the parameters of
+        `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
+        of all gradients of the model together may be. `initialize` sets the parameters of
         one layer that is on the meta device, after its own `reset_parameters()`.
         """
         self._ranks = check_runnable(plan)
@@ -92,6 +88,7 @@ class Pipeline:
             schedule, self._ranks, local, self._loss(loss), self._clock, self._draws, self._device, group
         )
         self._optimizers = _optimizers(self._modules, optimizer or sgd())
+        self._clip_norm = clip_norm
         self._updates: list[tuple[int, object, object]] = []
         self._start: object | None = None
 
@@ -149,6 +146,8 @@ class Pipeline:
             )
         self._draws.step += 1
         self._shared.sum()
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
         self._updates = [self._update(stage) for stage in self.stages]
         for replicas in self._replicas.values():
             replicas.buffers.finish()
@@ -174,6 +173,28 @@ class Pipeline:
         held = [tensor for module in self._modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return list({id(tensor): tensor for tensor in (*held, *self._idle)}.values())
 
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the steps to come."""
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = value
+
+    def start_at(self, step: int) -> None:
+        """Makes the next step draw what the step of this number, from 0, of a whole run draws."""
+        self._draws.step = step
+
+    def counted_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Returns this rank's part of the model's parameters: each is counted on one rank, the first that has it."""
+        schedule = self._plan.table
+        first = {id(one.parameter): schedule.devices[min(one.stages)][0] for one in self._split.shared}
+        own = {
+            id(parameter): parameter
+            for s, module in self._modules.items()
+            for parameter in module.parameters()
+            if first.get(id(parameter), schedule.devices[s][0]) == self.rank
+        }
+        return tuple(own.values())
+
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
         return {
@@ -183,6 +204,18 @@ class Pipeline:
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives this rank's optimizers the state that `optimizer_tensors` returned, under whatever plan."""
+        name_of = {id(parameter): name for name, parameter in self.named_parameters().items()}
+        for optimizer in self._optimizers.values():
+            names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                place: found
+                for place, name in enumerate(names)
+                if (found := {k.rpartition(":")[2]: v for k, v in tensors.items() if k.rpartition(":")[0] == name})
+            }
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
@@ -275,6 +308,13 @@ class Pipeline:
                 f"'{name}' has samples of {_describe(tensor)}; the example inputs have {_describe(example)}"
             )
         return tensor.to(self._device, non_blocking=True)
+
+    def _clip(self, max_norm: float) -> None:
+        for replicas in self._replicas.values():
+            replicas.gradients.finish()
+        own = {id(p): p for module in self._modules.values() for p in module.parameters()}.values()
+        counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
+        clip([p.grad for p in own if p.grad is not None], counted, max_norm, self._device, self._group)
 
     def _update(self, stage: int) -> tuple[int, object, object]:
         if stage in self._replicas:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.machine import prepare_cpu
 
 _PR_SET_PDEATHSIG = 1
+
+_SETTLE_S = 0.7
+"""How long a rank that lost its peer waits for another to say why."""
 
 Result = TypeVar("Result")
 
@@ -182,20 +186,49 @@ def join(
             f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, as "
             f"with torchrun --nproc-per-node {len(names)} on one host, or plan for {size} devices"
         )
-    device = _prepare(kind, int(os.environ.get("LOCAL_RANK", index)))
-    where: dict[str, Any] = {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is not None:  # the addresses of an attempt that died stay in the shared store (pytorch#135712)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        shared = TCPStore(address, port, size, is_master=False)
-        where = {"store": PrefixStore(f"bapipe{attempt}", shared), "rank": index, "world_size": size}
-    _init(kind, timeout_s, **where)
+    # torchrun's agent holds the store, where the addresses of an attempt that died stay (pytorch#135712).
+    shared = TCPStore(address, port, size, is_master=attempt is None and index == 0)
+    store = PrefixStore(f"bapipe{attempt or 0}", shared)
+    steps: list[int] = []
 
     def send(message: object) -> None:
-        if isinstance(message, Message) and on_message is not None:
+        if isinstance(message, Entered):
+            steps[:] = [message.step]
+        elif isinstance(message, Message) and on_message is not None:
             on_message(index, message.value)
 
     try:
-        return worker(Rank(index, size, names[index], device, send), *arguments)
-    finally:
+        device = _prepare(kind, int(os.environ.get("LOCAL_RANK", index)))
+        _init(kind, timeout_s, store=store, rank=index, world_size=size)
+        result = worker(Rank(index, size, names[index], device, send), *arguments)
         dist.destroy_process_group()
+        return result
+    except Exception as error:
+        failed = _failed(error, timeout_s)
+        at = f" at step {steps[0]}" if steps else ""
+        raise RunFailed(say(failed, index, names[index], at), told=_is_told(store, failed)) from None
+
+
+def say(failed: Failed, index: int, name: str, at: str) -> str:
+    """Returns what to tell the user of a rank that failed."""
+    if failed.expected:
+        return failed.text
+    if failed.timed_out:
+        return f"rank {index} ({name}) {failed.text}{at}"
+    if failed.lost_peer:
+        return f"rank {index} ({name}) lost another rank{at}: {failed.text}"
+    return f"rank {index} ({name}) failed{at}: {failed.text}"
+
+
+def _is_told(store: PrefixStore, failed: Failed) -> bool:
+    """Whether another rank tells the user why; one that only lost its peer gives it a moment to."""
+    end_s = time.monotonic() + (_SETTLE_S if failed.lost_peer else 0.0)
+    try:
+        store.set_timeout(timedelta(seconds=2))
+        while failed.lost_peer and time.monotonic() < end_s and not store.add("failed", 0):
+            time.sleep(0.05)
+        return store.add("failed", 1) > 1
+    except RuntimeError:  # the store has gone with the rank that held it
+        return False

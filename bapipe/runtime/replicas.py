@@ -39,7 +39,7 @@ class GradientSum:
         self._buckets = _buckets(layers)
         self._left: list[int] = []
         self._started: list[_Reduction] = []
-        self._next = 0
+        self._next, self._done = 0, False
         for index, parameters in enumerate(self._buckets):
             for parameter in parameters:
                 arrived = partial(self._arrived, index)
@@ -55,14 +55,16 @@ class GradientSum:
             self._left = []
 
     def finish(self) -> None:
-        """Starts what has not started, and gives every parameter its summed gradient."""
+        """Starts what has not started, and gives every parameter its summed gradient; once is enough."""
+        if self._done:
+            return
+        self._done = True
         while self._next < len(self._buckets):
             self._start(self._next)
         for reduction in self._started:
             reduction.work.wait()
             reduction.end = self._clock.stamp()
             _take(reduction)
-        self._next = 0
 
     def syncs(self) -> list[tuple[int, int, object, object]]:
         """Returns (bucket, bytes, start, end) of the last step's all-reduces; the end is when this rank saw it."""
@@ -70,7 +72,7 @@ class GradientSum:
 
     def begin(self) -> None:
         """Before a step: lets go of the last one."""
-        self._started = []
+        self._started, self._next, self._done = [], 0, False
 
     def _arrived(self, bucket: int, _: Tensor) -> None:
         if not self._left:

@@ -1,24 +1,33 @@
-"""Training by a plan: starts the ranks, feeds them, and gathers what was measured."""
+"""Training by a plan: starts the ranks, feeds them, keeps checkpoints, and gathers what was measured."""
 
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
-from functools import partial
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-from bapipe.errors import BapipeError
+from bapipe.checkpoint import Manifest, Position, check_model, checkpoints, read_manifest
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
+from bapipe.runtime.batches import Batch, batches, check_enough, num_samples
+from bapipe.runtime.checkpointing import Keeping, Writer, kinds_of, load
 from bapipe.runtime.launch import launch
 from bapipe.runtime.lower import Loss
 from bapipe.runtime.materialize import layer_seed
-from bapipe.runtime.pipeline import Pipeline, check_runnable, sgd
+from bapipe.runtime.optimizers import optimizer
+from bapipe.runtime.pipeline import Pipeline, check_runnable
 from bapipe.runtime.rank import Rank
 from bapipe.schedule import Action
+from bapipe.training import Training
 
 
 class Trainable(Protocol):
@@ -34,90 +43,162 @@ class Trainable(Protocol):
     def initialize(self) -> Callable[[nn.Module], None] | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What every rank gets; `resumed` is the checkpoint to go on from."""
+
+    plan: Plan
+    build: Callable[[], Trainable]
+    dataset: Dataset[Any]
+    training: Training
+    keeping: Keeping | None
+    resumed: Path | None
+    timeout_s: float
+
+    def manifest(self, position: Position) -> Manifest:
+        return Manifest(
+            model=self.plan.model,
+            optimizer=self.training.optimizer.lower(),
+            seed=self.training.seed,
+            num_samples=num_samples(self.dataset),
+            position=position,
+            tensors={},
+            optimizer_tensors={},
+            files={},
+        )
+
+
 def train(
     plan: Plan,
     build: Callable[[], Trainable],
     dataset: Dataset[Any],
+    training: Training,
     *,
-    steps: int,
-    lr: float = 0.01,
-    seed: int = 0,
+    keeping: Keeping | None = None,
     timeout_s: float = 600.0,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> TrainResult:
-    """Trains a model by a plan with SGD (momentum 0.9), in processes of its own or as part of a job of torchrun.
+    """Trains a model by a plan, in processes of its own or as part of a job of torchrun.
 
     `build` is called in every process and should give the module on the meta device, so that no process holds more
     than its stages. Items of `dataset` are (input, target), or ((input, ...), target) for several inputs; each epoch
-    is another permutation, drawn from `seed`, and what does not fill a mini-batch is left out. `build` and `dataset`
+    is another permutation, drawn from the seed, and what does not fill a mini-batch is left out. `build` and `dataset`
     must be picklable. `on_step` is called in this process; under torchrun in rank 0's.
 
+    All random numbers of a step are drawn from the seed and the step, so a run that goes on from a
+    checkpoint does what one that never stopped would have done.
+
     Raises:
-        BapipeError: the plan cannot run, is not for this model or job, or the data does not fill a mini-batch.
-        RunFailed: a rank failed, was killed, or waited longer than `timeout_s`.
+        BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, or a
+            checkpoint is damaged or of another model, optimizer, seed or data.
+        RunFailed: a rank failed, was killed, or waited longer than `timeout_s`; the loss is not finite; or a
+            checkpoint cannot be written.
     """
     ranks = check_runnable(plan)
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    _num_batches(plan, dataset)
+    check_enough(plan, dataset)
+    optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments)
     devices = [plan.cluster.devices[rank] for rank in ranks]
     kinds = sorted({device.kind for device in devices})
     if len(kinds) != 1 or kinds[0] not in ("cpu", "cuda"):
         raise BapipeError(
             f"the plan's devices are of kind {', '.join(kinds)}; torch can run a plan of cpu or of cuda devices"
         )
+    job = _Job(plan, build, dataset, training, keeping, _newest(keeping), timeout_s)
+    if job.resumed is not None:
+        _check_resumed(job, job.resumed)
 
     def receive(_: int, report: StepReport) -> None:
         if on_step is not None:
             on_step(report)
 
     names = tuple(device.name for device in devices)
-    job = (plan, build, dataset, steps, lr, seed)
-    return launch(_train_rank, names, *job, kind=kinds[0], timeout_s=timeout_s, on_message=receive)[0]
+    return launch(_train_rank, names, job, kind=kinds[0], timeout_s=timeout_s, on_message=receive)[0]
 
 
-def _train_rank(
-    rank: Rank, plan: Plan, build: Callable[[], Trainable], dataset: Dataset[Any], steps: int, lr: float, seed: int
-) -> TrainResult:
-    example = build()
+def _newest(keeping: Keeping | None) -> Path | None:
+    if keeping is None:
+        return None
+    try:
+        keeping.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BapipeError(f"{keeping.folder}: cannot hold checkpoints: {error.strerror}") from None
+    found = checkpoints(keeping.folder)
+    if found and not keeping.resume:
+        raise BapipeError(f"{keeping.folder} holds a checkpoint, {found[-1].name}: resume it, or name another folder")
+    return found[-1] if found else None
+
+
+def _check_resumed(job: _Job, path: Path) -> None:
+    found, own = read_manifest(path), job.manifest(Position())
+    check_model(found, path, kinds_of(job.build().module.state_dict()))
+    for what, there, here in (
+        ("optimizer", found.optimizer, own.optimizer),
+        ("seed", found.seed, own.seed),
+        ("number of samples", found.num_samples, own.num_samples),
+    ):
+        if there != here:
+            raise BapipeError(f"{path} was trained with another {what}: {there} there and {here} here")
+    if found.position.step >= job.training.steps:
+        raise BapipeError(f"{path} has done {found.position.step} steps; training to {job.training.steps} asks no more")
+
+
+def _train_rank(rank: Rank, job: _Job) -> TrainResult:
+    plan, training = job.plan, job.training
+    example = job.build()
     pipeline = Pipeline(
         example.module,
         plan,
         loss=example.loss,
         inputs=example.inputs,
-        optimizer=sgd(lr),
+        optimizer=optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments),
+        clip_norm=training.clip_norm,
         device=rank.device,
-        seed=seed,
+        seed=training.seed,
         initialize=example.initialize,
     )
-    torch.manual_seed(layer_seed(seed, f"rank {rank.index}"))
-    batches = _batches(pipeline, plan, dataset, seed)
+    names = tuple(plan.cluster.devices[r].name for r in check_runnable(plan))
+    writer = Writer(job.keeping, timedelta(seconds=job.timeout_s), names) if job.keeping is not None else None
+    start = _resume(pipeline, job.resumed)
+    pipeline.start_at(start.step)
+    _seed(training.seed, rank.index, start.step)
+    feed = batches(pipeline, plan, job.dataset, training.seed, start)
     reports = []
-    for step in range(steps):
+    for step in range(start.step, training.steps):
         rank.enter_step(step)
-        reports.append(_step(pipeline, rank, step, *next(batches)))
+        _seed(training.seed, rank.index, step)
+        pipeline.set_learning_rate(training.learning_rate_at(step))
+        batch = next(feed)
+        reports.append(_step(pipeline, rank, names, step, batch))
         if rank.index == 0:
             rank.report(reports[-1])
-    peaks: list[int | None] = [None] * rank.size
-    dist.all_gather_object(peaks, pipeline.peak_bytes())
-    orders: list[tuple[Action, ...]] = [()] * rank.size
-    dist.all_gather_object(orders, pipeline.order)
-    return TrainResult(
-        losses=tuple(report.loss for report in reports),
-        step_ns=tuple(report.step_ns for report in reports),
-        devices=tuple(plan.cluster.devices[r].name for r in check_runnable(plan)),
-        peak_bytes=tuple(peaks),
-        timeline=pipeline.timeline(),
-        order=tuple(orders),
-    )
+        if writer is not None and job.keeping is not None:
+            last = step + 1 == training.steps
+            if last or (step + 1) % job.keeping.every == 0:
+                writer.save(job.manifest(batch.after), pipeline.state_dict(), pipeline.optimizer_tensors())
+    if writer is not None:
+        writer.wait()
+    return _gather(pipeline, rank, names, reports)
 
 
-def _step(
-    pipeline: Pipeline, rank: Rank, step: int, inputs: Sequence[Tensor | None], target: Tensor | None
-) -> StepReport:
+def _resume(pipeline: Pipeline, path: Path | None) -> Position:
+    if path is None:
+        return Position()
+    manifest = read_manifest(path)
+    pipeline.load_optimizer_tensors(load(path, manifest, pipeline.state_dict()))
+    return manifest.position
+
+
+def _seed(seed: int, rank: int, step: int) -> None:
+    """Makes what a step draws depend on nothing before it."""
+    value = layer_seed(seed, f"rank {rank} step {step}")
+    torch.manual_seed(value)
+    random.seed(value)
+
+
+def _step(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, batch: Batch) -> StepReport:
     dist.barrier()
     start_ns = time.perf_counter_ns()
-    loss = pipeline.step(*inputs, target=target)
+    loss = pipeline.step(*batch.inputs, target=batch.target)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     elapsed_ns = time.perf_counter_ns() - start_ns
@@ -125,49 +206,34 @@ def _step(
     everyone = [torch.empty_like(own) for _ in range(rank.size)]
     dist.all_gather(everyone, own)
     rows = [values.tolist() for values in everyone]
-    return StepReport(step=step, loss=next(row[1] for row in rows if row[2]), step_ns=int(max(row[0] for row in rows)))
+    report = StepReport(
+        step=step, loss=next(row[1] for row in rows if row[2]), step_ns=int(max(row[0] for row in rows))
+    )
+    if not isfinite(report.loss):
+        raise RunFailed(_why_not_finite(pipeline, names, report))
+    return report
 
 
-def _num_batches(plan: Plan, dataset: Dataset[Any]) -> int:
-    num_items = len(cast(Sized, dataset))
-    if num_items < plan.minibatch_size:
-        raise BapipeError(
-            f"the data has {num_items} samples, less than a mini-batch of {plan.minibatch_size}: "
-            "give more data, or plan with a smaller --minibatch-size"
-        )
-    return num_items // plan.minibatch_size
+def _why_not_finite(pipeline: Pipeline, names: tuple[str, ...], report: StepReport) -> str:
+    """Says on which rank weights are no numbers any more; every rank calls it together."""
+    broken = [name for name, p in pipeline.named_parameters().items() if not bool(torch.isfinite(p).all())]
+    everyone: list[list[str]] = [[] for _ in names]
+    dist.all_gather_object(everyone, broken)
+    where = [f"rank {r} ({names[r]}) has {len(b)}, '{b[0]}' first" for r, b in enumerate(everyone) if b]
+    weights = f"; parameters that are not finite after it: {', '.join(where)}" if where else ""
+    return f"the loss is {report.loss} at step {report.step}{weights}: lower the learning rate or look at the data"
 
 
-def _batches(
-    pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int
-) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor | None]]:
-    """Yields (inputs, target) without end; what this rank does not need is None, and is never stacked."""
-    needs, names, epoch = pipeline.needs, pipeline.input_names, 0
-    size = plan.microbatch_size
-    rows = [row for m in pipeline.microbatches for row in range(m * size, (m + 1) * size)]
-    stack = partial(_stack, rows, plan.minibatch_size)
-    while True:
-        generator = torch.Generator().manual_seed(layer_seed(seed, f"epoch {epoch}"))
-        order = torch.randperm(len(cast(Sized, dataset)), generator=generator).tolist()
-        for batch in range(_num_batches(plan, dataset)):
-            chosen = order[batch * plan.minibatch_size :][: plan.minibatch_size]
-            items = [dataset[chosen[i]] for i in rows] if needs or pipeline.needs_target else []
-            columns = [given if isinstance(given, tuple | list) else (given,) for given, _ in items]
-            if any(len(column) != len(names) for column in columns):
-                raise BapipeError(f"the model takes {len(names)} inputs; the data gives {len(columns[0])} a sample")
-            inputs = tuple(
-                stack([column[place] for column in columns]) if name in needs else None
-                for place, name in enumerate(names)
-            )
-            yield inputs, stack([target for _, target in items]) if pipeline.needs_target else None
-        epoch += 1
-
-
-def _stack(rows: Sequence[int], minibatch_size: int, values: list[Any]) -> Tensor:
-    """Returns a mini-batch with values in some rows and anything in the others."""
-    batch = default_collate(values)
-    if not isinstance(batch, Tensor):
-        raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
-    if len(rows) == minibatch_size:
-        return batch
-    return batch.new_empty(minibatch_size, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)
+def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], reports: list[StepReport]) -> TrainResult:
+    peaks: list[int | None] = [None] * rank.size
+    dist.all_gather_object(peaks, pipeline.peak_bytes())
+    orders: list[tuple[Action, ...]] = [()] * rank.size
+    dist.all_gather_object(orders, pipeline.order)
+    return TrainResult(
+        losses=tuple(report.loss for report in reports),
+        step_ns=tuple(report.step_ns for report in reports),
+        devices=names,
+        peak_bytes=tuple(peaks),
+        timeline=pipeline.timeline(),
+        order=tuple(orders),
+    )

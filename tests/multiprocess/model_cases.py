@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.runtime.rank import Rank
 from bapipe.runtime.pipeline import Pipeline, sgd
+from bapipe.runtime.rank import Rank
 from bapipe.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))

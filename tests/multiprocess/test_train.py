@@ -12,6 +12,9 @@ from bapipe.outcome import StepReport
 from bapipe.plan import Plan
 from bapipe.runtime.train import train
 from bapipe.trace import trace
+from bapipe.training import Training
+
+TRAINING = Training(steps=24, learning_rate=0.1, seed=3)
 
 
 def _plan(cuts: tuple[int, ...]) -> Plan:
@@ -22,8 +25,8 @@ def _plan(cuts: tuple[int, ...]) -> Plan:
 
 def test_training_does_not_depend_on_the_cut() -> None:
     reports: list[StepReport] = []
-    two = train(_plan((3,)), small, clusters(), steps=24, lr=0.1, seed=3, timeout_s=60, on_step=reports.append)
-    one = train(_plan(()), small, clusters(), steps=24, lr=0.1, seed=3, timeout_s=60)
+    two = train(_plan((3,)), small, clusters(), TRAINING, timeout_s=60, on_step=reports.append)
+    one = train(_plan(()), small, clusters(), TRAINING, timeout_s=60)
     assert two.losses == pytest.approx(one.losses, abs=1e-5)
     assert two.losses[-1] < two.losses[0] / 2
     assert [report.step for report in reports] == list(range(24))
@@ -42,4 +45,4 @@ def test_training_does_not_depend_on_the_cut() -> None:
 def test_too_little_data_is_refused() -> None:
     data = torch.utils.data.Subset(clusters(), range(15))
     with pytest.raises(BapipeError, match=r"^the data has 15 samples, less than a mini-batch of 16: give more data"):
-        train(_plan((3,)), small, data, steps=1)
+        train(_plan((3,)), small, data, Training(steps=1))

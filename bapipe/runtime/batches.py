@@ -1,0 +1,89 @@
+"""Mini-batches of a data set in an order drawn from a seed, from any place on; each rank loads what it uses."""
+
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from bapipe.checkpoint import Position
+from bapipe.errors import BapipeError
+from bapipe.plan import Plan
+from bapipe.runtime.materialize import layer_seed
+from bapipe.runtime.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A mini-batch: what a rank does not need is None; `after` is where training is when it is done."""
+
+    inputs: tuple[Tensor | None, ...]
+    target: Tensor | None
+    after: Position
+
+
+def num_samples(dataset: Dataset[Any]) -> int:
+    """Returns how many samples a data set has."""
+    return len(cast(Sized, dataset))
+
+
+def check_enough(plan: Plan, dataset: Dataset[Any]) -> None:
+    """Raises BapipeError where the data does not fill a mini-batch."""
+    if num_samples(dataset) < plan.minibatch_size:
+        raise BapipeError(
+            f"the data has {num_samples(dataset)} samples, less than a mini-batch of {plan.minibatch_size}: "
+            "give more data, or plan with a smaller --minibatch-size"
+        )
+
+
+def batches(pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int, start: Position) -> Iterator[Batch]:
+    """Yields mini-batches without end; each pass over the data is another order, whose incomplete rest is left out."""
+    size = plan.microbatch_size
+    rows = [row for m in pipeline.microbatches for row in range(m * size, (m + 1) * size)]
+    position, drawn, order = start, -1, []
+    while True:
+        if position.offset + plan.minibatch_size > num_samples(dataset):
+            position = Position(step=position.step, epoch=position.epoch + 1)
+        if drawn != position.epoch:
+            drawn, order = position.epoch, _order(num_samples(dataset), seed, position.epoch)
+        end = position.offset + plan.minibatch_size
+        chosen = order[position.offset : end]
+        position = Position(step=position.step + 1, epoch=position.epoch, offset=end)
+        yield _load(pipeline, plan, dataset, chosen, rows, position)
+
+
+def _order(num: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed(layer_seed(seed, f"epoch {epoch}"))
+    order: list[int] = torch.randperm(num, generator=generator).tolist()
+    return order
+
+
+def _load(
+    pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], chosen: Sequence[int], rows: Sequence[int], after: Position
+) -> Batch:
+    needs, names = pipeline.needs, pipeline.input_names
+    stack = partial(_stack, rows, plan.minibatch_size)
+    items = [dataset[chosen[row]] for row in rows] if needs or pipeline.needs_target else []
+    columns = [given if isinstance(given, tuple | list) else (given,) for given, _ in items]
+    if any(len(column) != len(names) for column in columns):
+        raise BapipeError(f"the model takes {len(names)} inputs; the data gives {len(columns[0])} a sample")
+    return Batch(
+        tuple(
+            stack([column[place] for column in columns]) if name in needs else None for place, name in enumerate(names)
+        ),
+        stack([target for _, target in items]) if pipeline.needs_target else None,
+        after,
+    )
+
+
+def _stack(rows: Sequence[int], minibatch_size: int, values: list[Any]) -> Tensor:
+    """Returns a mini-batch with values in some rows and anything in the others."""
+    batch = default_collate(values)
+    if not isinstance(batch, Tensor):
+        raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
+    if len(rows) == minibatch_size:
+        return batch
+    return batch.new_empty(minibatch_size, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)

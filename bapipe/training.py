@@ -1,0 +1,60 @@
+"""How a model is trained besides its plan: optimizer, learning rate over the steps, clipping, seed."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from bapipe.errors import BapipeError
+
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How to train.
+
+    Attributes:
+        steps: optimizer steps in all, those before a checkpoint included.
+        optimizer: a class of `torch.optim`, in any case.
+        optimizer_arguments: what it is made with besides the learning rate; SGD has momentum 0.9 where it is empty.
+        schedule: a name in `LR_SCHEDULES`: what becomes of the learning rate after the warm-up.
+        warmup_steps: steps in which it grows evenly to its full value.
+        clip_norm: the most that the norm of all gradients together may be; None does not look at it.
+
+    Raises:
+        BapipeError: a value out of range, or an unknown schedule.
+    """
+
+    steps: int
+    learning_rate: float = 0.01
+    optimizer: str = "sgd"
+    optimizer_arguments: Mapping[str, object] = field(default_factory=dict)
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    clip_norm: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, not {self.steps}")
+        if self.schedule not in LR_SCHEDULES:
+            raise BapipeError(f"no schedule of the learning rate '{self.schedule}': want {', '.join(LR_SCHEDULES)}")
+        if self.warmup_steps < 0:
+            raise BapipeError(f"a warm-up of {self.warmup_steps} steps: want 0 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise BapipeError(f"gradients cannot be clipped to a norm of {self.clip_norm}: want more than 0")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Returns the learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        share = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.learning_rate * LR_SCHEDULES[self.schedule](share)
+
+
+LR_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda share: 1.0,
+    "linear": lambda share: 1.0 - share,
+    "cosine": lambda share: (1.0 + math.cos(math.pi * share)) / 2,
+}
+"""The part of the learning rate that is left, from the share of the steps after the warm-up that are done."""

@@ -1,0 +1,82 @@
+"""Optimizers by name, learning rates over the steps, and gradients clipped by the norm of the whole model's."""
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from runtime_cases import make_plan, mlp
+from torch import nn
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.optimizers import optimizer
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.trace import trace
+from bapipe.training import Training
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_clipping_is_that_of_the_whole_model() -> None:
+    torch.manual_seed(0)
+    whole = mlp().double()
+    part = copy.deepcopy(whole)
+    layers = [layer.name for layer in trace(part, [torch.zeros(1, 6).double()]).layers]
+    order = [["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]]
+    plan = make_plan(layers, (4,), (0, 0), order, 3, 2)
+    adam = optimizer("AdamW", 0.01, {"weight_decay": 0.1})
+    pipeline = Pipeline(
+        part,
+        plan,
+        loss=nn.functional.cross_entropy,
+        inputs=[torch.zeros(1, 6).double()],
+        optimizer=adam,
+        clip_norm=0.05,
+    )
+    reference = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        x, y = torch.randn(6, 6, dtype=torch.float64), torch.arange(6) % 5
+        pipeline.set_learning_rate(0.01 * (step + 1))
+        pipeline.step(x, target=y)
+        reference.zero_grad()
+        nn.functional.cross_entropy(whole(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        assert norm > 0.05
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        reference.step()
+        for name, parameter in pipeline.named_parameters().items():
+            torch.testing.assert_close(parameter, whole.get_parameter(name), atol=1e-12, rtol=0)
+
+
+def test_learning_rates() -> None:
+    constant = Training(steps=10, learning_rate=0.5, warmup_steps=4)
+    assert [constant.learning_rate_at(step) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
+    linear = Training(steps=6, learning_rate=0.5, warmup_steps=2, schedule="linear")
+    assert [linear.learning_rate_at(step) for step in range(6)] == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
+    cosine = Training(steps=4, learning_rate=2.0, schedule="cosine")
+    want = [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)]
+    assert [cosine.learning_rate_at(step) for step in range(4)] == pytest.approx(want, abs=1e-15)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(BapipeError, match=r"^torch.optim has no optimizer 'adamm'; did you mean 'adam'\?$"):
+        optimizer("adamm", 0.1, {})
+    with pytest.raises(
+        BapipeError, match=r"^adam cannot be made with lr=0.1 and beta=3: .*unexpected keyword argument 'beta'$"
+    ):
+        optimizer("adam", 0.1, {"beta": 3})
+    with pytest.raises(BapipeError, match=r"^no schedule of the learning rate 'step': want constant, linear, cosine$"):
+        Training(steps=1, schedule="step")
+    with pytest.raises(BapipeError, match=r"^gradients cannot be clipped to a norm of 0: want more than 0$"):
+        Training(steps=1, clip_norm=0)
+    with pytest.raises(BapipeError, match=r"^a warm-up of -1 steps: want 0 or more$"):
+        Training(steps=1, warmup_steps=-1)
