@@ -89,6 +89,8 @@ def least_load_alike(
 
 def below(problem: AlikeProblem, limit: float) -> StagePath | None:
     """Returns a plan with every load below the limit, None where there is none. O(boundaries**2) stages."""
+    if limit <= 0:
+        return None
     last, most = problem.num_boundaries - 1, problem.num_devices
     before, after = problem.devices_around(limit)
     places = np.nonzero((before + after <= most) & (before < most))[0]

@@ -231,8 +231,6 @@ class AlikeDevices:
             devices = np.where(good, self.num_devices + 1, devices + 1)
 
     def devices_around(self, limit: float) -> Any:
-        if limit <= 0:
-            return np.full((2, self.num_boundaries), self.num_devices)
         everywhere = np.arange(self.num_boundaries)
         slack = 2 * self.num_devices  # F and B of each stage are rounded
         needs = self._num_microbatches / limit * (1 - 1e-9)

@@ -172,7 +172,7 @@ def test_the_load_is_the_least_of_all(alike: bool) -> None:
 
 def test_a_plan_is_judged_fits_and_keeps_its_bytes() -> None:
     deep = 0
-    for seed in range(120):
+    for seed in range(60):
         random = Random(seed)
         profile = branching_profile(random, random.randint(2, 9))
         cluster = random.choice([same_devices, random_cluster])(random, random.randint(2, 5))
@@ -188,7 +188,7 @@ def test_a_plan_is_judged_fits_and_keeps_its_bytes() -> None:
             deep += len(plan.stages) > 2
         assert decode(encode(plan)) == plan
         assert b'"objective": "throughput"' in encode(plan)
-    assert deep > 5
+    assert deep > 2
 
 
 def test_longer_steps_come_near_the_load() -> None:
