@@ -1,6 +1,7 @@
 """What users and the command line call: profile a model, plan it, judge the plan, run it."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile, common_settings
-from bapipe.search.best_first import Progress
 from bapipe.search.explore import explore
+from bapipe.search.options import Options, Progress
 from bapipe.settings import Settings, check_same
 from bapipe.simulate import judge
 from bapipe.simulate import simulate as simulate_by_kind
@@ -87,6 +88,11 @@ def plan(
     microbatch_size: int | None = None,
     memory_limit_bytes: int | None = None,
     objective: Literal["step", "throughput"] = "step",
+    memory_margin: float = 0.0,
+    replicas: bool = True,
+    recompute: bool = True,
+    constraints: Sequence[str] = (),
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the fastest plan of the space its certificate names; see `bapipe.search.explore.explore`.
@@ -95,57 +101,73 @@ def plan(
         cluster: the devices, or a number of devices like the profile's with assumed links.
         objective: the time of one step; or throughput, the least work for the most loaded device once the pipeline is
             full, see `bapipe.search.throughput`: its order is always 1F1B, and it chooses the number of stages.
+        time_limit_s: how long to search; what is then found depends on the machine. Else as long as takes some
+            seconds, and the same input gives the same plan.
+
+    The other arguments are those of `bapipe.search.options.Options`.
     """
     known = by_kind(profiles)
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
     settings = common_settings(known.values())
-    decide = _along_orders if objective == "step" else _for_throughput
-    decided = decide(
-        known,
-        where,
+    options = Options(
         minibatch_size=minibatch_size,
         schedules=schedules,
         num_stages=num_stages,
         microbatch_size=microbatch_size,
         memory_limit_bytes=memory_limit_bytes,
-        progress=progress,
+        memory_margin=memory_margin,
+        replicas=replicas,
+        recompute=recompute,
+        constraints=constraints,
     )
+    decide = _along_orders if objective == "step" else _for_throughput
+    decided = decide(known, where, options, stop=_deadline(time_limit_s), progress=progress)
     return msgspec.structs.replace(decided, settings=settings)
 
 
 def _along_orders(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, *, memory_limit_bytes: int | None, **options: Any
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    stop: Callable[[], bool] | None,
+    progress: Progress | None,
 ) -> Plan:
     """Plans for a step along the profile's order of the layers, and along others that a branching model may need."""
 
     def along(line: Mapping[str, ModelProfile]) -> Plan:
-        return explore(line, cluster, memory_limit_bytes=memory_limit_bytes, **options)
+        return explore(line, cluster, options, stop=stop, progress=progress)
 
     if len(cluster.devices) == 1 or any(device.kind not in profiles for device in cluster.devices):
         return along(profiles)
     from bapipe.search.orders import best_of_orders
 
-    limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
-    return best_of_orders(profiles, cluster, limits, along)
+    return best_of_orders(profiles, cluster, options.limits(cluster), along)
 
 
 def _for_throughput(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
+    options: Options,
     *,
-    minibatch_size: int,
-    schedules: Sequence[str],
-    num_stages: int | None,
-    microbatch_size: int | None,
-    memory_limit_bytes: int | None,
+    stop: Callable[[], bool] | None,
     progress: Progress | None,
 ) -> Plan:
     from bapipe.search.throughput import plan_throughput
 
-    if "1f1b" not in schedules:
-        raise BapipeError(f"--objective throughput runs 1f1b, not {', '.join(schedules)}: leave --schedule out")
-    if num_stages is not None:
-        raise BapipeError(f"--objective throughput chooses the stages: leave --stages {num_stages} out")
+    if "1f1b" not in options.schedules:
+        raise BapipeError(f"--objective throughput runs 1f1b, not {', '.join(options.schedules)}: leave --schedule out")
+    if options.num_stages is not None:
+        raise BapipeError(f"--objective throughput chooses the stages: leave --stages {options.num_stages} out")
+    given = {
+        "--memory-margin": options.memory_margin,
+        "--constraint": options.constraints,
+        "--time-limit": stop,
+        "--no-replicas": not options.replicas,
+    }
+    for name, value in given.items():
+        if value:
+            raise BapipeError(f"--objective throughput does not know {name}: leave it out, or use --objective step")
     looks = 0
 
     def tell(load_ns: float, bound_ns: float) -> None:
@@ -157,11 +179,18 @@ def _for_throughput(
     return plan_throughput(
         profiles,
         cluster,
-        minibatch_size=minibatch_size,
-        microbatch_size=microbatch_size,
-        memory_limit_bytes=memory_limit_bytes,
+        minibatch_size=options.minibatch_size,
+        microbatch_size=options.microbatch_size,
+        memory_limit_bytes=options.memory_limit_bytes,
         tell=tell,
     )
+
+
+def _deadline(seconds: float | None) -> Callable[[], bool] | None:
+    if seconds is None:
+        return None
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
 
 
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:

@@ -173,6 +173,20 @@ def plan(
     objective: Annotated[
         Objective, typer.Option("--objective", help="The time of one step, or the work of the most loaded device.")
     ] = Objective.STEP,
+    memory_margin: Annotated[
+        float, typer.Option("--memory-margin", min=0.0, max=0.99, help="Share of each device's memory to leave free.")
+    ] = 0.0,
+    replicas: Annotated[bool, typer.Option("--replicas/--no-replicas", help="Let stages have several devices.")] = True,
+    recompute: Annotated[
+        bool, typer.Option("--recompute/--no-recompute", help="Let stages that do not fit recompute.")
+    ] = True,
+    constraint: Annotated[
+        list[str] | None,
+        typer.Option("--constraint", help="'LAYER with|without LAYER' or 'LAYER on DEVICE,DEVICE'; may be repeated."),
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", min=0.0, help="Seconds to search; else as long as takes some.")
+    ] = None,
     arg: Arguments = None,
     output: Output = Path("plan.json"),
 ) -> None:
@@ -191,6 +205,11 @@ def plan(
         num_stages=stages,
         memory_limit_bytes=memory_limit,
         objective=objective.value,
+        memory_margin=memory_margin,
+        replicas=replicas,
+        recompute=recompute,
+        constraints=constraint or (),
+        time_limit_s=time_limit,
     )
     write(output, decided)
     timeline = api.simulate(decided, profiles)

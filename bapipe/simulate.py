@@ -118,7 +118,7 @@ def _all_reduces(
         for bucket, num_bytes in enumerate(stage.bucket_bytes):
             ready_ns = max(_gradient_done_ns(s, stage, bucket, schedule, spans))
             start_ns = max(end_ns, ready_ns)
-            end_ns = start_ns + _ring_ns(num_bytes, schedule.devices[s], cluster)
+            end_ns = start_ns + ring_ns(num_bytes, schedule.devices[s], cluster)
             syncs.append(Sync(s, bucket, num_bytes, start_ns, end_ns))
             synced_ns[s] = end_ns
     return syncs, synced_ns
@@ -139,7 +139,7 @@ def _gradient_done_ns(
     return done
 
 
-def _ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
+def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
     """Ring all-reduce over the slowest link among `ranks`: 2(r-1) messages of a r-th of the bytes."""
     share = -(-num_bytes // len(ranks))
     slowest = max(cluster.link(a, b).transfer_ns(share) for a in ranks for b in ranks if a != b)

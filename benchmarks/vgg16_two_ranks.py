@@ -21,7 +21,7 @@ import bapipe
 from bapipe import api
 from bapipe.cost import stages_of
 from bapipe.schedules import SCHEDULES
-from bapipe.search.problem import spread
+from bapipe.search.placing import spread
 from bapipe.simulate import judge
 
 

@@ -138,8 +138,9 @@ def test_command_line_options() -> None:
         ],
         "cluster": ["--device", "--devices", "--output"],
         "plan": [
-            "--arg", "--cluster", "--devices", "--memory-limit", "--microbatch-size", "--minibatch-size", "--objective",
-            "--output", "--schedule", "--stages",
+            "--arg", "--cluster", "--constraint", "--devices", "--memory-limit", "--memory-margin",
+            "--microbatch-size", "--minibatch-size", "--objective", "--output", "--recompute", "--replicas",
+            "--schedule", "--stages", "--time-limit",
         ],
         "simulate": ["--json", "--trace"],
         "show": [],

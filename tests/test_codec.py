@@ -14,6 +14,7 @@ from bapipe.errors import BapipeError, InvalidFile
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.search.explore import explore
+from bapipe.search.options import Options
 from tests.random_profiles import random_cluster, random_profile
 
 
@@ -31,7 +32,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="module")
 def plan(profile: ModelProfile, cluster: Cluster) -> Plan:
-    return explore({"a": profile}, cluster, minibatch_size=4, num_stages=2)
+    return explore({"a": profile}, cluster, Options(minibatch_size=4, num_stages=2))
 
 
 def test_decode_reverses_encode(profile: ModelProfile, cluster: Cluster, plan: Plan) -> None:

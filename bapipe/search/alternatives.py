@@ -7,7 +7,7 @@ from bapipe.cost import stages_of
 from bapipe.plan import Alternative, Plan, StagePlan
 from bapipe.profile import LOSS, ModelProfile
 from bapipe.schedules import SCHEDULES
-from bapipe.search.problem import spread
+from bapipe.search.placing import spread
 from bapipe.simulate import judge
 
 

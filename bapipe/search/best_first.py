@@ -2,80 +2,166 @@
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
 
-from bapipe.search.bounds import Bounds, Prefix
-from bapipe.search.problem import Found, Problem
+import numpy as np
 
-SLOW = 50
-"""How many partial plans could be opened in the time of a plan judged event by event."""
+from bapipe.search.bounds import Prefix
+from bapipe.search.options import Progress
+from bapipe.search.problem import Found, Layout, Problem, Start
+from bapipe.search.spans import BIG, Numbers
 
-Progress = Callable[[int, int, int], None]
-"""(plans judged, best step time, lower bound), both in nanoseconds."""
+ACTIONS = 400
+"""How many actions the judge runs in the time that one partial plan takes to open."""
+
+SLOW = 20
+"""How many times longer the judge takes event by event."""
+
+DIVE = 20
+"""Partial plans opened between two that are completed in the quickest way."""
 
 
-def best_first(problems: Sequence[Problem], *, limit: int = 200_000, progress: Progress | None = None) -> Found | None:
-    """Returns the fastest cuts over all problems, None where nothing was found that fits.
+def best_first(
+    problems: Sequence[Problem],
+    *,
+    limit: int = 20_000,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> Found | None:
+    """Returns the fastest layout over all problems, None where nothing was found that fits.
 
     The bound never exceeds the judged time, so the first moment it reaches the best plan's time proves that plan
-    optimal. After `limit` partial plans the best one so far is returned with the bound reached; a plan that takes the
-    judge's slow clockwork counts as `SLOW` of them.
+    optimal. After `limit` partial plans, or when `stop` says so, the best one so far is returned with the bound
+    reached; what the judge does counts as some partial plans too.
     """
-    bounds: dict[int, Bounds] = {}  # made when the problem's turn comes
-    best: Found | None = None
-    queue: list[tuple[float, int, tuple[int, ...], Prefix | None]] = [
-        (problem.least_ns, i, (), None) for i, problem in enumerate(problems)
-    ]
-    heapify(queue)
-    spent = judged = 0
-    while queue and queue[0][0] < (best.step_ns if best else inf) and spent < limit:
-        bound_ns, i, _, prefix = heappop(queue)
-        spent += 1
-        if prefix is None:
-            bounds[i] = Bounds(problems[i])
-            if (cuts := _descend(bounds[i])) is not None:
-                best = _better(best, problems[i], cuts)
-                heappush(queue, (bounds[i].bound_ns(bounds[i].start()), i, (0,), bounds[i].start()))
-            continue
-        if len(prefix.cuts) > problems[i].num_stages:
-            best = _better(best, problems[i], prefix.cuts)
-            spent += 0 if problems[i].fast else SLOW
-            judged += 1
-            if progress and best:
-                progress(judged, best.step_ns, int(bound_ns))
-            continue
-        for z in bounds[i].ends(len(prefix.cuts) - 1, prefix.cuts[-1]):
-            longer = bounds[i].extend(prefix, z)
-            if longer is None:
-                continue
-            entry_ns = bounds[i].bound_ns(longer)
-            if entry_ns < (best.step_ns if best else inf):
-                heappush(queue, (entry_ns, i, longer.cuts, longer))
-    if best is None:
-        return None
-    lower = best.step_ns if not queue else int(min(best.step_ns, queue[0][0]))
-    return Found(problem=best.problem, cuts=best.cuts, step_ns=best.step_ns, lower_bound_ns=lower)
+    search = _Search(problems, progress)
+    while search.is_open and search.spent < limit and not (search.best is not None and stop()):
+        search.advance()
+    return search.result()
 
 
-def _descend(bounds: Bounds) -> tuple[int, ...] | None:
-    """Returns the cuts reached by always taking the stage of least bound; a good first plan."""
-    prefix = bounds.start()
-    while len(prefix.cuts) <= bounds.problem.num_stages:
-        step: Prefix | None = None
-        for z in bounds.ends(len(prefix.cuts) - 1, prefix.cuts[-1]):
-            longer = bounds.extend(prefix, z)
-            if longer is not None and bounds.bound_ns(longer) < (bounds.bound_ns(step) if step else inf):
-                step = longer
-        if step is None:
+class _Search:
+    """The partial plans to open, and the best plan so far."""
+
+    def __init__(self, problems: Sequence[Problem], progress: Progress | None) -> None:
+        self.problems, self.progress = problems, progress
+        self.best: Found | None = None
+        self.best_ns = BIG
+        self.spent = self.judged = self.count = 0
+        self.rested = 0
+        self.queue: list[tuple[int, int, int, _Item]] = []
+        for i, problem in enumerate(problems):
+            for start in problem.starts:
+                self.count += 1
+                self.queue.append((start.least_ns, 0, self.count, _Item(i, start, None, None, 0)))
+        heapify(self.queue)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.queue) and self.queue[0][0] < self.best_ns
+
+    def result(self) -> Found | None:
+        if self.best is None:
             return None
-        prefix = step
-    return prefix.cuts
+        lower_ns = min(self.best_ns, self.queue[0][0]) if self.queue else self.best_ns
+        return Found(
+            problem=self.best.problem, layout=self.best.layout, step_ns=self.best_ns, lower_bound_ns=int(lower_ns)
+        )
+
+    def advance(self) -> None:
+        """Opens the partial plan of least bound."""
+        bound_ns, _, _, item = heappop(self.queue)
+        self.spent += 1
+        if item.start is not None:
+            self.begin(item.problem, item.start)
+            return
+        prefix = item.prefix
+        assert prefix is not None
+        if item.children is not None:
+            self.push(item.problem, prefix, item.children, item.next)
+            bounds = self.problems[item.problem].bounds
+            place, number = item.children.pick(item.next - 1)
+            prefix = bounds.extend(prefix, place, number)
+        if prefix.whole:
+            self.judge(self.problems[item.problem], prefix, bound_ns)
+            return
+        self.expand(item.problem, prefix)
+        self.rested += 1
+        if self.rested >= DIVE:
+            self.rested = 0
+            self.dive(self.problems[item.problem], prefix, bound_ns)
+
+    def begin(self, i: int, start: Start) -> None:
+        problem = self.problems[i]
+        for bound_ns, prefix in problem.bounds.starts(start.first, start.num_places):
+            if bound_ns < self.best_ns:
+                self.count += 1
+                heappush(self.queue, (bound_ns, 0, self.count, _Item(i, None, prefix, None, 0)))
+        ready = [(b, p) for b, p in problem.bounds.starts(start.first, start.num_places) if b < self.best_ns]
+        if ready:
+            bound_ns, prefix = min(ready, key=lambda entry: entry[0])
+            self.dive(problem, prefix, bound_ns)
+
+    def expand(self, i: int, prefix: Prefix) -> None:
+        children = Children(*self.problems[i].bounds.children(prefix), self.best_ns)
+        self.push(i, prefix, children, 0)
+
+    def push(self, i: int, prefix: Prefix, children: "Children", place: int) -> None:
+        """Queues the next best of the longer prefixes; it brings the one after it along."""
+        if place < len(children.bounds) and children.bounds[place] < self.best_ns:
+            self.count += 1
+            entry = (int(children.bounds[place]), -len(prefix.places), self.count)
+            heappush(self.queue, (*entry, _Item(i, None, prefix, children, place + 1)))
+
+    def dive(self, problem: Problem, prefix: Prefix, bound_ns: int) -> None:
+        """Completes a prefix by always taking the stage of least bound, and judges it."""
+        while not prefix.whole:
+            bounds, places, numbers = problem.bounds.children(prefix)
+            self.spent += 1
+            best = int(np.argmin(bounds))
+            if bounds[best] >= self.best_ns:
+                return
+            prefix = problem.bounds.extend(prefix, int(places[best]), int(numbers[best]))
+        self.judge(problem, prefix, bound_ns)
+
+    def judge(self, problem: Problem, prefix: Prefix, bound_ns: int) -> None:
+        layout = problem.layout(prefix.places, prefix.slots)
+        num_actions = 3 * len(layout.slots) * problem.num_microbatches
+        self.spent += num_actions * (1 if problem.is_fast(layout) else SLOW) // ACTIONS
+        self.judged += 1
+        self.consider(problem, layout)
+        if self.progress and self.best:
+            self.progress(self.judged, self.best_ns, min(bound_ns, self.best_ns))
+
+    def consider(self, problem: Problem, layout: Layout) -> None:
+        if not problem.fits(layout):
+            return
+        step_ns = problem.step_ns(layout)
+        if self.best is None or step_ns < self.best_ns:
+            self.best = Found(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
+            self.best_ns = step_ns
 
 
-def _better(best: Found | None, problem: Problem, cuts: tuple[int, ...]) -> Found | None:
-    if problem.looped and not problem.fits(cuts):  # the bounds look at one stage of a device at a time
-        return best
-    step_ns = problem.step_ns(cuts)
-    if best is not None and step_ns >= best.step_ns:
-        return best
-    return Found(problem=problem, cuts=cuts, step_ns=step_ns, lower_bound_ns=step_ns)
+class Children:
+    """The longer prefixes of a prefix that can still beat the best plan, in the order of their bounds."""
+
+    __slots__ = ("bounds", "numbers", "places")
+
+    def __init__(self, bounds: Numbers, places: Numbers, numbers: Numbers, below_ns: int) -> None:
+        chosen = np.flatnonzero(bounds < below_ns)
+        chosen = chosen[np.argsort(bounds[chosen], kind="stable")]
+        self.bounds, self.places, self.numbers = bounds[chosen], places[chosen], numbers[chosen]
+
+    def pick(self, place: int) -> tuple[int, int]:
+        """Returns the end and the number of the next slot of one of them."""
+        return int(self.places[place]), int(self.numbers[place])
+
+
+class _Item:
+    """A part of the space: pipelines over some devices, a prefix, or what is left of a prefix's children."""
+
+    __slots__ = ("children", "next", "prefix", "problem", "start")
+
+    def __init__(
+        self, problem: int, start: Start | None, prefix: Prefix | None, children: Children | None, following: int
+    ) -> None:
+        self.problem, self.start, self.prefix, self.children, self.next = problem, start, prefix, children, following

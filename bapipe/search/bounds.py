@@ -1,170 +1,298 @@
-"""Lower bounds on the step time of a chain that is cut only in part.
+"""Lower bounds on the step time of a chain of layers that is cut, and given devices, only in part.
 
-Single letters here, for stage s: f, b times of F and of B, or of I + W if that is shorter and the schedule splits; r
-the part of the backward that must end before the stage before can begin its own (b, or I alone where the schedule
-splits it), w what must then follow on the stage itself (nothing, or the rest of b); x, y transfer times of its
-activations to stage s+1 and of the gradients back; u its update; M micro-batches. A step cannot be shorter than
+Single letters here, for stage s: f, b times of F and of B = I + W; r the part of the backward that must end before the
+stage before can begin its own (b, or I alone where the schedule splits it); x, y transfer times of its activations to
+stage s+1 and of the gradients back; e what must follow its last r (W where it is apart, all-reduces, the update); n
+micro-batches of one of its devices, M of all; d the depth of its order: F of micro-batch m+d follows r of m.
+Where devices differ, times are the least. A step cannot be shorter than
 
-  work    one device:  reach stage s, do all its work, update:  sum_{i<s}(f+x) + M(f_s+b_s) + u_s
+  work    one device:  reach stage s, do all its work, synchronise, update:  sum_{i<s}(f+x) + n(f_s+b_s) + e_s;
+          device k begins after the stages before have done F of micro-batch k
   return  one device:  reach stage s, do all its F and r, go back to a stage j <= s, finish there:
-              sum_{i<s}(f+x) + M(f_s+r_s) + max_j(sum_{j<=i<s}(y+r) + w_j + u_j)
+              sum_{i<s}(f+x) + n(f_s+r_s) + max_j(sum_{j<=i<s}(y+r) + e_j)
   link    one direction of one link, with one micro-batch going all the way before or after it
+  depth   every d-th micro-batch goes all the way from stage s to the last stage and back before the next one can
   shared  devices with several stages: the most work of one of them, and the mean over all
-  gpipe   all F before all B, each a flow shop:
-              sum(f+x) + (M-1)max(f, x) + sum(b+y) + (M-1)max(b, y) + u_0
+  gpipe   a device of the last stage ends all its F, one of the last of all micro-batches among them, before its B; k
+          micro-batches a device have passed any stage before that one, and n are to pass it after:
+              sum(f+x) + max(k f, k x) + sum(b+y) + max((n-1)b, (n-1)y) + e_0
 
-The `Rest` tables give, for every stage s and layer a, the least that stages s, s+1, ... can add when they hold the
-layers a, a+1, ...; they come from one dynamic programme over the stages, last to first.
+`Rest` gives, for a slot and every place in the chain, the least that this and all further stages can add when the
+layers from there on are theirs; it comes from one dynamic programme over slots, last to first.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 
-from bapipe.search.problem import Problem
+import numpy as np
+
+from bapipe.search.pieces import Piece, Pieces
+from bapipe.search.slots import Slot
+from bapipe.search.spans import BIG, Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first stages of a plan: where they end, and what is known of the step.
+    """The first stages of a plan: which layers and where, and what is known of the step.
 
     Attributes:
-        cuts: (0, ..., a): the layers before a are placed.
+        places: (0, ..., i): where the stages so far begin and end, as places of the grid.
+        slots: of the stages so far, and of the next one.
         head_ns: when the first micro-batch can reach the next stage.
-        tail_ns: what must follow the next stage's last backward.
+        tail_ns: what must follow the next stage's last r.
         first_tail_ns: the part of that which ends with the first stage's update.
-        send_ns, return_ns: the largest of the stages' f and x, and b and y.
+        send_ns, return_ns: the largest of the stages' f and x, and r and y.
         bound_ns: least step time for the stages so far.
+        pace: (devices, f) of each stage so far.
         work_ns: where devices have several stages, F and B of all micro-batches placed on each so far.
     """
 
-    cuts: tuple[int, ...]
+    places: tuple[int, ...]
+    slots: tuple[Slot, ...]
     head_ns: int = 0
     tail_ns: int = 0
     first_tail_ns: int = 0
     send_ns: int = 0
     return_ns: int = 0
     bound_ns: int = 0
+    pace: tuple[tuple[int, int], ...] = ()
     work_ns: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers have their stage."""
+        return len(self.places) > len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A stage that holds certain layers: its f, b, r, w, x, y and u."""
+class Rest:
+    """For every place, the least that a slot and those after it add.
 
-    f: int
-    b: int
-    r: int
-    w: int
-    x: int
-    y: int
-    u: int
+    Attributes:
+        path: one micro-batch all the way down and back.
+        done: from the first F until all updates are done.
+        load: from the first F until the last r of the slot.
+        total: F and B of one micro-batch.
+        send, back: the largest of k f and k x, and of (n-1)r and (n-1)y; for gpipe only.
+    """
+
+    path: Numbers
+    done: Numbers
+    load: Numbers
+    total: Numbers
+    send: Numbers
+    back: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """From a slot to the next: transfer times at every place, and how long the busiest link takes for all of them.
+
+    `before` of them before the last stage's first B, `later` after another one: see gpipe above.
+    """
+
+    slot: Slot
+    x: Numbers
+    y: Numbers
+    all_x: Numbers
+    all_y: Numbers
+    before: int
+    later: int
 
 
 class Bounds:
-    """The `Rest` tables of one problem. Building them takes O(stages * layers**2)."""
+    """The bounds of one schedule and micro-batch size. A `Rest` takes O(places**2)."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._pieces: dict[tuple[int, int, int], Piece | None] = {}
-        p, n = problem.num_stages, problem.num_layers
-        self._path = [[inf] * (n + 1) for _ in range(p + 1)]
-        self._work = [[inf] * (n + 1) for _ in range(p + 1)]
-        self._load = [[inf] * (n + 1) for _ in range(p + 1)]
-        self._sum = [[inf] * (n + 1) for _ in range(p + 1)]
-        self._send = [[inf] * (n + 1) for _ in range(p + 1)]
-        self._return = [[inf] * (n + 1) for _ in range(p + 1)]
-        for table in (self._path, self._work, self._load, self._sum, self._send, self._return):
-            table[p][n] = 0
-        for s in reversed(range(p)):
-            for a in range(s, n):
-                self._fill(s, a)
+    def __init__(self, pieces: Pieces, num_microbatches: int, send: Numbers, grad: Numbers, *, gpipe: bool) -> None:
+        self.pieces, self.num, self._send, self._grad, self._gpipe = pieces, num_microbatches, send, grad, gpipe
+        self._rests: dict[int, tuple[Slot, Rest]] = {}
+        self._steps: dict[int, tuple[Slot, tuple[_Step, ...]]] = {}
 
-    def piece(self, s: int, a: int, z: int) -> Piece | None:
-        """Returns stage s with the layers a to z, or None where its device cannot hold them."""
-        key = (s, a, z)
-        if key not in self._pieces:
-            self._pieces[key] = self._make(s, a, z)
-        return self._pieces[key]
+    def rest(self, slot: Slot) -> Rest:
+        """Returns the least that a slot and those after it add, made when it is first asked for."""
+        if id(slot) not in self._rests:
+            self._rests[id(slot)] = slot, self._make(slot)
+        return self._rests[id(slot)][1]
 
-    def ends(self, s: int, a: int) -> Sequence[int]:
-        """Returns where stage s can end when it begins at layer a."""
-        p, n = self.problem.num_stages, self.problem.num_layers
-        cuts = self.problem.legal_cuts
-        return (n,) if s == p - 1 else cuts[bisect_right(cuts, a) : len(cuts) - (p - 2 - s)]
+    def starts(self, first: tuple[Slot, ...], num_places: int) -> Iterator[tuple[int, Prefix]]:
+        """Yields the empty plans that begin with each of some slots, and their bounds; none where nothing fits."""
+        for slot in first:
+            prefix = Prefix((0,), (slot,), work_ns=(0,) * num_places)
+            bound = self._bound(prefix, slot)
+            if bound < BIG:
+                yield bound, prefix
 
-    def start(self) -> Prefix:
-        return Prefix((0,), work_ns=(0,) * len(self.problem.ranks) if self.problem.looped else ())
+    def children(self, prefix: Prefix) -> tuple[Numbers, Numbers, Numbers]:
+        """Returns for every longer prefix its bound, its end, and its next slot by number, in no special order."""
+        slot, start = prefix.slots[-1], prefix.places[-1]
+        piece = self.pieces.row(slot, start)
+        if slot.last:
+            last = len(piece.fits) - 1
+            own = self._own(prefix, piece, None, None)[last:]
+            bounds = np.where(piece.fits[last:], np.maximum(own, prefix.bound_ns), BIG)
+            return bounds, np.array([self.pieces.grid.num_places - 1]), np.array([-1])
+        places = np.arange(start + 1, start + 1 + len(piece.fits))
+        rows = [np.where(piece.fits, self._child(prefix, piece, step, start + 1), BIG) for step in self._next(slot)]
+        numbers = np.repeat(np.arange(len(rows)), len(places))
+        return np.concatenate(rows), np.tile(places, len(rows)), numbers
 
-    def extend(self, prefix: Prefix, z: int) -> Prefix | None:
-        """Returns the prefix with one more stage that ends at layer z, or None where that does not fit."""
-        s, a = len(prefix.cuts) - 1, prefix.cuts[-1]
-        piece = self.piece(s, a, z)
-        if piece is None:
-            return None
-        f, b, r, x, y = piece.f, piece.b, piece.r, piece.x, piece.y
-        num = self.problem.num_microbatches
-        path = self._path[s + 1][z]
-        if path == inf:
-            return None
-        own_end = piece.w + piece.u
-        after = max(own_end, prefix.tail_ns)
-        link = f + r + path + max(num * x + y, x + num * y)
-        here = max(num * (f + b) + piece.u, max(num * (f + r), link) + after)
+    def extend(self, prefix: Prefix, place: int, number: int) -> Prefix:
+        """Returns the prefix with one more stage that ends at a place, and the next slot by number."""
+        slot, start = prefix.slots[-1], prefix.places[-1]
+        piece = self.pieces.row(slot, start)
+        j = place - start - 1
+        step = None if slot.last else self._next(slot)[number]
+        x, y = (0, 0) if step is None else (int(step.x[place]), int(step.y[place]))
+        f, r, e = int(piece.forward[j]), int(piece.back[j]), int(piece.after[j])
+        rest = None if step is None else self.rest(step.slot)
+        own = self._own(prefix, piece, step, rest, start + 1)
+        work = prefix.work_ns
+        if slot.place is not None:
+            added = work[slot.place] + self.num * int(piece.both[j])
+            work = (*work[: slot.place], added, *work[slot.place + 1 :])
         return Prefix(
-            cuts=(*prefix.cuts, z),
+            places=(*prefix.places, place),
+            slots=prefix.slots if step is None else (*prefix.slots, step.slot),
             head_ns=prefix.head_ns + f + x,
-            tail_ns=y + r + after,
-            first_tail_ns=y + r + (prefix.first_tail_ns if s > 0 else own_end),
-            send_ns=max(prefix.send_ns, f, x),
-            return_ns=max(prefix.return_ns, r, y),
-            bound_ns=int(max(prefix.bound_ns, prefix.head_ns + here)),
-            work_ns=_added(prefix.work_ns, self.problem.places[s], num * (f + b)),
+            tail_ns=y + r + max(e, prefix.tail_ns),
+            first_tail_ns=y + r + (prefix.first_tail_ns if start > 0 else e),
+            send_ns=max(prefix.send_ns, self._before(slot) * f, 0 if step is None else step.before * x),
+            return_ns=max(prefix.return_ns, self._later(slot) * r, 0 if step is None else step.later * y),
+            bound_ns=max(prefix.bound_ns, int(own[j])),
+            pace=(*prefix.pace, (len(slot.devices), f)),
+            work_ns=work,
         )
 
-    def bound_ns(self, prefix: Prefix) -> float:
-        """Returns a time that no completion of the prefix beats; infinite where none fits."""
-        s, a = len(prefix.cuts) - 1, prefix.cuts[-1]
-        rest = max(self._work[s][a], self._load[s][a] + prefix.tail_ns)
-        bound = max(prefix.bound_ns, prefix.head_ns + rest)
+    def _own(self, prefix: Prefix, piece: Piece, step: _Step | None, rest: Rest | None, first: int = 0) -> Numbers:
+        """The least step time that the next stage alone asks for, with each of its runs of layers."""
+        after = np.maximum(piece.after, prefix.tail_ns)
+        busy = piece.turn
+        around = piece.forward + piece.back
+        if step is not None and rest is not None:
+            x, y, path = step.x[first:], step.y[first:], rest.path[first:]
+            linked = around + path + np.maximum(step.all_x[first:] + y, x + step.all_y[first:])
+            around = around + path + x + y
+            busy = np.maximum(busy, linked)
+        rounds = (self.num - 1) // prefix.slots[-1].turns.depth + 1
+        busy = np.maximum(busy, np.minimum(rounds * np.minimum(around, BIG // rounds), BIG))
+        own = busy + after
+        for k, work in piece.work:
+            fed = max((k // devices * f for devices, f in prefix.pace), default=0)
+            own = np.maximum(own, work + fed)
+        return _keep(prefix.head_ns + own)
+
+    def _child(self, prefix: Prefix, piece: Piece, step: _Step, first: int) -> Numbers:
+        rest = self.rest(step.slot)
+        x, y = step.x[first:], step.y[first:]
+        own = self._own(prefix, piece, step, rest, first)
+        head = prefix.head_ns + piece.forward + x
+        tail = y + piece.back + np.maximum(piece.after, prefix.tail_ns)
+        bound = np.maximum(
+            np.maximum(own, prefix.bound_ns), head + np.maximum(rest.done[first:], rest.load[first:] + tail)
+        )
+        slot = prefix.slots[-1]
+        if slot.place is not None:
+            here = prefix.work_ns[slot.place] + self.num * piece.both
+            total = sum(prefix.work_ns) + self.num * np.minimum(piece.both + rest.total[first:], BIG // self.num)
+            bound = np.maximum(bound, np.maximum(here, total // len(prefix.work_ns)))
+        if self._gpipe:
+            send = np.maximum(self._before(slot) * piece.forward, step.before * x)
+            back = np.maximum(self._later(slot) * piece.back, step.later * y)
+            send = np.maximum(np.maximum(rest.send[first:], prefix.send_ns), send)
+            back = np.maximum(np.maximum(rest.back[first:], prefix.return_ns), back)
+            own_tail = piece.after if prefix.places[-1] == 0 else prefix.first_tail_ns
+            bound = np.maximum(bound, head + rest.path[first:] + y + piece.back + own_tail + send + back)
+        return _keep(bound)
+
+    def _bound(self, prefix: Prefix, slot: Slot) -> int:
+        rest = self.rest(slot)
+        bound = int(max(rest.done[0], rest.load[0]))
         if prefix.work_ns:
-            total = sum(prefix.work_ns) + self.problem.num_microbatches * self._sum[s][a]
-            bound = max(bound, *prefix.work_ns, total // len(prefix.work_ns))
-        if self.problem.schedule == "gpipe":
-            more = max(prefix.send_ns, self._send[s][a]) + max(prefix.return_ns, self._return[s][a])
-            path = prefix.head_ns + self._path[s][a] + prefix.first_tail_ns
-            bound = max(bound, path + (self.problem.num_microbatches - 1) * more)
-        return bound
+            bound = max(bound, min(BIG, self.num * int(rest.total[0])) // len(prefix.work_ns))
+        if self._gpipe and rest.path[0] < BIG:
+            bound = max(bound, int(rest.path[0] + rest.send[0] + rest.back[0]))
+        return min(bound, BIG)
 
-    def _make(self, s: int, a: int, z: int) -> Piece | None:
-        problem = self.problem
-        place = problem.places[s]
-        if problem.peak_bytes(s, a, z) > problem.memory_bytes[place]:
-            return None
-        cost = problem.chains[place].cost(a, z)
-        x, y = problem.transfer_ns(s, z)
-        b = cost.least_backward_ns if problem.splits_backward else cost.backward_ns
-        r = min(cost.input_grad_ns, b) if problem.splits_backward else b
-        return Piece(cost.forward_ns, b, r, b - r, x, y, cost.update_ns)
+    def _last(self, slot: Slot) -> int:
+        """Devices that the last stage has at most."""
+        return len(slot.devices) if slot.last else slot.most_last
 
-    def _fill(self, s: int, a: int) -> None:
-        num = self.problem.num_microbatches
-        for z in self.ends(s, a):
-            path, piece = self._path[s + 1][z], self.piece(s, a, z)
-            if piece is None or path == inf:
-                continue
-            f, b, r, x, y = piece.f, piece.b, piece.r, piece.x, piece.y
-            through = f + r + x + y
-            link = f + r + path + max(num * x + y, x + num * y)
-            load = max(num * (f + r), through + self._load[s + 1][z], link)
-            self._path[s][a] = min(self._path[s][a], through + path)
-            self._work[s][a] = min(self._work[s][a], max(num * (f + b), f + x + self._work[s + 1][z]))
-            self._load[s][a] = min(self._load[s][a], load)
-            self._sum[s][a] = min(self._sum[s][a], f + b + self._sum[s + 1][z])
-            self._send[s][a] = min(self._send[s][a], max(f, x, self._send[s + 1][z]))
-            self._return[s][a] = min(self._return[s][a], max(r, y, self._return[s + 1][z]))
+    def _before(self, slot: Slot) -> int:
+        """Micro-batches that a device has passed on before one of the last ones."""
+        return max(0, (self.num - self._last(slot)) // len(slot.devices))
+
+    def _later(self, slot: Slot) -> int:
+        return -(-self.num // len(slot.devices)) - 1
+
+    def _next(self, slot: Slot) -> tuple[_Step, ...]:
+        if id(slot) not in self._steps:
+            steps = []
+            for other in slot.next:
+                x, all_x = self.pieces.transfers(slot, other, self._send, forward=True)
+                y, all_y = self.pieces.transfers(slot, other, self._grad, forward=False)
+                links = int(np.lcm(len(slot.devices), len(other.devices)))
+                before = max(0, (self.num - self._last(slot)) // links)
+                steps.append(_Step(other, x, y, all_x, all_y, before, -(-self.num // links) - 1))
+            self._steps[id(slot)] = slot, tuple(steps)
+        return self._steps[id(slot)][1]
+
+    def _make(self, slot: Slot) -> Rest:
+        grid = self.pieces.grid
+        piece = self.pieces.all(slot, slice(None))
+        size = grid.num_places
+        f, r = piece.forward, piece.back
+        if slot.last:
+            zero = np.full(size, BIG, dtype=np.int64)
+            zero[-1] = 0
+            x_path = x_done = x_load = x_total = x_send = x_back = zero
+            linked = zero
+        else:
+            steps = [(step, self.rest(step.slot)) for step in self._next(slot)]
+            if not steps:
+                return Rest(*[np.full(size, BIG, dtype=np.int64)] * 6)
+            x_path = _least([s.x + s.y + rest.path for s, rest in steps])
+            x_done = _least([s.x + rest.done for s, rest in steps])
+            x_load = _least([s.x + s.y + rest.load for s, rest in steps])
+            x_total = _least([rest.total for _, rest in steps])
+            linked = _least([rest.path + np.maximum(s.all_x + s.y, s.x + s.all_y) for s, rest in steps])
+            x_send = x_back = x_total
+            if self._gpipe:
+                x_send = _least([np.maximum(s.before * s.x, rest.send) for s, rest in steps])
+                x_back = _least([np.maximum(s.later * s.y, rest.back) for s, rest in steps])
+        ends = grid.ends
+        reach = x_path[ends]
+        fits = piece.fits & (reach < BIG)
+        around = f + r + reach
+        rounds = (self.num - 1) // slot.turns.depth + 1
+        load = np.maximum(piece.turn, f + r + np.maximum(x_load, linked)[ends])
+        load = np.maximum(load, rounds * np.minimum(around, BIG // rounds))
+        work = _most([work for _, work in piece.work])
+        done = np.maximum(np.maximum(work, load + piece.after), f + x_done[ends])
+        return Rest(
+            path=_keep(grid.least(np.where(fits, around, BIG))),
+            done=_keep(grid.least(np.where(fits, done, BIG))),
+            load=_keep(grid.least(np.where(fits, load, BIG))),
+            total=_keep(grid.least(np.where(fits, piece.both + x_total[ends], BIG))),
+            send=self._flow(fits, self._before(slot) * f, x_send),
+            back=self._flow(fits, self._later(slot) * r, x_back),
+        )
+
+    def _flow(self, fits: Numbers, own: Numbers, others: Numbers) -> Numbers:
+        if not self._gpipe:
+            return others
+        grid = self.pieces.grid
+        return _keep(grid.least(np.where(fits, np.maximum(own, others[grid.ends]), BIG)))
 
 
-def _added(work_ns: tuple[int, ...], place: int, more_ns: int) -> tuple[int, ...]:
-    return (*work_ns[:place], work_ns[place] + more_ns, *work_ns[place + 1 :]) if work_ns else ()
+def _least(values: list[Numbers]) -> Numbers:
+    return _keep(np.minimum.reduce(values))
+
+
+def _most(values: list[Numbers]) -> Numbers:
+    found: Numbers = np.maximum.reduce(values)
+    return found
+
+
+def _keep(values: Numbers) -> Numbers:
+    found: Numbers = np.minimum(values, BIG)
+    return found

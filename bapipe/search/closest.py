@@ -1,53 +1,132 @@
-"""When nothing fits: the plan that comes nearest, and what each of its devices lacks."""
+"""When nothing fits: the plan that comes nearest, what each of its devices lacks, and what would help."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from bapipe.memory import peak_memory
-from bapipe.search.problem import Problem
+import numpy as np
 
-
-def closest(problems: Sequence[Problem], layer_names: Sequence[str]) -> str:
-    """Returns a message about the plan whose worst device lacks the fewest bytes."""
-    candidates = [(problem, cuts, _needs(problem, cuts)) for problem in problems for cuts in [_least_lack(problem)]]
-    problem, cuts, needs = min(
-        candidates, key=lambda c: max(need - has for need, has in zip(c[2], c[0].memory_bytes, strict=True))
-    )
-    devices = []
-    for place, (rank, need, has) in enumerate(zip(problem.ranks, needs, problem.memory_bytes, strict=True)):
-        short = f"{need - has:,} bytes short" if need > has else "fits"
-        own = [s for s in range(problem.num_stages) if problem.places[s] == place]
-        layers = " and ".join(f"'{layer_names[cuts[s]]}' to '{layer_names[cuts[s + 1] - 1]}'" for s in own)
-        name = problem.cluster.devices[rank].name
-        devices.append(f"{name} needs {need:,} bytes for {layers} and has {has:,} ({short})")
-    return (
-        f"no plan fits in memory; the closest is {problem.schedule} with {problem.num_stages} "
-        f"{'stage' if problem.num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
-        f"{'; '.join(devices)}. Try more devices, smaller micro-batches, or a smaller mini-batch"
-    )
+from bapipe.cluster import Cluster
+from bapipe.errors import BapipeError
+from bapipe.profile import ModelProfile
+from bapipe.search.options import Options
+from bapipe.search.problem import Layout, Problem, Start
+from bapipe.search.slots import Slot
+from bapipe.search.space import Space
+from bapipe.search.spans import BIG, Numbers
 
 
-def _needs(problem: Problem, cuts: Sequence[int]) -> list[int]:
-    peaks = peak_memory(problem.table, problem.stages(cuts))
-    return [peaks[rank].total for rank in problem.ranks]
+def nearest(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int]] | None:
+    """Returns the layout whose worst device lacks the fewest bytes, each stage taken alone, and what its devices lack.
 
-
-def _least_lack(problem: Problem) -> tuple[int, ...]:
-    """Returns the cuts that minimise the largest lack, each stage taken alone, by dynamic programming.
-
-    O(stages * layers**2).
+    None where constraints leave none. O(slots * places**2) for each problem.
     """
-    p, n = problem.num_stages, problem.num_layers
-    limits = [problem.memory_bytes[place] for place in problem.places]
-    best: dict[int, tuple[int, tuple[int, ...]]] = {n: (-limits[-1], ())}  # by first layer of the rest
-    for s in reversed(range(p)):
-        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for a in problem.legal_cuts if s > 0 else (0,):
-            options = [
-                (max(problem.peak_bytes(s, a, z) - limits[s], lack), (z, *rest))
-                for z, (lack, rest) in best.items()
-                if z > a
-            ]
-            if options:
-                longer[a] = min(options)
-        best = longer
-    return (0, *best[0][1])
+    best: tuple[int, Problem, Layout, dict[int, int]] | None = None
+    for problem in problems:
+        lacks = _Lacks(problem)
+        for start in problem.starts:
+            layout = lacks.least(start)
+            if layout is None:
+                continue
+            found = problem.lacks(layout)
+            if best is None or max(found.values()) < best[0]:
+                best = (max(found.values()), problem, layout, found)
+    return None if best is None else best[1:]
+
+
+class _Lacks:
+    """For every slot and place, the least largest lack of the slots from there on."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.pieces = problem.bounds.pieces
+        self.problem = problem
+        self._found: dict[int, tuple[Slot, Numbers, Numbers, Numbers]] = {}
+
+    def least(self, start: Start) -> Layout | None:
+        slot = min(start.first, key=lambda slot: int(self.of(slot)[1][0]))
+        if self.of(slot)[1][0] >= BIG:
+            return None
+        places, slots = [0], [slot]
+        while True:
+            _, _, ends, following = self.of(slots[-1])
+            at = places[-1]
+            places.append(int(ends[at]))
+            if slots[-1].last:
+                return self.problem.layout(places, tuple(slots))
+            slots.append(slots[-1].next[int(following[at])])
+
+    def of(self, slot: Slot) -> tuple[Slot, Numbers, Numbers, Numbers]:
+        """The slot, its least lack at every place, where its stage then ends, and the number of the next slot."""
+        if id(slot) not in self._found:
+            self._found[id(slot)] = self._make(slot)
+        return self._found[id(slot)]
+
+    def _make(self, slot: Slot) -> tuple[Slot, Numbers, Numbers, Numbers]:
+        grid = self.pieces.grid
+        if slot.last:
+            rest = np.full((1, grid.num_places), BIG, dtype=np.int64)
+            rest[0, -1] = -BIG
+        else:
+            rest = np.array([self.of(other)[1] for other in slot.next])
+        following = np.argmin(rest, axis=0)
+        lacks = np.maximum(self.pieces.lacks(slot), rest.min(axis=0)[grid.ends])
+        ends = [int(np.argmin(lacks[grid.row(place)])) + place + 1 for place in range(grid.num_places - 1)]
+        least = grid.least(lacks)
+        number = np.array([int(following[end]) for end in ends])
+        return slot, least, np.array(ends), number
+
+
+def closest(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: Space) -> str:
+    """Returns a message about the plan whose worst device lacks the fewest bytes, and what would help."""
+    found = nearest(space.problems)
+    if found is None:
+        return "no plan keeps the constraints: drop some of them, or allow more stages or devices"
+    problem, layout, lacks = found
+    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    num_stages = len(layout.slots)
+    return (
+        f"no plan fits in memory; the closest is {problem.schedule} with {num_stages} "
+        f"{'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
+        f"{'; '.join(_devices(problem, layout, lacks, names))}. {_advice(profiles, cluster, options, lacks)}"
+    )
+
+
+def _devices(problem: Problem, layout: Layout, lacks: Mapping[int, int], names: Sequence[str]) -> list[str]:
+    limit = {rank: own.limit_bytes for own in problem.classes for rank in own.ranks}
+    held: dict[int, list[str]] = {rank: [] for rank in lacks}
+    spans = list(pairwise(layout.cuts))
+    for ranks, (start, stop), again in zip(problem.ranks(layout.slots), spans, layout.recompute, strict=True):
+        for rank in ranks:
+            text = f"'{names[start]}' to '{names[stop - 1]}'"
+            held[rank].append(f"{text} (recomputed)" if again else text)
+    return [
+        f"{problem.cluster.devices[rank].name} needs {limit[rank] + lack:,} bytes for {' and '.join(held[rank])} and "
+        f"has {limit[rank]:,} ({f'{lack:,} bytes short' if lack > 0 else 'fits'})"
+        for rank, lack in lacks.items()
+    ]
+
+
+def _advice(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, lacks: Mapping[int, int]) -> str:
+    """What each thing that the options hold fixed would do."""
+    from bapipe.search.explore import space_of
+
+    changes = {}
+    if not options.recompute:
+        changes["recomputation"] = replace(options, recompute=True)
+    if not options.replicas:
+        changes["stages on several devices"] = replace(options, replicas=True)
+    if options.num_stages is not None:
+        changes["another number of stages"] = replace(options, num_stages=None)
+    if options.microbatch_size is not None:
+        changes["other micro-batch sizes"] = replace(options, microbatch_size=None)
+    said = []
+    for name, changed in changes.items():
+        try:
+            found = nearest(space_of(profiles, cluster, changed).problems)
+        except BapipeError:
+            continue
+        short = max(found[2].values()) if found else BIG
+        if short < max(lacks.values()):
+            said.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
+    helps = f"{'; '.join(said)}. " if said else ""
+    return f"{helps[:1].upper()}{helps[1:]}Try more devices, smaller micro-batches, or a smaller mini-batch"

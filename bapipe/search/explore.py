@@ -1,171 +1,131 @@
-"""Explores stages x cuts x micro-batch sizes x schedules, and makes the best of them a plan."""
+"""Explores layouts x micro-batch sizes x schedules, and makes the best of them a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from bapipe.cluster import Cluster, Device
+from bapipe.cluster import Cluster
 from bapipe.codec import fingerprint
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.plan import Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.search.alternatives import alternatives
-from bapipe.search.best_first import Progress, best_first
-from bapipe.search.chain import Chain
-from bapipe.search.closest import closest
-from bapipe.search.problem import Found, Problem
+from bapipe.search.options import Options, Progress
 from bapipe.search.reorder import SEARCH, reorder
 from bapipe.units import MAX_INT
 
-MAX_CHOICES = 500
-"""How many choices of devices are looked at for one number of devices."""
+if TYPE_CHECKING:
+    from bapipe.search.problem import Found
+    from bapipe.search.space import Space
 
 MAX_MICROBATCHES = 1024
 """Most micro-batches in a step; more would make tables that nobody runs."""
+
+WORK = 30_000
+"""Partial plans opened before a search without a time limit stops: some seconds."""
 
 
 def explore(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
+    options: Options,
     *,
-    minibatch_size: int,
-    schedules: Sequence[str] = ("1f1b", "gpipe"),
-    num_stages: int | None = None,
-    microbatch_size: int | None = None,
-    memory_limit_bytes: int | None = None,
-    search_effort: float = 10.0,
+    stop: Callable[[], bool] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the fastest plan of the space that its certificate names, by an exact search.
 
-    The space: the layers in the profile's order, cut anywhere into the stages of a schedule on 1 to D of the cluster's
-    D devices, in the cluster's order; every measured or interpolated micro-batch size that divides the mini-batch.
+    The space: the layers in the profile's order, cut anywhere into the stages of a schedule, each on some devices of
+    the cluster; every measured or interpolated micro-batch size that divides the mini-batch.
 
     Args:
         profiles: one for each kind of device in the cluster.
-        num_stages, microbatch_size: fixed where given.
-        schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
-            searched for a faster one, starting from the named schedules (all of one stage a device where no other is
-            given).
-        memory_limit_bytes: caps what every device may hold, beside its own memory.
-        search_effort: about the seconds that the search of an order takes; see `search_order`.
+        stop: ends the search with the best plan so far; without it, it ends after `WORK`.
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
         BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that
             do not divide.
     """
-    searched = SEARCH in schedules
-    schedules = [name for name in schedules if name != SEARCH] or list(SCHEDULES)
-    _check(profiles, cluster, schedules)
-    sizes = _microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size)
-    limits = [min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices]
-    names = _names(profiles)
-    counts = range(1, min(len(cluster.devices), len(names)) + 1)
-    found_choices = [distinct_choices(cluster, limits, count) for count in counts]
-    choices = [ranks for of_count, _ in found_choices for ranks in of_count]
-    problems = _problems(profiles, cluster, choices, schedules, num_stages, minibatch_size, sizes, limits)
-    found = best_first(problems, progress=progress)
-    if found is None:
-        raise Infeasible(closest(problems, names))
-    some = "" if all(whole for _, whole in found_choices) else ", of too many choices only the first devices"
-    space = (
-        f"every cut of {len(names)} layers, in the profile's order, into {_span([p.num_stages for p in problems])} on "
-        f"{_span([len(p.ranks) for p in problems], 'device')} of {len(cluster.devices)}, in the cluster's order{some}; "
-        f"micro-batches of {', '.join(map(str, sizes))}; schedules {', '.join(schedules)}; no replicas, no "
-        "recomputation"
-    )
-    plan = _plan(profiles, found, minibatch_size, space)
+    if SEARCH in options.schedules:  # an order is searched for stages of one device
+        options = replace(options, replicas=False)
+    space, found = solve(profiles, cluster, options, stop=stop, progress=progress)
+    plan = plan_of(profiles, found, options.minibatch_size, space)
+    limits = options.limits(cluster)
     if plan.prediction.step_ns > MAX_INT:
         raise BapipeError("the step takes longer than a file can say (292 years): check the profile and device speeds")
-    if searched:
-        plan = reorder(plan, profiles, limits, search_effort)
-    others = (*plan.alternatives, *alternatives(plan, profiles, sizes, schedules, limits))
+    if SEARCH in options.schedules:
+        plan = reorder(plan, profiles, limits, options.search_effort)
+    sizes = microbatch_sizes(profiles, cluster, options)
+    others = (*plan.alternatives, *alternatives(plan, profiles, sizes, named_schedules(options), limits))
     return msgspec.structs.replace(plan, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
 
 
-def _problems(
+def solve(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    choices: Sequence[tuple[int, ...]],
-    schedules: Sequence[str],
-    num_stages: int | None,
-    minibatch_size: int,
-    sizes: Sequence[int],
-    limits: Sequence[int],
-) -> list[Problem]:
-    chains: dict[tuple[str, int, float], Chain] = {}
-    problems = [
-        Problem(
-            chains=tuple(_chain(chains, profiles, cluster.devices[rank], size) for rank in ranks),
-            ranks=ranks,
-            cluster=cluster,
-            memory_bytes=tuple(limits[rank] for rank in ranks),
-            schedule=schedule,
-            microbatch_size=size,
-            num_microbatches=minibatch_size // size,
-        )
-        for ranks in choices
-        for size in reversed(sizes)
-        for schedule in schedules
-    ]
-    possible = [problem for problem in problems if problem.num_stages <= len(problem.legal_cuts) + 1]
-    chosen = [problem for problem in possible if num_stages in (None, problem.num_stages)]
-    if not chosen:
-        counts = ", ".join(map(str, sorted({problem.num_stages for problem in possible}))) or "none"
-        asked = "any number of" if num_stages is None else num_stages
+    options: Options,
+    *,
+    stop: Callable[[], bool] | None = None,
+    progress: Progress | None = None,
+) -> "tuple[str, Found]":
+    """Returns the space in words, and the best of it; see `explore`."""
+    from bapipe.search.best_first import best_first  # loads numpy
+    from bapipe.search.closest import closest
+
+    check_inputs(profiles, cluster, options)
+    space = space_of(profiles, cluster, options)
+    limit = WORK if stop is None else 10**12
+    found = best_first(space.problems, limit=limit, stop=stop or (lambda: False), progress=progress)
+    if found is None:
+        raise Infeasible(closest(profiles, cluster, options, space))
+    return _words(profiles, cluster, options, space), found
+
+
+def space_of(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> "Space":
+    """Returns the problems to solve.
+
+    Raises:
+        BapipeError: constraints that cannot be met, or a number of stages that there cannot be.
+    """
+    from bapipe.search.constraints import check_constraints, parse_constraints
+    from bapipe.search.space import space
+
+    rules = parse_constraints(options.constraints)
+    check_constraints(rules, next(iter(profiles.values())), cluster)
+    made = space(
+        profiles,
+        cluster,
+        minibatch_size=options.minibatch_size,
+        sizes=microbatch_sizes(profiles, cluster, options),
+        schedules=named_schedules(options),
+        limits=options.limits(cluster),
+        num_stages=options.num_stages,
+        replicas=options.replicas,
+        recompute=options.recompute,
+        constraints=rules,
+    )
+    if not any(problem.starts for problem in made.problems):
+        asked = "any number of" if options.num_stages is None else options.num_stages
         raise BapipeError(
             f"{asked} stages asked for; {len(cluster.devices)} devices, {len(_names(profiles))} layers and "
-            f"{', '.join(schedules)} allow {counts}"
+            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, made.stage_counts)) or 'none'}"
         )
-    return chosen
+    return made
 
 
-def distinct_choices(cluster: Cluster, limits: Sequence[int], count: int) -> tuple[list[tuple[int, ...]], bool]:
-    """Returns the ascending choices of `count` devices, the first of each set of choices that are alike, and True.
-
-    Where there are more than `MAX_CHOICES`, only the first devices of the cluster, and False.
-    """
-    kinds = _kinds(cluster, limits)
-    choices: dict[object, tuple[int, ...]] = {(): ()}
-    for _ in range(count):
-        longer: dict[object, tuple[int, ...]] = {}
-        for key, ranks in choices.items():
-            seen: set[int] = set()
-            for rank in range(ranks[-1] + 1 if ranks else 0, len(kinds)):
-                if kinds[rank] not in seen:  # the first of a kind leaves the most to choose from
-                    seen.add(kinds[rank])
-                    longer.setdefault((key, kinds[rank]), (*ranks, rank))
-        if len(longer) > MAX_CHOICES:
-            return [tuple(range(count))], False
-        choices = longer
-    found: dict[object, tuple[int, ...]] = {}
-    for ranks in choices.values():
-        devices = [cluster.devices[rank] for rank in ranks]
-        same = tuple(
-            (d.kind, d.speed, d.overlaps_transfers, limits[rank]) for d, rank in zip(devices, ranks, strict=True)
-        )
-        links = tuple((cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks))
-        found.setdefault((same, links), ranks)
-    return list(found.values()), True
+def named_schedules(options: Options) -> list[str]:
+    """Returns the schedules that plans are made for; see `Options`."""
+    return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
 
 
-def _kinds(cluster: Cluster, limits: Sequence[int]) -> list[int]:
-    """A number for each device, the same for devices that nothing but their place tells apart."""
-    named = {end for link in cluster.links for end in (link.source, link.target)}
-    numbers: dict[object, int] = {}
-    kinds = []
-    for device, limit in zip(cluster.devices, limits, strict=True):
-        own = device.name if device.name in named else None
-        key = (device.kind, device.speed, device.overlaps_transfers, limit, device.host, own)
-        kinds.append(numbers.setdefault(key, len(numbers)))
-    return kinds
-
-
-def _check(profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Sequence[str]) -> None:
-    for name in schedules:
+def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> None:
+    """Raises BapipeError for an unknown schedule, or profiles that do not suit the cluster or one another."""
+    for name in named_schedules(options):
         if name not in ALL:
             raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}, {SEARCH}")
     for device in cluster.devices:
@@ -183,9 +143,13 @@ def _check(profiles: Mapping[str, ModelProfile], cluster: Cluster, schedules: Se
             )
 
 
-def _microbatch_sizes(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int, wanted: int | None
-) -> list[int]:
+def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> list[int]:
+    """Returns the sizes to look at, ascending.
+
+    Raises:
+        BapipeError: none divides the mini-batch and is known.
+    """
+    minibatch_size, wanted = options.minibatch_size, options.microbatch_size
     used = [profiles[kind] for kind in sorted({device.kind for device in cluster.devices})]
     if wanted is not None and minibatch_size % wanted:
         raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {wanted}")
@@ -207,19 +171,12 @@ def _microbatch_sizes(
     return sizes
 
 
-def _chain(
-    chains: dict[tuple[str, int, float], Chain], profiles: Mapping[str, ModelProfile], device: Device, size: int
-) -> Chain:
-    key = (device.kind, size, device.speed)
-    if key not in chains:
-        chains[key] = Chain(profiles[device.kind], size, device.speed)
-    return chains[key]
-
-
-def _plan(profiles: Mapping[str, ModelProfile], found: Found, minibatch_size: int, space: str) -> Plan:
-    problem = found.problem
+def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size: int, space: str) -> Plan:
+    """Returns what a search found as a plan, without alternatives."""
+    problem, layout = found.problem, found.layout
     names = _names(profiles)
-    first = profiles[problem.cluster.devices[problem.ranks[0]].kind]
+    table, _ = problem.table(layout.slots)
+    first = profiles[problem.cluster.devices[table.devices[0][0]].kind]
     return Plan(
         model=first.model,
         factory=first.factory,
@@ -231,13 +188,30 @@ def _plan(profiles: Mapping[str, ModelProfile], found: Found, minibatch_size: in
         num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
         stages=tuple(
-            StagePlan(layers=tuple(names[start:stop]), devices=(problem.cluster.devices[problem.ranks[place]].name,))
-            for place, (start, stop) in zip(problem.places, pairwise(found.cuts), strict=True)
+            StagePlan(
+                layers=tuple(names[start:stop]),
+                devices=tuple(problem.cluster.devices[rank].name for rank in ranks),
+                recompute=again,
+            )
+            for (start, stop), ranks, again in zip(pairwise(layout.cuts), table.devices, layout.recompute, strict=True)
         ),
-        order=tuple(tuple(map(str, actions)) for actions in problem.table.order),
-        prediction=problem.judge(found.cuts).prediction(minibatch_size),
+        order=tuple(tuple(map(str, actions)) for actions in table.order),
+        prediction=problem.judge(layout).prediction(minibatch_size),
         certificate=certify(found.step_ns, found.lower_bound_ns, space),
         alternatives=(),
+    )
+
+
+def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: "Space") -> str:
+    """The space, as a certificate says it."""
+    sizes = ", ".join(map(str, microbatch_sizes(profiles, cluster, options)))
+    rules = f"; where {'; '.join(options.constraints)}" if options.constraints else ""
+    return (
+        f"every cut of {len(_names(profiles))} layers, in the profile's order, into "
+        f"{_span(options.num_stages or space.stage_counts, 'stage')} on {_span(space.device_counts, 'device')} of "
+        f"{len(cluster.devices)}{space.order}; micro-batches of {sizes}; "
+        f"schedules {', '.join(named_schedules(options))}; {'any' if options.replicas else 'no'} replicas, "
+        f"{'recomputation where a stage does not fit without' if options.recompute else 'no recomputation'}{rules}"
     )
 
 
@@ -250,6 +224,6 @@ def _names(profiles: Mapping[str, ModelProfile]) -> list[str]:
     return [layer.name for layer in next(iter(profiles.values())).layers]
 
 
-def _span(counts: Sequence[int], noun: str = "stage") -> str:
-    low, high = min(counts), max(counts)
+def _span(counts: Sequence[int] | int, noun: str) -> str:
+    low, high = (counts, counts) if isinstance(counts, int) else (counts[0], counts[-1])
     return f"{low} {noun}{'s' if low > 1 else ''}" if low == high else f"{low} to {high} {noun}s"

@@ -1,210 +1,196 @@
-"""One question to a search: where to cut the layers, for given devices, micro-batch size and schedule."""
+"""One question to a search: which layers run together, and where, for a schedule and a micro-batch size."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from bapipe.cluster import Cluster
-from bapipe.cost import Stage, StageCost
-from bapipe.memory import memory_over_time, peak_memory
+from bapipe.cost import Stage
+from bapipe.memory import peak_memory
 from bapipe.recurrence import Program, compile_table
-from bapipe.schedule import Action, Phase, Schedule
-from bapipe.schedules import ALL
-from bapipe.search.chain import Chain
-from bapipe.simulate import finish_ns, judge, needs_no_queue
+from bapipe.schedule import Phase, Schedule
+from bapipe.search.bounds import Bounds
+from bapipe.search.chain import Chain, stage_on
+from bapipe.search.devices import DeviceClass
+from bapipe.search.placing import merged, moved, place
+from bapipe.search.slots import Slot, Slots
+from bapipe.simulate import finish_ns, judge, needs_no_queue, ring_ns
 from bapipe.timeline import Timeline
 
+KEPT_TABLES = 500
+"""Compiled tables that a problem keeps."""
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Cut a chain of layers into the stages of a schedule.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The pipelines over certain devices.
 
     Attributes:
-        chains: the layers as each of the devices runs them.
-        ranks: the devices, as their places in the cluster.
-        memory_bytes: what each of the devices may hold.
-        schedule: a name in `SCHEDULES` or `LOOPED`.
-
-    Cuts are given as (0, ..., num_layers): stage s holds the layers cuts[s] to cuts[s+1], the last one left out.
+        devices: how many.
+        first: the slots that can come first.
+        least_ns: a time no step beats.
+        num_places: devices, where these have several stages, else 0.
     """
 
-    chains: tuple[Chain, ...]
-    ranks: tuple[int, ...]
-    cluster: Cluster
-    memory_bytes: tuple[int, ...]
-    schedule: str
-    microbatch_size: int
-    num_microbatches: int
+    devices: int
+    first: tuple[Slot, ...]
+    least_ns: int
+    num_places: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """An answer to a problem: where the chain is cut, and the slot of each stage.
+
+    Stage s holds the layers cuts[s] to cuts[s+1], the last one left out.
+    """
+
+    cuts: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    recompute: tuple[bool, ...]
+
+
+class Problem:
+    """A schedule at one micro-batch size, on the devices of a cluster.
+
+    Attributes:
+        chains: the layers as each class of devices runs them.
+        starts: the pipelines to choose from.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        classes: Sequence[DeviceClass],
+        chains: Sequence[Chain],
+        schedule: str,
+        microbatch_size: int,
+        num_microbatches: int,
+        slots: Slots,
+        bounds: Bounds,
+        starts: Sequence[Start],
+    ) -> None:
+        self.cluster, self.classes, self.chains = cluster, tuple(classes), tuple(chains)
+        self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
+        self.slots, self.bounds, self.starts = slots, bounds, tuple(starts)
+        self.may_not_fit = len({chain.profile_name for chain in chains}) > 1  # sizes of tensors differ by kind
+        self._tables: dict[tuple[Slot, ...], tuple[Schedule, Program]] = {}
+        self._programs: dict[tuple[tuple[int, ...], int], tuple[Schedule, Program]] = {}
 
     @property
-    def num_stages(self) -> int:
-        return self.table.num_stages
+    def cuts(self) -> tuple[int, ...]:
+        """The layers before which the chain may be cut, its start and its end."""
+        return self.bounds.pieces.grid.cuts
 
-    @property
-    def num_layers(self) -> int:
-        return self.chains[0].num_layers
+    def layout(self, places: Sequence[int], slots: tuple[Slot, ...]) -> Layout:
+        """Returns the layout with stages between places of the grid; stages recompute where they must."""
+        again = []
+        for slot, (start, stop) in zip(slots, pairwise(places), strict=True):
+            again.append(bool(self.bounds.pieces.row(slot, start).recompute[stop - start - 1]))
+        return Layout(cuts=tuple(self.cuts[place] for place in places), slots=slots, recompute=tuple(again))
 
-    @cached_property
-    def legal_cuts(self) -> tuple[int, ...]:
-        """The layers before which the chain may be cut, ascending."""
-        return tuple(cut for cut in range(1, self.num_layers) if self.chains[0].legal[cut])
+    def ranks(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+        """Returns the devices of each stage: of a class, those first in the cluster first."""
+        left = [iter(own.ranks) for own in self.classes]
+        at_place: dict[int, int] = {}
+        found = []
+        for slot in slots:
+            if slot.place is None:
+                found.append(tuple(next(left[c]) for c in slot.devices))
+                continue
+            if slot.place not in at_place:
+                at_place[slot.place] = next(left[slot.devices[0]])
+            found.append((at_place[slot.place],))
+        return tuple(found)
 
-    @cached_property
-    def table(self) -> Schedule:
-        """The schedule on the problem's devices."""
-        return place(ALL[self.schedule](len(self.ranks), self.num_microbatches), self.ranks, len(self.cluster.devices))
+    def table(self, slots: tuple[Slot, ...]) -> tuple[Schedule, Program]:
+        """Returns the schedule on the slots' devices, and its program."""
+        if slots not in self._tables:
+            if len(self._tables) >= KEPT_TABLES:
+                self._tables.clear()
+            ranks = self.ranks(slots)
+            order = [rank for own in ranks for rank in own]  # of the devices in the table as it was made
+            if slots[0].place is not None:
+                order = [rank for _, rank in sorted({(s.place, own[0]) for s, own in zip(slots, ranks, strict=True)})]
+            table, program = self._made(slots, len(order))
+            num_ranks = len(self.cluster.devices)
+            self._tables[slots] = place(table, order, num_ranks), moved(program, order, num_ranks)
+        return self._tables[slots]
 
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        """The device of each stage, as its place in `ranks`."""
-        return tuple(self.ranks.index(devices[0]) for devices in self.table.devices)
+    def _made(self, slots: Sequence[Slot], num_devices: int) -> tuple[Schedule, Program]:
+        """The schedule and its program on devices 0, 1, ...: the same for slots of the same sizes."""
+        sizes = tuple(len(slot.devices) for slot in slots)
+        if (sizes, num_devices) not in self._programs:
+            table = self.slots.table(num_devices)
+            if slots[0].place is None:
+                ends = list(accumulate(sizes, initial=0))
+                table = merged(table, [tuple(range(a, b)) for a, b in pairwise(ends)], num_devices)
+            self._programs[sizes, num_devices] = table, compile_table(table)
+        return self._programs[sizes, num_devices]
 
-    @property
-    def looped(self) -> bool:
-        """Whether devices have several stages."""
-        return self.num_stages > len(self.ranks)
-
-    @cached_property
-    def program(self) -> Program:
-        """The table, compiled once for all cuts."""
-        return compile_table(self.table)
-
-    @cached_property
-    def fast(self) -> bool:
-        """Whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
-        return needs_no_queue(self.program, self.cluster)
-
-    @cached_property
-    def least_ns(self) -> int:
-        """A time no step beats: all layers shared out in proportion to what each device takes for all of them.
-
-        Stages' times are rounded, so each may be up to a nanosecond a phase shorter than its layers'.
-        """
-        wholes = [chain.cost(0, self.num_layers) for chain in self.chains]
-        times = [max(cost.forward_ns + cost.least_backward_ns, 1) for cost in wholes]
-        share = 1 / sum(Fraction(1, time_ns) for time_ns in times)
-        return max(0, int(self.num_microbatches * share) - 3 * self.num_microbatches * self.num_stages)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether the schedule runs I and W apart."""
-        return any(action.phase is Phase.INPUT_GRAD for order in self.table.order for action in order)
-
-    @cached_property
-    def in_flight(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each stage, how many stashes and how many I's leavings it holds at once, where neither can be less.
-
-        By the judge's own count of one-byte stashes.
-        """
-        return tuple(_most_in_flight(self.table, s) for s in range(self.num_stages))
-
-    def peak_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Returns what the device of a stage holds at its peak for it alone, with layers `start` to `stop`."""
-        place = self.places[stage]
-        chain = self.chains[place]
-        cost = chain.cost(start, stop)
-        before = self.places[stage - 1] if stage > 0 else place
-        after = self.places[stage + 1] if stage + 1 < self.num_stages else place
-        incoming = self.chains[before].send_bytes[start] if before != place else 0
-        returning = chain.grad_bytes[stop] if after != place else 0
-        return (
-            2 * cost.param_bytes
-            + cost.optimizer_bytes
-            + max(f * cost.stash_bytes + i * cost.gradient_stash_bytes for f, i in self.in_flight[stage])
-            + cost.workspace_bytes
-            + self.num_microbatches * (incoming + returning)
-        )
-
-    def transfer_ns(self, stage: int, cut: int) -> tuple[int, int]:
-        """Returns the times of activations and gradients between a stage and the next, cut before layer `cut`."""
-        if stage + 1 == self.num_stages or self.places[stage] == self.places[stage + 1]:
-            return 0, 0
-        here, there = self.ranks[self.places[stage]], self.ranks[self.places[stage + 1]]
-        chain = self.chains[self.places[stage]]
-        send, grad = chain.send_bytes[cut], chain.grad_bytes[cut]
-        return (
-            self.cluster.link(here, there).transfer_ns(send) if send else 0,
-            self.cluster.link(there, here).transfer_ns(grad) if grad else 0,
-        )
-
-    def stages(self, cuts: Sequence[int]) -> tuple[Stage, ...]:
-        """Returns the stages that the cuts make."""
+    def stages(self, layout: Layout) -> tuple[Stage, ...]:
+        """Returns the costs of the layout's stages."""
         return tuple(
-            Stage(
-                on=(chain.cost(cuts[s], cuts[s + 1]),),
-                send_bytes=chain.send_bytes[cuts[s + 1]],
-                grad_bytes=chain.grad_bytes[cuts[s + 1]],
-            )
-            for s, chain in enumerate(self.chains[place] for place in self.places)
+            stage_on([self.chains[c] for c in slot.devices], start, stop, recompute=again)
+            for slot, (start, stop), again in zip(layout.slots, pairwise(layout.cuts), layout.recompute, strict=True)
         )
 
-    def fits(self, cuts: Sequence[int]) -> bool:
-        """Returns whether every device can hold its stages, by the judge's count."""
-        peaks = peak_memory(self.table, self.stages(cuts))
-        return all(peaks[rank].total <= limit for rank, limit in zip(self.ranks, self.memory_bytes, strict=True))
+    def lacks(self, layout: Layout) -> dict[int, int]:
+        """Returns how much more than its limit each device needs, by the judge's count; negative where it fits."""
+        table, _ = self.table(layout.slots)
+        peaks = peak_memory(table, self.stages(layout))
+        limit = {rank: own.limit_bytes for own in self.classes for rank in own.ranks}
+        return {rank: peaks[rank].total - limit[rank] for rank in sorted({r for own in table.devices for r in own})}
 
-    def step_ns(self, cuts: Sequence[int]) -> int:
-        """Returns the judge's step time under these cuts, without the rest of the timeline."""
-        stages = self.stages(cuts)
-        done = finish_ns(self.table, self.program, stages, self.cluster)
-        for place, stage in zip(self.places, stages, strict=True):
-            done[self.ranks[place]] += stage.on[0].update_ns
+    def fits(self, layout: Layout) -> bool:
+        """Returns whether every device can hold its stages, where the bounds do not tell."""
+        if layout.slots[0].place is None and not self.may_not_fit:
+            return True
+        return all(lack <= 0 for lack in self.lacks(layout).values())
+
+    def is_fast(self, layout: Layout) -> bool:
+        """Returns whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
+        return needs_no_queue(self.table(layout.slots)[1], self.cluster)
+
+    def step_ns(self, layout: Layout) -> int:
+        """Returns the judge's step time, without the rest of the timeline."""
+        table, program = self.table(layout.slots)
+        stages = self.stages(layout)
+        done = finish_ns(table, program, stages, self.cluster)
+        for stage, ranks in zip(stages, table.devices, strict=True):
+            synced_ns = _synced_ns(stage, ranks, table, done, self.cluster)
+            for cost, rank in zip(stage.on, ranks, strict=True):
+                done[rank] = max(done[rank], synced_ns) + cost.update_ns
         return max(done)
 
-    def judge(self, cuts: Sequence[int]) -> Timeline:
-        """Returns the timeline of one step under these cuts."""
-        return judge(self.table, self.stages(cuts), self.cluster)
+    def judge(self, layout: Layout) -> Timeline:
+        """Returns the timeline of one step."""
+        return judge(self.table(layout.slots)[0], self.stages(layout), self.cluster)
+
+
+def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequence[int], cluster: Cluster) -> int:
+    """When the all-reduces of a stage are done, whose devices have no other stage."""
+    end_ns = 0
+    for bucket, num_bytes in enumerate(stage.bucket_bytes):
+        ready_ns = 0
+        for cost, rank in zip(stage.on, ranks, strict=True):
+            if table.order[rank]:
+                phase = table.order[rank][-1].phase
+                after_ns = cost.gradient_done_ns[bucket][phase is Phase.WEIGHT_GRAD]
+                ready_ns = max(ready_ns, done[rank] - cost.ns(phase) + after_ns)
+        end_ns = max(end_ns, ready_ns) + ring_ns(num_bytes, ranks, cluster)
+    return end_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found: the best cuts of the best problem, and a bound that no cut of any problem beats.
+    """What a search found: the best layout of the best problem, and a bound that no layout of any problem beats.
 
     `lower_bound_ns == step_ns` proves the answer optimal.
     """
 
     problem: Problem
-    cuts: tuple[int, ...]
+    layout: Layout
     step_ns: int
     lower_bound_ns: int
-
-
-def spread(schedule: Schedule, devices: tuple[tuple[int, ...], ...], num_ranks: int) -> Schedule:
-    """Returns a schedule of one device a stage on other devices, several a stage taking micro-batches in turn.
-
-    Each device keeps the order in which its stage's actions come; a device must not have two stages.
-    """
-    order: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for actions in schedule.order:
-        for action in actions:
-            replicas = devices[action.stage]
-            order[replicas[action.microbatch % len(replicas)]].append(action)
-    return Schedule(
-        devices=devices,
-        num_microbatches=schedule.num_microbatches,
-        order=tuple(tuple(actions) for actions in order),
-    )
-
-
-def place(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
-    """Returns a schedule with its rank i as rank `ranks[i]` of `num_ranks`."""
-    order: list[tuple[Action, ...]] = [()] * num_ranks
-    for rank, actions in zip(ranks, schedule.order, strict=True):
-        order[rank] = actions
-    return Schedule(
-        devices=tuple(tuple(ranks[own] for own in devices) for devices in schedule.devices),
-        num_microbatches=schedule.num_microbatches,
-        order=tuple(order),
-    )
-
-
-def _most_in_flight(table: Schedule, stage: int) -> tuple[tuple[int, int], ...]:
-    cost = StageCost(forward_ns=0, input_grad_ns=0, weight_grad_ns=0)
-    counts = []
-    for unit in (replace(cost, stash_bytes=1), replace(cost, gradient_stash_bytes=1)):
-        stages = [Stage(on=(cost,))] * table.num_stages
-        stages[stage] = Stage(on=(unit,))
-        counts.append([held.stash for held in memory_over_time(table, stages)[table.devices[stage][0]]])
-    pairs = set(zip(*counts, strict=True))
-    return tuple(sorted(p for p in pairs if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in pairs)))

@@ -10,7 +10,7 @@ from bapipe.profile import ModelProfile
 from bapipe.schedule import Schedule
 from bapipe.schedules import ALL
 from bapipe.search.order import search_order
-from bapipe.search.problem import place
+from bapipe.search.placing import place
 from bapipe.simulate import judge
 
 SEARCH = "search"

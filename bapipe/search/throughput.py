@@ -25,10 +25,11 @@ from bapipe.plan import THROUGHPUT, Alternative, Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedule import Action, Schedule
 from bapipe.schedules.one_f_one_b import one_rank
-from bapipe.search.explore import _check, _microbatch_sizes
+from bapipe.search.explore import check_inputs, microbatch_sizes
 from bapipe.search.identical import least_load_alike
 from bapipe.search.loads import LeastLoad
 from bapipe.search.min_max import least_load
+from bapipe.search.options import Options
 from bapipe.search.steady import AlikeDevices, Cuts, Runs
 from bapipe.search.unlike import MAX_COUNTS, MAX_GAPS, UnlikeDevices
 from bapipe.simulate import judge
@@ -126,12 +127,13 @@ def plan_throughput(
     Raises:
         BapipeError: a device kind without a profile, profiles of different models, or sizes that do not divide.
     """
-    _check(profiles, cluster, [])
+    options = Options(minibatch_size=minibatch_size, microbatch_size=microbatch_size)
+    check_inputs(profiles, cluster, options)
     return explore_throughput(
         profiles,
         cluster,
         minibatch_size=minibatch_size,
-        microbatch_sizes=_microbatch_sizes(profiles, cluster, minibatch_size, microbatch_size),
+        microbatch_sizes=microbatch_sizes(profiles, cluster, options),
         limits=[min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices],
         tell=tell,
     )

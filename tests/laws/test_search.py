@@ -1,144 +1,250 @@
 """The exact search equals the exhaustive one, and its bounds never exceed what the judge says."""
 
-from collections.abc import Sequence
-from itertools import combinations, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 import pytest
 from msgspec.structs import replace
 
+from bapipe.cluster import Cluster
+from bapipe.cost import stages_of
 from bapipe.errors import BapipeError, Infeasible
+from bapipe.plan import StagePlan
+from bapipe.profile import ModelProfile
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.search.best_first import best_first
-from bapipe.search.bounds import Bounds
-from bapipe.search.chain import Chain
-from bapipe.search.closest import closest
-from bapipe.search.exhaustive import exhaustive
-from bapipe.search.explore import distinct_choices, explore
-from bapipe.search.problem import Problem
-from bapipe.simulate import simulate
+from bapipe.search.closest import nearest
+from bapipe.search.exhaustive import exhaustive, layouts
+from bapipe.search.explore import explore
+from bapipe.search.options import Options
+from bapipe.search.placing import merged
+from bapipe.search.problem import Layout, Problem
+from bapipe.search.space import space
+from bapipe.simulate import judge, simulate
 from tests.random_profiles import random_cluster, random_profile
 
 
 def random_problems(
-    seed: int, schedules: Sequence[str] = ("1f1b", "gpipe"), splits_badly: bool = False
-) -> list[Problem]:
-    """Some schedules at one or two micro-batch sizes, on the same devices."""
+    seed: int,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    *,
+    most_layers: int = 6,
+    most_devices: int = 3,
+    splits_badly: bool = False,
+    buckets: bool = False,
+    limit: int = 2**40,
+) -> tuple[Problem, ...]:
+    """The whole space of some schedules at one or two micro-batch sizes."""
     random = Random(seed)
-    num_layers = random.randint(1, 8)
-    num_stages = random.randint(1, min(4, num_layers))
-    profile = random_profile(random, num_layers, splits_badly=splits_badly)
-    cluster = random_cluster(random, num_stages)
+    profile = random_profile(random, random.randint(1, most_layers), splits_badly=splits_badly)
+    cluster = random_cluster(random, random.randint(1, most_devices))
+    if buckets:
+        profile, cluster = heavy(profile), heavy_duty(cluster)
     num_samples = 4 * random.randint(1, 2)
-    return [
-        Problem(
-            chains=tuple(Chain(profile, size, device.speed) for device in cluster.devices),
-            ranks=tuple(range(num_stages)),
-            cluster=cluster,
-            memory_bytes=tuple(device.memory_bytes for device in cluster.devices),
-            schedule=schedule,
-            microbatch_size=size,
-            num_microbatches=num_samples // size,
-        )
-        for size in random.sample([1, 2, 3, 4], 2)
-        if num_samples % size == 0
-        for schedule in schedules
-    ]
+    return space(
+        {"a": profile},
+        cluster,
+        minibatch_size=num_samples,
+        sizes=[size for size in random.sample([1, 2, 3, 4], 2) if num_samples % size == 0],
+        schedules=schedules,
+        limits=[min(device.memory_bytes, limit) for device in cluster.devices],
+        replicas=random.random() < 0.8,
+        recompute=random.random() < 0.7,
+    ).problems
 
 
-@pytest.mark.parametrize("block", range(8))
+def heavy(profile: ModelProfile) -> ModelProfile:
+    """The profile with parameters of many megabytes, so that all-reduces take several buckets."""
+    layers = tuple(replace(layer, param_bytes=layer.param_bytes * 2**20) for layer in profile.layers)
+    return replace(profile, layers=layers)
+
+
+def heavy_duty(cluster: Cluster) -> Cluster:
+    """The cluster with memory for that, and links on which it takes as long as the layers."""
+    fast = replace(cluster.intra_host, bytes_per_s=10**15)
+    devices = tuple(replace(device, memory_bytes=2**32) for device in cluster.devices)
+    return replace(cluster, devices=devices, intra_host=fast, inter_host=fast, links=())
+
+
+def assert_exact(problems: Sequence[Problem], name: object) -> bool:
+    want, found = exhaustive(problems), best_first(problems)
+    assert (found and found.step_ns) == (want and want.step_ns), name
+    assert found is None or found.lower_bound_ns == found.step_ns, name
+    return want is not None
+
+
+@pytest.mark.parametrize("block", range(4))
 def test_best_first_is_exact(block: int) -> None:
-    feasible = 0
-    for seed in range(block * 300, block * 300 + 300):
-        problems = random_problems(seed)
-        want, found = exhaustive(problems), best_first(problems)
-        assert (found and found.step_ns) == (want and want.step_ns), seed
-        assert found is None or found.lower_bound_ns == found.step_ns, seed
-        feasible += want is not None
-    assert feasible > 100
+    feasible = sum(assert_exact(random_problems(seed), seed) for seed in range(block * 30, block * 30 + 30))
+    assert feasible > 20
+
+
+def test_best_first_is_exact_where_all_reduces_take_several_buckets() -> None:
+    assert sum(assert_exact(random_problems(seed, buckets=True), seed) for seed in range(30)) == 30
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
 def test_best_first_is_exact_for_every_schedule(schedule: str) -> None:
-    for seed in range(60):
-        problems = random_problems(seed, [schedule])
-        want, found = exhaustive(problems), best_first(problems)
-        assert (found and found.step_ns) == (want and want.step_ns), seed
-        assert found is None or found.lower_bound_ns == found.step_ns, seed
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_best_first_is_exact_where_the_split_has_a_price(schedule: str) -> None:
-    for seed in range(40):
-        problems = random_problems(seed, [schedule], splits_badly=True)
-        want, found = exhaustive(problems), best_first(problems)
-        assert (found and found.step_ns) == (want and want.step_ns), seed
-        assert found is None or found.lower_bound_ns == found.step_ns, seed
+    for seed in range(20):
+        assert_exact(random_problems(seed, [schedule], most_layers=5, splits_badly=seed % 2 == 1), seed)
 
 
 @pytest.mark.parametrize("schedule", LOOPED)
 def test_best_first_is_exact_where_devices_have_two_stages(schedule: str) -> None:
     seen = 0
-    for seed in range(120):
-        problems = [p for p in random_problems(seed, [schedule]) if p.num_stages <= p.num_layers]
-        want, found = exhaustive(problems), best_first(problems)
-        assert (found and found.step_ns) == (want and want.step_ns), seed
-        assert found is None or found.lower_bound_ns == found.step_ns, seed
-        seen += want is not None
-    assert seen > 30
+    for seed in range(40):
+        problems = [p for p in random_problems(seed, [schedule], splits_badly=seed % 2 == 1) if p.starts]
+        seen += assert_exact(problems, seed)
+    assert seen > 10
 
 
-def test_bounds_never_exceed_the_judge() -> None:
+def test_best_first_is_exact_on_twelve_layers_and_five_devices() -> None:
+    random = Random(1)
+    profile = random_profile(random, 12)
+    cluster = random_cluster(random, 5)
+    alike = replace(cluster.devices[0], memory_bytes=2_000, host="h0", overlaps_transfers=True)
+    devices = tuple(replace(alike, name=f"d{i}", speed=1.0 + (i > 3)) for i in range(5))
+    cluster = replace(cluster, devices=devices, links=())
+    found = space(
+        {"a": profile},
+        cluster,
+        minibatch_size=3,
+        sizes=[1],
+        schedules=["1f1b"],
+        limits=[500] * 5,
+        recompute=True,
+    )
+    assert assert_exact(found.problems, "large")
+
+
+def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
+    """The bounds of all prefixes of a layout, up to one that does not fit."""
+    bounds = problem.bounds
+    places = [problem.cuts.index(cut) for cut in layout.cuts]
+    num_places = next(start.num_places for start in problem.starts if layout.slots[0] in start.first)
+    for bound_ns, prefix in bounds.starts(layout.slots[:1], num_places):
+        yield bound_ns
+        for place, slot in zip(places[1:], (*layout.slots[1:], None), strict=True):
+            number = prefix.slots[-1].next.index(slot) if slot else -1
+            for found_ns, end, next_number in zip(*bounds.children(prefix), strict=True):
+                if (end, next_number) == (place, number) and found_ns < 2**60:
+                    yield int(found_ns)
+                    break
+            else:
+                return
+            prefix = bounds.extend(prefix, place, number)
+            assert prefix.bound_ns <= found_ns
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
+def test_bounds_never_exceed_the_judge(schedule: str) -> None:
     checked = 0
-    for seed in range(400):
-        every = list(SCHEDULES) if seed < 100 else ("1f1b", "gpipe")
-        for problem in random_problems(seed, every, splits_badly=seed % 2 == 0):
-            bounds = Bounds(problem)
-            for inner in combinations(range(1, problem.num_layers), problem.num_stages - 1):
-                cuts = (0, *inner, problem.num_layers)
-                prefixes = [bounds.start()]
-                while len(prefixes) < len(cuts):
-                    longer = bounds.extend(prefixes[-1], cuts[len(prefixes)])
-                    if longer is None:
-                        break
-                    prefixes.append(longer)
-                if len(prefixes) == len(cuts):  # every stage fits
-                    step_ns = problem.judge(cuts).step_ns
-                    assert problem.step_ns(cuts) == step_ns
-                    assert all(bounds.bound_ns(prefix) <= step_ns for prefix in prefixes), (seed, cuts)
+    for seed in range(25):
+        mode = {"splits_badly": seed % 2 == 1, "buckets": seed % 5 == 0}
+        for problem in random_problems(seed, [schedule], most_layers=5, **mode):
+            for layout in layouts(problem):
+                if all(lack <= 0 for lack in problem.lacks(layout).values()):
+                    step_ns = problem.judge(layout).step_ns
+                    assert problem.step_ns(layout) == step_ns
+                    assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), (seed, layout.cuts)
                     checked += 1
-    assert checked > 1000
+    assert checked > 150
 
 
-def test_memory_of_the_search_is_the_memory_of_the_judge() -> None:
-    for seed in range(300):
-        for problem in random_problems(seed, ("1f1b", "zb-h1"), splits_badly=seed % 2 == 0):
-            for inner in list(combinations(range(1, problem.num_layers), problem.num_stages - 1))[:5]:
-                cuts = (0, *inner, problem.num_layers)
-                judged = [problem.judge(cuts).memory[rank].total for rank in problem.ranks]
-                assert judged == [problem.peak_bytes(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages)]
+def test_what_fits_a_slot_fits_by_the_judges_count() -> None:
+    seen = [0, 0]
+    for seed in range(60):
+        for problem in random_problems(seed, ["1f1b", "zb-h1", "2f2b"], most_layers=4, splits_badly=seed % 2 == 1):
+            for layout in layouts(problem):
+                pieces = problem.bounds.pieces
+                places = [problem.cuts.index(cut) for cut in layout.cuts]
+                fits = all(
+                    pieces.row(slot, start).fits[stop - start - 1]
+                    for slot, (start, stop) in zip(layout.slots, pairwise(places), strict=True)
+                )
+                assert fits == all(lack <= 0 for lack in problem.lacks(layout).values())
+                seen[fits] += 1
+    assert min(seen) > 200
+
+
+def every_plan(profile: ModelProfile, cluster: Cluster, order: Sequence[int]) -> Iterator[tuple[StagePlan, ...]]:
+    """All stages on all devices, written apart: devices of a stage in `order`, any recomputation."""
+    names = [layer.name for layer in profile.layers]
+    for count in range(1, len(cluster.devices) + 1):
+        for ranks in permutations(order, count):
+            for splits in product((False, True), repeat=count - 1):
+                ends = [i + 1 for i, split in enumerate(splits) if split]
+                groups = [ranks[a:b] for a, b in pairwise([0, *ends, count])]
+                if any(list(group) != sorted(group, key=order.index) for group in groups):
+                    continue
+                for inner in combinations(range(1, len(names)), len(groups) - 1):
+                    for again in product((False, True), repeat=len(groups)):
+                        yield tuple(
+                            StagePlan(
+                                layers=tuple(names[start:stop]),
+                                devices=tuple(cluster.devices[rank].name for rank in group),
+                                recompute=flag,
+                            )
+                            for group, (start, stop), flag in zip(
+                                groups, pairwise([0, *inner, len(names)]), again, strict=True
+                            )
+                        )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_space_leaves_no_plan_out(seed: int) -> None:
+    """Devices of a class are exchangeable, and recomputing what fits without never helps."""
+    random = Random(seed)
+    profile = random_profile(random, 4)
+    cluster = random_cluster(random, 3)
+    cluster = replace(cluster, devices=tuple(replace(d, overlaps_transfers=True) for d in cluster.devices))
+    limits = [min(device.memory_bytes, random.randrange(150, 500)) for device in cluster.devices]
+    problems = space(
+        {"a": profile},
+        cluster,
+        minibatch_size=4,
+        sizes=[1],
+        schedules=["1f1b"],
+        limits=limits,
+        replicas=True,
+        recompute=True,
+    ).problems
+    order = [rank for own in problems[0].classes for rank in own.ranks]
+    best = None
+    for stages in every_plan(profile, cluster, order):
+        ranks = tuple(tuple(cluster.index[name] for name in stage.devices) for stage in stages)
+        used = sum(map(len, ranks))
+        table = merged(SCHEDULES["1f1b"](used, 4), ranks, len(cluster.devices))
+        timeline = judge(table, stages_of(stages, {"a": profile}, cluster, 1), cluster)
+        if all(held.total <= limit for held, limit in zip(timeline.memory, limits, strict=True)):
+            best = timeline.step_ns if best is None else min(best, timeline.step_ns)
+    found = best_first(problems)
+    assert (found and found.step_ns) == best
 
 
 def test_a_stopped_search_gives_an_honest_bound() -> None:
     stopped = 0
-    for seed in range(300):
-        problems = random_problems(seed)
-        best, found = exhaustive(problems), best_first(problems, limit=1)
+    for seed in range(60):
+        problems = random_problems(seed, most_layers=5)
+        best, found = exhaustive(problems), best_first(problems, limit=3)
         if found is not None and best is not None:
             assert found.lower_bound_ns <= best.step_ns <= found.step_ns
             stopped += found.lower_bound_ns < found.step_ns
-    assert stopped > 20
+    assert stopped > 10
 
 
-def test_nothing_fits_exactly_when_the_closest_plan_lacks_memory() -> None:
+def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:
     seen = 0
-    for seed in range(300):
-        problems = random_problems(seed)
-        if exhaustive(problems) is None:
-            seen += 1
-            message = closest(problems, [f"l{i}" for i in range(problems[0].num_layers)])
-            assert "bytes short" in message
-    assert seen > 5
+    for seed in range(60):
+        problems = random_problems(seed, most_layers=4, limit=100 + seed)
+        found = nearest(problems)
+        assert found is not None
+        least = min(max(p.lacks(layout).values()) for p in problems for layout in layouts(p))
+        assert max(found[2].values()) == least
+        assert (best_first(problems) is None) == (least > 0)
+        seen += least > 0
+    assert 10 < seen < 50
 
 
 def test_explore_gives_a_plan_that_the_judge_repeats() -> None:
@@ -151,12 +257,12 @@ def test_explore_gives_a_plan_that_the_judge_repeats() -> None:
         cluster = random_cluster(random, 3, ("a", "b"))
         profiles = {"a": profile, "b": other}
         try:
-            plan = explore(profiles, cluster, minibatch_size=4)
+            plan = explore(profiles, cluster, Options(minibatch_size=4))
         except Infeasible:
             continue
         seen += 1
         assert simulate(plan, profiles).prediction(4) == plan.prediction
-        assert explore(profiles, cluster, minibatch_size=4) == plan
+        assert explore(profiles, cluster, Options(minibatch_size=4)) == plan
     assert seen > 30
 
 
@@ -166,12 +272,12 @@ def test_layers_that_share_parameters_stay_together() -> None:
     layers = tuple(replace(layer, shares=(tied[i],) if i in tied else ()) for i, layer in enumerate(profile.layers))
     profile = replace(profile, layers=layers)
     cluster = random_cluster(Random(1), 3)
-    plan = explore({"a": profile}, cluster, minibatch_size=4, num_stages=3)
+    plan = explore({"a": profile}, cluster, Options(minibatch_size=4, num_stages=3))
     assert any({"l1", "l2", "l3", "l4"} <= set(stage.layers) for stage in plan.stages)
     with pytest.raises(
         BapipeError, match=r"^6 stages asked for; 6 devices, 8 layers and 1f1b, gpipe allow 1, 2, 3, 4, 5$"
     ):
-        explore({"a": profile}, random_cluster(Random(1), 6), minibatch_size=4, num_stages=6)
+        explore({"a": profile}, random_cluster(Random(1), 6), Options(minibatch_size=4, num_stages=6))
 
 
 def test_many_devices_are_no_obstacle() -> None:
@@ -179,7 +285,7 @@ def test_many_devices_are_no_obstacle() -> None:
     one = random_cluster(Random(1), 1)
     device = replace(one.devices[0], memory_bytes=10**9)
     many = replace(one, devices=tuple(replace(device, name=f"d{i}") for i in range(500)), links=())
-    assert explore({"a": profile}, many, minibatch_size=8).certificate.proven_optimal
+    assert explore({"a": profile}, many, Options(minibatch_size=8)).certificate.proven_optimal
 
 
 def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
@@ -187,29 +293,7 @@ def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
     device = replace(random_cluster(Random(1), 1).devices[0], memory_bytes=10**9)
     devices = tuple(replace(device, name=f"d{i}", speed=1.0 + i) for i in range(60))
     many = replace(random_cluster(Random(1), 1), devices=devices, links=())
-    assert "only the first devices" in explore({"a": profile}, many, minibatch_size=2).certificate.space
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_choices_of_devices_leave_none_out(seed: int) -> None:
-    """Every ascending choice is like one that is looked at."""
-    random = Random(seed)
-    cluster = random_cluster(random, 5)
-    slow, fast = cluster.devices[0], replace(cluster.devices[1], speed=9.0)
-    devices = tuple(replace(random.choice([slow, fast]), name=f"d{i}", host=f"h{i // 2}") for i in range(5))
-    cluster = replace(cluster, devices=devices)
-    limits = [device.memory_bytes for device in devices]
-
-    def like(ranks: tuple[int, ...]) -> object:
-        own = [(devices[r].kind, devices[r].speed, devices[r].overlaps_transfers, limits[r]) for r in ranks]
-        return own, [(cluster.link(a, b), cluster.link(b, a)) for a, b in pairwise(ranks)]
-
-    for count in range(1, 6):
-        choices, whole = distinct_choices(cluster, limits, count)
-        assert whole
-        looked_at = [like(ranks) for ranks in choices]
-        assert all(like(ranks) in looked_at for ranks in combinations(range(5), count))
-        assert len(looked_at) == len({str(choice) for choice in looked_at})
+    assert "only the first devices" in explore({"a": profile}, many, Options(minibatch_size=2)).certificate.space
 
 
 def test_a_searched_order_is_never_slower_and_says_what_it_is() -> None:
@@ -218,10 +302,12 @@ def test_a_searched_order_is_never_slower_and_says_what_it_is() -> None:
         random = Random(seed)
         profile, cluster = random_profile(random, 6), random_cluster(random, 3)
         try:
-            named = explore({"a": profile}, cluster, minibatch_size=4, schedules=("1f1b",))
+            named = explore({"a": profile}, cluster, Options(minibatch_size=4, schedules=("1f1b",), replicas=False))
         except Infeasible:
             continue
-        plan = explore({"a": profile}, cluster, minibatch_size=4, schedules=("1f1b", "search"), search_effort=1)
+        plan = explore(
+            {"a": profile}, cluster, Options(minibatch_size=4, schedules=("1f1b", "search"), search_effort=1)
+        )
         assert plan.prediction.step_ns <= named.prediction.step_ns
         assert simulate(plan, {"a": profile}).prediction(4) == plan.prediction
         assert plan.certificate.lower_bound_ns <= plan.prediction.step_ns

@@ -1,0 +1,213 @@
+"""What a stage is worth to a bound: its times on the devices of a slot, for every run of layers it may hold."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bapipe.cluster import Bandwidth
+from bapipe.schedule import Phase
+from bapipe.search.devices import DeviceClass, Links
+from bapipe.search.slots import Slot
+from bapipe.search.spans import BIG, Grid, Numbers, Sizes, Times, transfer_ns
+
+Mask = Callable[[Slot, slice], Numbers | None]
+"""Runs of layers that a slot must not hold, None where it may hold all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stage with each of some runs of layers.
+
+    Attributes:
+        fits: whether its devices can hold it.
+        recompute: whether they hold it with recomputation only.
+        forward, back: least time over its devices of F, and of what the stage before waits for (B, or I alone).
+        after: what must follow `back` of the last micro-batch: W where it is apart, all-reduces, the update.
+        turn: most time a device needs for F and `back` of all its micro-batches.
+        work: for some devices, given by number, the time from their first F to the end of their update.
+        both: F, I and W of a micro-batch, least over the devices.
+    """
+
+    fits: Numbers
+    recompute: Numbers
+    forward: Numbers
+    back: Numbers
+    after: Numbers
+    turn: Numbers
+    work: tuple[tuple[int, Numbers], ...]
+    both: Numbers
+
+
+class Pieces:
+    """The stages of all slots at one micro-batch size."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        classes: Sequence[DeviceClass],
+        links: Links,
+        times: Sequence[Times],
+        sizes: Sequence[Sizes],
+        *,
+        recompute: bool,
+        mask: Mask,
+    ) -> None:
+        self.grid, self.classes, self.links = grid, classes, links
+        self._times, self._sizes, self._recompute, self._mask = times, sizes, recompute, mask
+        self._reduced: dict[Hashable, Numbers] = {}
+        self._transfers: dict[tuple[Bandwidth, int], tuple[Numbers, Numbers]] = {}
+        self._rows: dict[tuple[int, int], tuple[Slot, Piece]] = {}
+
+    def row(self, slot: Slot, place: int) -> Piece:
+        """Returns the stages that start at a place."""
+        key = (id(slot), place)
+        if key not in self._rows:
+            if len(self._rows) > 20_000:
+                self._rows.clear()
+            self._rows[key] = slot, self.all(slot, self.grid.row(place))
+        return self._rows[key][1]
+
+    def all(self, slot: Slot, rows: slice) -> Piece:
+        """Returns the stages with the runs of layers in `rows`."""
+        parts = [self._part(slot, k, rows) for k in self._different(slot)]
+        plain = _most(part.lacks for part in parts) <= 0
+        fits = plain
+        again = np.zeros(plain.shape, dtype=bool)
+        if self._recompute and not plain.all() and slot.place is None:
+            fits = plain | (_most(part.lacks_again for part in parts) <= 0)
+            again = fits & ~plain
+        forbidden = self._mask(slot, rows)
+        if forbidden is not None:
+            fits = fits & ~forbidden
+        backs = [part.back + part.forward * again for part in parts]
+        boths = [part.forward + part.back + part.rest + part.forward * again for part in parts]
+        shares = [part.num_microbatches for part in parts]
+        return Piece(
+            fits=fits,
+            recompute=again,
+            forward=_least(part.forward for part in parts),
+            back=_least(backs),
+            after=_least(part.rest + part.end for part in parts),
+            turn=_most(n * (part.forward + back) for n, part, back in zip(shares, parts, backs, strict=True)),
+            work=tuple((part.number, n * both + part.end) for n, part, both in zip(shares, parts, boths, strict=True)),
+            both=_least(boths),
+        )
+
+    def lacks(self, slot: Slot) -> Numbers:
+        """Returns how many bytes too many each run of layers needs on the device that lacks most, at least."""
+        parts = [self._part(slot, k, slice(None)) for k in self._different(slot)]
+        plain = _most(part.lacks for part in parts)
+        if self._recompute and slot.place is None:
+            plain = np.minimum(plain, _most(part.lacks_again for part in parts))
+        forbidden = self._mask(slot, slice(None))
+        return plain if forbidden is None else np.where(forbidden, BIG, plain)
+
+    def transfers(self, slot: Slot, other: Slot, num_bytes: Numbers, forward: bool) -> tuple[Numbers, Numbers]:
+        """Returns of each of some transfers from a slot to the next one (or back) the least time, and the time that all
+        micro-batches take on the link that is busiest.
+        """
+        if slot.place is not None and slot.place == other.place:
+            none = np.zeros(len(num_bytes), dtype=np.int64)
+            return none, none
+        counts = _counts(slot, other)
+        links = {(a, b): self.links.between([a], [b]) for a, b in (p if forward else p[::-1] for p in counts)}
+        times = {pair: self._transfer_ns(link, num_bytes) for pair, (link,) in links.items()}
+        busiest = [count * times[p if forward else p[::-1]] for p, count in counts.items()]
+        return _least(times.values()), _most(busiest)
+
+    def _transfer_ns(self, link: Bandwidth, num_bytes: Numbers) -> Numbers:
+        key = (link, id(num_bytes))
+        if key not in self._transfers:
+            self._transfers[key] = num_bytes, transfer_ns(link, num_bytes)
+        return self._transfers[key][1]
+
+    def _different(self, slot: Slot) -> list[int]:
+        """The devices of a slot, of those alike only the last one."""
+        found = {
+            (c, share.num_microbatches, share.points): k
+            for k, (c, share) in enumerate(zip(slot.devices, slot.turns.shares, strict=True))
+        }
+        return sorted(found.values())
+
+    def _part(self, slot: Slot, k: int, rows: slice) -> "_Part":
+        c, share = slot.devices[k], slot.turns.shares[k]
+        times, sizes = self._times[c], self._sizes[c]
+        forward, backward = times.forward[rows], times.backward[rows]
+        back, rest = backward, np.zeros_like(backward)
+        if slot.turns.splits:
+            back, rest = times.input_grad[rows], times.weight_grad[rows]
+            if slot.turns.joins:
+                both = np.minimum(back + rest, backward)
+                back = np.minimum(back, both)
+                rest = both - back
+        held = sizes.held[rows]
+        if slot.receives:
+            held = held + share.num_microbatches * sizes.incoming[rows]
+        if slot.returns:
+            held = held + share.num_microbatches * sizes.returning[rows]
+        limit, stash, kept = self.classes[c].limit_bytes, sizes.stash[rows], sizes.incoming[rows]
+        left = sizes.left[rows]
+        plain = [num * stash + late * left for num, _, late in share.points]
+        again = [num * kept + whole * stash + late * left for num, whole, late in share.points]
+        return _Part(
+            number=k,
+            num_microbatches=share.num_microbatches,
+            forward=forward,
+            back=back,
+            rest=rest,
+            end=times.update[rows] + self._sync_ns(slot, c, rows),
+            lacks=held + _most(plain) - limit,
+            lacks_again=held + _most(again) - limit,
+        )
+
+    def _sync_ns(self, slot: Slot, c: int, rows: slice) -> Numbers:
+        """What the all-reduces take after the last action of a device of class `c`, at least."""
+        if len(slot.devices) == 1:
+            return np.zeros_like(self._times[c].forward[rows])
+        times = self._times[c]
+        found = []
+        for phase in sorted(slot.turns.ends):
+            whole = phase is Phase.BACKWARD
+            links = self.links.ring(slot.devices)
+            key = (id(times), len(slot.devices), *links, whole)
+            if key not in self._reduced:
+                self._reduced[key] = times.reduced_ns(len(slot.devices), links, whole)
+            last = times.backward[rows] if whole else times.weight_grad[rows]
+            found.append(np.maximum(self._reduced[key][rows] - last, 0))
+        return _least(found)
+
+
+def _counts(slot: Slot, other: Slot) -> dict[tuple[int, int], int]:
+    """The most micro-batches that one device of a class hands to one of another class, by their classes."""
+    num = sum(share.num_microbatches for share in slot.turns.shares)
+    period = int(np.lcm(len(slot.devices), len(other.devices)))
+    found: dict[tuple[int, int], int] = {}
+    for first in range(min(num, period)):  # micro-batches that come first on their link
+        pair = slot.devices[first % len(slot.devices)], other.devices[first % len(other.devices)]
+        found[pair] = max(found.get(pair, 0), -(-(num - first) // period))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A stage on one of its devices; `rest` and `end` follow its last `back`."""
+
+    number: int
+    num_microbatches: int
+    forward: Numbers
+    back: Numbers
+    rest: Numbers
+    end: Numbers
+    lacks: Numbers
+    lacks_again: Numbers
+
+
+def _least(values: Iterable[Numbers]) -> Numbers:
+    found: Numbers = np.minimum.reduce(list(values))
+    return found
+
+
+def _most(values: Iterable[Numbers]) -> Numbers:
+    found: Numbers = np.maximum.reduce(list(values))
+    return found
