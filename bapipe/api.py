@@ -3,15 +3,16 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from bapipe.cache import cached_profile, profile_path
+from bapipe.cache import cached_plan, cached_profile, keep_plan, plan_path, profile_path
 from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.codec import write
+from bapipe.codec import fingerprint, write
 from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.outcome import StepReport, TrainResult
@@ -28,6 +29,8 @@ from bapipe.zoo import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from bapipe.search.pareto import Point
 
 Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
 """One profile, several for different device kinds, or profiles by kind."""
@@ -108,7 +111,6 @@ def plan(
     """
     known = by_kind(profiles)
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
-    settings = common_settings(known.values())
     options = Options(
         minibatch_size=minibatch_size,
         schedules=schedules,
@@ -120,9 +122,85 @@ def plan(
         recompute=recompute,
         constraints=constraints,
     )
-    decide = _along_orders if objective == "step" else _for_throughput
-    decided = decide(known, where, options, stop=_deadline(time_limit_s), progress=progress)
-    return msgspec.structs.replace(decided, settings=settings)
+    return decide(known, where, options, objective=objective, time_limit_s=time_limit_s, progress=progress)
+
+
+def decide(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    objective: Literal["step", "throughput"] = "step",
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns what `plan` does, of profiles by device kind and options."""
+    search = _along_orders if objective == "step" else _for_throughput
+    decided = search(profiles, cluster, options, stop=_deadline(time_limit_s), progress=progress)
+    return msgspec.structs.replace(decided, settings=common_settings(profiles.values()))
+
+
+def kept_plan(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    objective: Literal["step", "throughput"] = "step",
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
+    key = {
+        "profiles": {kind: fingerprint(profile) for kind, profile in profiles.items()},
+        "cluster": msgspec.to_builtins(cluster),
+        "options": {**asdict(options), "schedules": list(options.schedules), "constraints": list(options.constraints)},
+        "objective": objective,
+    }
+    path = plan_path(key)
+    found = cached_plan(path) if time_limit_s is None else None
+    if found is None:
+        found = decide(profiles, cluster, options, objective=objective, time_limit_s=time_limit_s, progress=progress)
+        if time_limit_s is None:
+            keep_plan(path, found)
+    return found
+
+
+def certify(
+    pinned: Plan,
+    profiles: Mapping[str, ModelProfile],
+    options: Options,
+    *,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns a plan made by hand with its prediction and a bound on all plans; see `bapipe.search.pinned`."""
+    from bapipe.search.pinned import certify_pinned
+
+    return certify_pinned(pinned, profiles, options, stop=_deadline(time_limit_s), progress=progress)
+
+
+def explain(
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: Options, *, time_limit_s: float | None = None
+) -> tuple[str, ...]:
+    """Returns in words what limits a plan and what would help; see `bapipe.search.explain`."""
+    from bapipe.search.explain import explain as in_words
+    from bapipe.search.sensitivity import sensitivity
+
+    effects = sensitivity(plan, profiles, options, stop=_deadline(time_limit_s))
+    return in_words(plan, profiles, options, effects)
+
+
+def pareto(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    tell: Callable[[int, int], None] | None = None,
+) -> "tuple[Point, ...]":
+    """Returns the front of step time, peak memory and number of devices; see `bapipe.search.pareto`."""
+    from bapipe.search.pareto import pareto as front
+
+    return front(profiles, cluster, options, tell=tell)
 
 
 def _along_orders(

@@ -1,15 +1,20 @@
-"""Where profiles of named models are kept between commands."""
+"""Where profiles of named models, and plans, are kept between commands."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from bapipe.codec import read
+from bapipe.codec import read, write
 from bapipe.errors import BapipeError
+from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
+
+T = TypeVar("T", ModelProfile, Plan)
 
 
 def profile_path(key: Mapping[str, object]) -> Path:
@@ -18,18 +23,53 @@ def profile_path(key: Mapping[str, object]) -> Path:
     Raises:
         BapipeError: the folder cannot be made.
     """
+    path = _path(key, "profile")
+    _make(path.parent)
+    return path
+
+
+def plan_path(key: Mapping[str, object]) -> Path:
+    """Returns the file of the plan that the planner as it is makes of what `key` says; its folder may not be there."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    return _path({**key, "code": code.hexdigest()}, "plan")
+
+
+def keep_plan(path: Path, plan: Plan) -> None:
+    """Writes a plan where `cached_plan` will find it; only warns where that cannot be."""
+    try:
+        _make(path.parent)
+        write(path, plan)
+    except BapipeError as error:
+        logging.getLogger(__name__).warning("the plan is not kept for the next time: %s", error)
+
+
+def _path(key: Mapping[str, object], kind: str) -> Path:
     digest = hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bapipe"
+    return root / f"{digest}.{kind}.json"
+
+
+def _make(folder: Path) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BapipeError(f"{root}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to another folder") from None
-    return root / f"{digest}.profile.json"
+        raise BapipeError(f"{folder}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to another folder") from None
 
 
 def cached_profile(path: Path) -> ModelProfile | None:
     """Returns the profile kept at `path`; None where there is none, or one that cannot be read any more."""
+    return _cached(path, ModelProfile)
+
+
+def cached_plan(path: Path) -> Plan | None:
+    """Returns the plan kept at `path`; None where there is none, or one that cannot be read any more."""
+    return _cached(path, Plan)
+
+
+def _cached(path: Path, want: type[T]) -> T | None:
     try:
-        return read(path, ModelProfile)
+        return read(path, want)
     except BapipeError:
         return None

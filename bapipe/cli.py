@@ -5,11 +5,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 import typer
@@ -27,8 +27,12 @@ from bapipe.outcome import StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL
+from bapipe.search.options import Options
 from bapipe.settings import Settings
 from bapipe.zoo import ZOO, resolve
+
+if TYPE_CHECKING:
+    from bapipe.search.pareto import Point
 
 app = typer.Typer(
     add_completion=False,
@@ -187,34 +191,65 @@ def plan(
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", min=0.0, help="Seconds to search; else as long as takes some.")
     ] = None,
+    pin: Annotated[
+        Path | None, typer.Option("--pin", help="Judge this plan, made by hand, and bound it by all other plans.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what limits the plan, and what would help.")] = False,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Also list the front of step time, peak memory and number of devices.")
+    ] = False,
+    as_json: AsJson = False,
     arg: Arguments = None,
     output: Output = Path("plan.json"),
 ) -> None:
     """Find the fastest plan and prove how good it is."""
     if cluster is not None and devices is not None:
         raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+    if pin is not None and (cluster is not None or devices is not None):
+        raise BapipeError("a pinned plan holds its cluster: leave --cluster and --devices out")
+    if objective is not Objective.STEP and (pin is not None or explain or pareto):
+        raise BapipeError("--pin, --explain and --pareto are for --objective step: leave them or --objective out")
     check_writable(output)
     profiles = _profiles(sources, arg)
-    where = read(cluster, Cluster) if cluster is not None else _this_machine(profiles, devices)
-    decided = _explore(
-        profiles,
-        where,
-        minibatch_size=minibatch_size,
+    pinned = read(pin, Plan) if pin is not None else None
+    if pinned is not None:
+        where = pinned.cluster
+    else:
+        where = read(cluster, Cluster) if cluster is not None else _this_machine(profiles, devices)
+    options = Options(
+        minibatch_size=minibatch_size if pinned is None else pinned.minibatch_size,
         microbatch_size=microbatch_size,
         schedules=[name.strip() for name in schedule.split(",")],
         num_stages=stages,
         memory_limit_bytes=memory_limit,
-        objective=objective.value,
         memory_margin=memory_margin,
         replicas=replicas,
         recompute=recompute,
         constraints=constraint or (),
-        time_limit_s=time_limit,
     )
+    with _planning() as progress:
+        if pinned is not None:
+            decided = api.certify(pinned, profiles, options, time_limit_s=time_limit, progress=progress)
+        else:
+            decided = api.kept_plan(
+                profiles, where, options, objective=objective.value, time_limit_s=time_limit, progress=progress
+            )
     write(output, decided)
+    words: tuple[str, ...] = ()
+    if explain:
+        with err.status("planning again with 10 % more memory"):
+            words = api.explain(decided, profiles, options, time_limit_s=time_limit)
+    front = _pareto(profiles, where, options) if pareto else ()
+    if as_json:
+        sys.stdout.write(json.dumps(report.plan_json(decided, words, front)) + "\n")
+        return
     timeline = api.simulate(decided, profiles)
     _print(report.plan_parts(decided, timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+    for sentence in words:
+        out.print(sentence, highlight=False, markup=False)
+    if front:
+        _print([report.pareto_table(front)])
     out.print(f"wrote {output}", highlight=False)
 
 
@@ -430,19 +465,37 @@ def _plan_of(source: str, pairs: list[str] | None) -> Plan:
     profiles = _profiles([source], pairs)
     with err.status("measuring the link between two ranks"):
         where = api.local_cluster(None, next(iter(profiles)))
-    decided = _explore(profiles, where, minibatch_size=32)
+    with _planning() as progress:
+        decided = api.kept_plan(profiles, where, Options(minibatch_size=32), progress=progress)
     _print(report.plan_parts(decided))
     return decided
 
 
-def _explore(profiles: dict[str, ModelProfile], where: Cluster, **options: Any) -> Plan:
+@contextmanager
+def _planning() -> Iterator[Callable[[int, int, int], None]]:
+    """Shows how far a search is: as a status on a terminal, else as a line every two seconds."""
+    spoke_s = time.monotonic()
     with err.status("planning") as status:
 
         def progress(judged: int, best_ns: int, bound_ns: int) -> None:
+            nonlocal spoke_s
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
-            status.update(f"planning: {judged} plans judged, best {report.ms(best_ns)}, gap at most {gap:.2%}")
+            text = f"planning: {judged} plans judged, best {report.ms(best_ns)}, gap at most {gap:.2%}"
+            status.update(text)
+            if not err.is_terminal and time.monotonic() - spoke_s > 2:
+                spoke_s = time.monotonic()
+                _note(text)
 
-        return api.plan(profiles, where, progress=progress, **options)
+        yield progress
+
+
+def _pareto(profiles: dict[str, ModelProfile], where: Cluster, options: Options) -> "tuple[Point, ...]":
+    with err.status("looking for the front") as status:
+
+        def tell(num_devices: int, limit_bytes: int) -> None:
+            status.update(f"looking for the front: {num_devices} devices, {report.mib(limit_bytes)} each")
+
+        return api.pareto(profiles, where, options, tell=tell)
 
 
 def _train(decided: Plan, steps: int, **options: Any) -> TrainResult:

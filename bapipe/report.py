@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from math import floor, log10
+from typing import Protocol
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -100,6 +101,64 @@ def alternatives_table(plan: Plan) -> Table:
         rate = plan.minibatch_size * 1e9 / step_ns if step_ns else 0.0
         table.add_row(name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
     return table
+
+
+class FrontPoint(Protocol):
+    """A plan on the front of step time, peak memory and number of devices."""
+
+    @property
+    def step_ns(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def num_devices(self) -> int: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def pareto_table(front: Sequence[FrontPoint]) -> Table:
+    """Returns a row for each plan on the front."""
+    columns = (
+        "ms a step>",
+        "peak MiB>",
+        "devices>",
+        "gap at most>",
+        "devices of each stage",
+        "schedule",
+        "micro-batches",
+    )
+    table = empty_table("no plan found is better in step time, peak memory and devices at once", *columns)
+    for point in front:
+        plan = point.plan
+        widths = " + ".join(f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages)
+        figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
+        sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
+        table.add_row(*figures, f"{point.gap:.2%}", widths, plan.schedule, sizes)
+    return table
+
+
+def plan_json(plan: Plan, words: Sequence[str], front: Sequence[FrontPoint]) -> dict[str, object]:
+    """Returns what `bapipe plan --json` prints: prediction, certificate, alternatives, and what else was asked for."""
+    return {
+        "prediction": msgspec.to_builtins(plan.prediction),
+        "certificate": msgspec.to_builtins(plan.certificate),
+        "alternatives": msgspec.to_builtins(plan.alternatives),
+        "explanation": list(words),
+        "pareto": [
+            {
+                "step_ns": point.step_ns,
+                "peak_bytes": point.peak_bytes,
+                "devices": point.num_devices,
+                "gap": point.gap,
+                "schedule": point.plan.schedule,
+                "microbatch_size": point.plan.microbatch_size,
+                "stages": msgspec.to_builtins(point.plan.stages),
+            }
+            for point in front
+        ],
+    }
 
 
 def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:

@@ -138,9 +138,9 @@ def test_command_line_options() -> None:
         ],
         "cluster": ["--device", "--devices", "--output"],
         "plan": [
-            "--arg", "--cluster", "--constraint", "--devices", "--memory-limit", "--memory-margin",
-            "--microbatch-size", "--minibatch-size", "--objective", "--output", "--recompute", "--replicas",
-            "--schedule", "--stages", "--time-limit",
+            "--arg", "--cluster", "--constraint", "--devices", "--explain", "--json", "--memory-limit",
+            "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",
+            "--recompute", "--replicas", "--schedule", "--stages", "--time-limit",
         ],
         "simulate": ["--json", "--trace"],
         "show": [],

@@ -7,6 +7,7 @@ from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.errors import Infeasible
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.search.explore import explore
+from bapipe.search.options import Options
 from bapipe.simulate import simulate
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
@@ -58,14 +59,16 @@ def test_towers_are_parted_although_their_layers_come_in_turn() -> None:
     Along the profile's order a cut that halves the work carries 2,000 bytes.
     """
     profile, cluster = towers(), two_devices()
-    plan = api.plan(profile, cluster, minibatch_size=8, schedules=["gpipe"], num_stages=2)
+    plan = api.plan(profile, cluster, minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
     assert [stage.layers for stage in plan.stages] == [("a0", "a1"), ("b0", "b1", "join")]
     assert plan.prediction.step_ns == (8 + 1) * 400 + 2 * 10
     assert plan.certificate.proven_optimal
     assert plan.certificate.space.startswith(
         "2 orders of the layers, the profile's and those of the best cuts of their graph; along each: every cut of 5 "
     )
-    in_turn = explore({"a": profile}, cluster, minibatch_size=8, schedules=["gpipe"], num_stages=2)
+    in_turn = explore(
+        {"a": profile}, cluster, Options(minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
+    )
     assert in_turn.prediction.step_ns > 1.5 * plan.prediction.step_ns
     assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns
 
@@ -77,10 +80,10 @@ def test_more_orders_never_give_a_slower_plan() -> None:
         profile = branching_profile(random, random.randint(5, 10))
         cluster = random_cluster(random, random.randint(2, 3))
         try:
-            along = explore({"a": profile}, cluster, minibatch_size=4)
+            along = explore({"a": profile}, cluster, Options(minibatch_size=4, replicas=False))
         except Infeasible:
             continue
-        plan = api.plan(profile, cluster, minibatch_size=4)
+        plan = api.plan(profile, cluster, minibatch_size=4, replicas=False)
         assert plan.prediction.step_ns <= along.prediction.step_ns
         assert plan.certificate.lower_bound_ns <= along.certificate.lower_bound_ns
         assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns

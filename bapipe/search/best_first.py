@@ -10,7 +10,7 @@ from bapipe.search.options import Progress
 from bapipe.search.problem import Found, Layout, Problem, Start
 from bapipe.search.spans import BIG, Numbers
 
-ACTIONS = 400
+ACTIONS = 1200
 """How many actions the judge runs in the time that one partial plan takes to open."""
 
 SLOW = 20

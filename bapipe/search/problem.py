@@ -1,6 +1,7 @@
 """One question to a search: which layers run together, and where, for a schedule and a micro-batch size."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -82,6 +83,12 @@ class Problem:
     def cuts(self) -> tuple[int, ...]:
         """The layers before which the chain may be cut, its start and its end."""
         return self.bounds.pieces.grid.cuts
+
+    def on(self, num_devices: int) -> "Problem":
+        """Returns the problem on so many devices only; what is known of its bounds and tables stays."""
+        fewer = copy(self)
+        fewer.starts = tuple(start for start in self.starts if start.devices == num_devices)
+        return fewer
 
     def layout(self, places: Sequence[int], slots: tuple[Slot, ...]) -> Layout:
         """Returns the layout with stages between places of the grid; stages recompute where they must."""

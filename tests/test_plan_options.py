@@ -1,0 +1,315 @@
+"""What a user may fix, allow and ask of the planner: constraints, pins, explanations, the front, kept plans."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe import api
+from bapipe.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.plan import StagePlan
+from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.search.critical_path import critical_path, shares
+from bapipe.search.explore import explore
+from bapipe.search.options import Options
+from bapipe.search.pareto import pareto
+from bapipe.search.sensitivity import sensitivity
+from bapipe.simulate import simulate
+
+MS = 1_000_000
+
+
+def chain(forward_ms: list[int], *, param_bytes: int = 0, stash_bytes: int = 0, output_bytes: int = 0) -> ModelProfile:
+    """Layers l0, l1, ... whose backward takes twice their forward; one micro-batch size."""
+    return ModelProfile(
+        model="chain",
+        device=DeviceKind(kind="a", name="none", memory_bytes=10**9),
+        dtype="float32",
+        optimizer="sgd",
+        layers=tuple(
+            LayerProfile(
+                name=f"l{i}",
+                kind="Layer",
+                inputs=(f"t{i}",),
+                outputs=(f"t{i + 1}",),
+                param_bytes=param_bytes,
+                optimizer_state_bytes=0,
+            )
+            for i in range(len(forward_ms))
+        ),
+        measurements=(
+            Measurement(
+                microbatch_size=1,
+                layers=tuple(
+                    LayerMeasurement(
+                        forward_ns=f * MS,
+                        input_grad_ns=f * MS,
+                        weight_grad_ns=f * MS,
+                        stash_bytes=stash_bytes,
+                        output_bytes=(output_bytes,),
+                    )
+                    for f in forward_ms
+                ),
+            ),
+        ),
+    )
+
+
+def devices(num: int, *, memory_bytes: int = 10**9, bytes_per_s: int = 10**9) -> Cluster:
+    link = Bandwidth(bytes_per_s=bytes_per_s, latency_ns=0)
+    return Cluster(
+        devices=tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=memory_bytes) for i in range(num)),
+        intra_host=link,
+        inter_host=link,
+    )
+
+
+def test_data_parallelism_is_a_point_of_the_space() -> None:
+    plan = explore({"a": chain([1, 1])}, devices(2), Options(minibatch_size=4))
+    assert [stage.devices for stage in plan.stages] == [("d0", "d1")]
+    assert plan.prediction.step_ns == 2 * 2 * 3 * MS
+    assert plan.certificate.proven_optimal
+
+
+def test_parameters_that_cost_more_than_they_save_make_a_pipeline() -> None:
+    """1 ms of all-reduce for each layer, 1F1B over 2: (4 + 1) 3 ms."""
+    profile = chain([1, 1], param_bytes=10**6)
+    plan = explore({"a": profile}, devices(2, bytes_per_s=10**8), Options(minibatch_size=4))
+    assert [stage.devices for stage in plan.stages] == [("d0",), ("d1",)]
+    assert plan.prediction.step_ns == 15 * MS
+    assert explore({"a": profile}, devices(2, bytes_per_s=10**8), Options(minibatch_size=4, replicas=False)).stages == (
+        plan.stages
+    )
+
+
+def test_a_stage_recomputes_where_it_does_not_fit_otherwise() -> None:
+    """GPipe on one device stashes 4 x 400 bytes; recomputed 400, for F twice: 4 (4 + 4 + 8) ms."""
+    profile = chain([1, 1, 1, 1], stash_bytes=100)
+    for limit, recompute, step_ms in ((1600, False, 48), (1599, True, 64), (400, True, 64)):
+        options = Options(minibatch_size=4, schedules=("gpipe",), memory_limit_bytes=limit)
+        plan = explore({"a": profile}, devices(1), options)
+        assert (plan.stages[0].recompute, plan.prediction.step_ns) == (recompute, step_ms * MS)
+        assert plan.prediction.ranks[0].peak_bytes <= limit
+    with pytest.raises(Infeasible, match=r"d0 needs 400 bytes for 'l0' to 'l3' and has 399 \(1 bytes short\)"):
+        explore({"a": profile}, devices(1), Options(minibatch_size=4, memory_limit_bytes=399))
+
+
+def test_nothing_fits_says_what_would_help() -> None:
+    profile = chain([1, 1, 1, 1], stash_bytes=100, output_bytes=1)
+    options = Options(
+        minibatch_size=4, replicas=False, recompute=False, num_stages=1, schedules=("gpipe",), memory_limit_bytes=500
+    )
+    with pytest.raises(Infeasible) as caught:
+        explore({"a": profile}, devices(2), options)
+    assert str(caught.value) == (
+        "no plan fits in memory; the closest is gpipe with 1 stage and micro-batches of 1: d0 needs 1,600 bytes for "
+        "'l0' to 'l3' and has 500 (1,100 bytes short). With recomputation it would fit; with stages on several "
+        "devices 300 bytes would be lacking; with another number of stages 304 bytes would be lacking. Try more "
+        "devices, smaller micro-batches, or a smaller mini-batch"
+    )
+
+
+def test_a_margin_leaves_memory_free() -> None:
+    profile = chain([1, 1], stash_bytes=100)
+    assert explore({"a": profile}, devices(1, memory_bytes=200), Options(minibatch_size=1, schedules=("1f1b",)))
+    with pytest.raises(Infeasible, match=r"has 180 \(20 bytes short\)"):
+        explore(
+            {"a": profile},
+            devices(1, memory_bytes=200),
+            Options(minibatch_size=1, schedules=("1f1b",), memory_margin=0.1),
+        )
+
+
+def test_constraints_hold() -> None:
+    profile = chain([3, 1, 1, 1, 2])
+
+    def stages(*constraints: str) -> list[tuple[int, tuple[str, ...]]]:
+        options = Options(minibatch_size=4, constraints=constraints)
+        plan = explore({"a": profile}, devices(3), options)
+        assert plan.certificate.proven_optimal
+        assert all(text in plan.certificate.space for text in constraints)
+        return [(len(stage.layers), stage.devices) for stage in plan.stages]
+
+    assert len(stages("l0 without l4")) > 1
+    assert [count for count, _ in stages("l0 without l1", "l1 with l4")] == [1, 4]
+    assert stages("l0 without l4", "l4 on d0", "l0 on d2,d1")[-1][1] == ("d0",)
+    assert set(stages("l0 without l4", "l4 on d0", "l0 on d2,d1")[0][1]) <= {"d1", "d2"}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (
+            ["l0 beside l1"],
+            "'l0 beside l1' is no constraint: want 'LAYER with LAYER', 'LAYER without LAYER' or 'LAYER on DEVICE,DEVICE'",
+        ),
+        (["l9 with l1"], "a constraint names the layer 'l9', which chain does not have; its 3 layers are 'l0' to 'l2'"),
+        (
+            ["l0 on gpu"],
+            "the constraint 'l0 on gpu' names the device 'gpu', which the cluster does not have; it has d0, d1",
+        ),
+        (["l0 without l0"], "the constraint 'l0 without l0' sets a layer apart from itself; drop it"),
+        (
+            ["l0 with l2", "l0 without l1"],
+            "the constraint 'l0 without l1' contradicts the others: no cut is allowed between these layers (layers that "
+            "share parameters stay together too); drop one of them",
+        ),
+        (
+            ["l0 with l1", "l0 on d0", "l1 on d1"],
+            "the constraints contradict one another: 'l0' and 'l1' must share a stage, and no device is allowed for "
+            "both; drop one of them",
+        ),
+    ],
+)
+def test_contradictory_constraints_are_named(constraint: list[str], message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        explore({"a": chain([1, 1, 1])}, devices(2), Options(minibatch_size=2, constraints=constraint))
+    assert str(caught.value) == message
+
+
+def test_a_pinned_plan_is_judged_and_bounded() -> None:
+    profiles = {"a": chain([3, 1, 1, 1])}
+    best = explore(profiles, devices(2), Options(minibatch_size=4, replicas=False))
+    stages = (
+        StagePlan(layers=("l0",), devices=("d0",)),
+        StagePlan(layers=("l1", "l2", "l3"), devices=("d1",)),
+    )
+    assert best.stages == stages
+    worse = (
+        StagePlan(layers=("l0", "l1"), devices=("d0",)),
+        StagePlan(layers=("l2", "l3"), devices=("d1",)),
+    )
+    pinned = api.certify(replace(best, stages=worse), profiles, Options(minibatch_size=4, replicas=False))
+    assert pinned.stages == worse
+    assert pinned.prediction.step_ns == simulate(pinned, profiles).step_ns > best.prediction.step_ns
+    assert pinned.certificate.lower_bound_ns == best.prediction.step_ns
+    assert not pinned.certificate.proven_optimal
+    assert [a.name for a in pinned.alternatives] == ["best found"]
+    held = pinned.prediction.ranks[0].peak_bytes
+    assert held == 0
+    heavy = {"a": chain([3, 1, 1, 1], stash_bytes=100)}
+    with pytest.raises(Infeasible) as caught:
+        api.certify(replace(best, stages=worse), heavy, Options(minibatch_size=4, memory_limit_bytes=300))
+    assert str(caught.value) == (
+        "the pinned plan does not fit: d0 needs 400 bytes and has 300 (100 bytes short). Plan without --pin for one "
+        "that does"
+    )
+
+
+def test_the_critical_path_is_without_a_pause() -> None:
+    profiles = {"a": chain([3, 1, 2, 1], param_bytes=10**5, output_bytes=10**5)}
+    for options in (Options(minibatch_size=4), Options(minibatch_size=4, replicas=False)):
+        timeline = simulate(explore(profiles, devices(3), options), profiles)
+        path = critical_path(timeline)
+        assert path[0].start_ns == 0
+        assert path[-1].end_ns == timeline.step_ns
+        assert all(a.end_ns == b.start_ns for a, b in pairwise(path))
+        assert sum(time_ns for _, time_ns in shares(timeline)) == timeline.step_ns
+
+
+def test_an_explanation_names_what_limits_the_plan() -> None:
+    profiles = {"a": chain([3, 1, 1, 1], output_bytes=10**6)}
+    options = Options(minibatch_size=4, replicas=False)
+    plan = explore(profiles, devices(2), options)
+    words = api.explain(plan, profiles, options)
+    assert words[0] == "A pipeline of 2 stages, one device each."
+    assert words[1].startswith("What limits it: a step waits for stage 1 computing (") or words[1].startswith(
+        "What limits it: a step waits for stage 0 computing ("
+    )
+    assert words[2].startswith("Inter-layer partition: the devices of stage ")
+    assert words[3] == (
+        "Coarse-grained cuts: a micro-batch takes 1 MB across the cuts; half of all cuts carry more than 1 MB, the "
+        "largest 1 MB."
+    )
+    assert words[4] == "Memory fine-tuning: memory does not limit the plan: d0 is fullest, 0% of what it may hold."
+    assert words[5].startswith("Intra-layer split: left out")
+    assert words[6].startswith("Fall-back to data parallelism: ")
+    assert "speed of d" in words[7]
+    alone = explore(profiles, devices(1), options)
+    assert api.explain(alone, profiles, options)[0] == "One device: d0 runs all layers."
+
+
+def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
+    profiles = {"a": chain([11])}
+    plan = explore(profiles, devices(1), Options(minibatch_size=2))
+    effects = {effect.resource: effect.step_ns for effect in sensitivity(plan, profiles, Options(minibatch_size=2))}
+    assert plan.prediction.step_ns == 66 * MS
+    assert effects == {
+        "speed of d0": 60 * MS,
+        "bandwidth of links within hosts": 66 * MS,
+        "bandwidth of links between hosts": 66 * MS,
+        "memory of every device": 66 * MS,
+    }
+
+
+def test_more_memory_helps_where_it_was_lacking() -> None:
+    """Two replicas hold 2 x 100 bytes each; a pipeline is slower, and holds less."""
+    profiles = {"a": chain([1, 1], param_bytes=100)}
+    options = Options(minibatch_size=4, memory_limit_bytes=380, schedules=("1f1b",))
+    plan = explore(profiles, devices(2), options)
+    assert len(plan.stages) == 2
+    effects = {e.resource: e for e in sensitivity(plan, profiles, options)}
+    assert effects["memory of every device"].step_ns < plan.prediction.step_ns
+    assert effects["memory of every device"].planned_again
+
+
+def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:
+    profiles = {"a": chain([2, 1, 1, 2], param_bytes=1000, stash_bytes=100, output_bytes=10)}
+    points = pareto(profiles, devices(3), Options(minibatch_size=4))
+    figures = [(p.step_ns, p.peak_bytes, p.num_devices) for p in points]
+    assert figures == sorted(figures)
+    assert figures[0][0] == explore(profiles, devices(3), Options(minibatch_size=4)).prediction.step_ns
+    assert 1 in {count for _, _, count in figures}
+    for a in figures:
+        assert not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in figures)
+    for point in points:
+        assert point.plan.prediction.step_ns == simulate(point.plan, profiles).step_ns == point.step_ns
+
+
+def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profiles = {"a": chain([1, 2])}
+    options = Options(minibatch_size=4)
+    first = api.kept_plan(profiles, devices(2), options)
+    monkeypatch.setattr(api, "_along_orders", None)  # a search would fail
+    assert api.kept_plan(profiles, devices(2), options) == first
+    for other in (options, Options(minibatch_size=8)):
+        with pytest.raises(TypeError):
+            api.kept_plan(profiles, devices(3 if other is options else 2), other)
+    with pytest.raises(TypeError):
+        api.kept_plan(profiles, devices(2), options, time_limit_s=1.0)
+    (kept,) = (tmp_path / "bapipe").glob("*.plan.json")
+    kept.write_text("damaged")
+    with pytest.raises(TypeError):
+        api.kept_plan(profiles, devices(2), options)
+
+
+def test_a_time_limit_returns_the_best_so_far_with_its_gap() -> None:
+    profiles = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], param_bytes=10**5, output_bytes=10**5)}
+    cluster = devices(5, bytes_per_s=10**8)
+    hurried = api.plan(profiles, cluster, minibatch_size=8, time_limit_s=0.0)
+    patient = api.plan(profiles, cluster, minibatch_size=8)
+    assert hurried.certificate.lower_bound_ns <= patient.prediction.step_ns <= hurried.prediction.step_ns
+
+
+def test_laws_of_the_whole_space() -> None:
+    """A slower link never helps; more memory, or one more device, never hurts."""
+    profiles = {"a": chain([3, 1, 4, 1, 5], param_bytes=10**5, stash_bytes=100, output_bytes=10**5)}
+
+    def step_ns(cluster: Cluster) -> int:
+        plan = explore(profiles, cluster, Options(minibatch_size=4))
+        assert plan.certificate.proven_optimal
+        return plan.prediction.step_ns
+
+    speeds = [step_ns(devices(3, bytes_per_s=rate)) for rate in (10**7, 10**8, 10**9, 10**10)]
+    assert speeds == sorted(speeds, reverse=True)
+    sizes = [step_ns(devices(3, memory_bytes=size)) for size in (10**6 + 700, 10**6 + 900, 2 * 10**6)]
+    assert sizes == sorted(sizes, reverse=True)
+    counts = [step_ns(devices(num)) for num in (1, 2, 3, 4)]
+    assert counts == sorted(counts, reverse=True)
+    own = Link(source="d0", target="d1", bytes_per_s=10**6, latency_ns=10**6)
+    assert step_ns(replace(devices(3), links=(own,))) >= step_ns(devices(3))
