@@ -7,7 +7,9 @@ from typing import Protocol
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
+from bapipe import shape
 from bapipe.cluster import Cluster
 from bapipe.outcome import TrainResult
 from bapipe.plan import Memory, Plan
@@ -190,6 +192,28 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
         size = measured.microbatch_size
         totals.add_row(str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
     yield totals
+    yield shape_table(profile)
+
+
+def shape_table(profile: ModelProfile) -> Table:
+    """What a cut after each layer would carry, beside the rails of the tensors that are alive."""
+    size = max(m.microbatch_size for m in profile.measurements)
+    found = shape.rows(profile)
+    largest = max(row.cut_bytes for row in found)
+    table = empty_table(
+        f"shape, micro-batches of {size}", "", "layer", "F + B ms>", "a cut here carries MiB>", "", "tensors>"
+    )
+    for row in found:
+        carried = number(row.cut_bytes / 2**20) if row.num_tensors else ""
+        table.add_row(
+            Text(row.rails, no_wrap=True),
+            row.layer.name,
+            number(row.forward_backward_ns / 1e6),
+            carried,
+            shape.bar(row.cut_bytes, largest),
+            str(row.num_tensors or ""),
+        )
+    return table
 
 
 def empty_table(title: str, *columns: str) -> Table:

@@ -20,7 +20,7 @@ LAYERS = [
     {"profile", "cluster", "schedule"},
     {"plan", "machine", "trace", "graph"},
     {"cost", "codec", "timeline", "schedules"},
-    {"memory", "schemas", "cache", "outcome", "training", "checkpoint", "events", "recurrence", "importers"},
+    {"memory", "schemas", "cache", "outcome", "training", "checkpoint", "events", "recurrence", "importers", "shape"},
     {"simulate", "report"},
     {"changes"},
     {"search", "measure", "runtime", "zoo"},

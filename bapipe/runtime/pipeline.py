@@ -25,7 +25,7 @@ from bapipe.runtime.transfers import with_transfers
 from bapipe.schedule import Action, Schedule
 from bapipe.simulate import judge
 from bapipe.timeline import Timeline
-from bapipe.trace import idle_state, state_names, trace
+from bapipe.trace import granularity, idle_state, state_names, trace
 
 
 class Pipeline:
@@ -72,7 +72,8 @@ class Pipeline:
         self.stages = _in_order_of_updates(schedule, self.rank)
         self._keys = frozenset(module.state_dict())
         self._names = state_names(module)
-        self._split = split(trace(module, inputs), plan, inputs)
+        whole, fine = granularity(module, [name for stage in plan.stages for name in stage.layers])
+        self._split = split(trace(module, inputs, whole=whole, fine=fine), plan, inputs)
         self._footprint = Footprint(self._device)
         self._draws = Draws(seed, self._device)
         self._modules: dict[int, nn.Module] = {

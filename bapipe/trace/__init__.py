@@ -2,7 +2,7 @@
 
 from bapipe.trace.aliasing import changes_buffers
 from bapipe.trace.extract import extract
-from bapipe.trace.layers import trace
+from bapipe.trace.layers import granularity, trace
 from bapipe.trace.model import TracedLayer, TracedModel, idle_state, layer_states, state_names
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "TracedModel",
     "changes_buffers",
     "extract",
+    "granularity",
     "idle_state",
     "layer_states",
     "state_names",

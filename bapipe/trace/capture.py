@@ -72,9 +72,9 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, whole: Sequence[
     except _Failed as error:
         first = error
     exported = None
-    if inputs is not None and not whole:
+    if inputs is not None:
         try:
-            return _by_export(module, inputs)
+            return _by_export(module, inputs, frozenset(whole))
         except Exception as error:  # whatever torch.export or the model's own code raises
             exported = _line(error)
     closed = set(whole)
@@ -185,7 +185,7 @@ def _drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _by_export(module: nn.Module, inputs: Sequence[Tensor]) -> Captured:
+def _by_export(module: nn.Module, inputs: Sequence[Tensor], whole: frozenset[str]) -> Captured:
     # Of a batch of one, torch.export would conclude that it always is one.
     rows = torch.arange(max(2, *(len(example) for example in inputs)))
     where = next(module.parameters(), inputs[0]).device
@@ -205,7 +205,7 @@ def _by_export(module: nn.Module, inputs: Sequence[Tensor]) -> Captured:
     graph.output(returned)
     _drop_unused(graph)
     made = fx.GraphModule(_state(module, source, graph), graph, type(module).__name__)
-    called, kinds = _by_call(module, graph)
+    called, kinds = _by_call(module, graph, whole)
     for node in graph.nodes:
         node.meta = {key: value for key, value in node.meta.items() if key == NO_GRAD}
     return Captured(module=made, returned=returned, spec=spec, called=called, kinds=kinds)
@@ -267,7 +267,7 @@ def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no
                 env[node].meta[NO_GRAD] = True
 
 
-def _by_call(module: nn.Module, graph: fx.Graph) -> tuple[dict[fx.Node, str], dict[str, str]]:
+def _by_call(module: nn.Module, graph: fx.Graph, whole: frozenset[str]) -> tuple[dict[fx.Node, str], dict[str, str]]:
     """Returns the layer of each operator that a layer's module calls, by the stack that torch.export wrote down."""
     modules = dict(module.named_modules(remove_duplicate=False))
     called: dict[fx.Node, str] = {}
@@ -278,7 +278,7 @@ def _by_call(module: nn.Module, graph: fx.Graph) -> tuple[dict[fx.Node, str], di
         if node.op != "call_function":
             continue
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            if path and path in modules and is_layer(modules[path], path):
+            if path and path in modules and is_layer(modules[path], path, whole):
                 if key not in names:
                     calls[path] = calls.get(path, 0) + 1
                     names[key] = _numbered(path, calls[path])

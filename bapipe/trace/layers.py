@@ -1,19 +1,27 @@
 """From a graph of operators to layers and the tensors between them."""
 
+import fnmatch
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.trace.aliasing import family, gives_what_it_changes, thread_changes, writers
-from bapipe.trace.capture import Captured, capture
+from bapipe.trace.capture import Captured, capture, is_layer
 from bapipe.trace.model import Hazard, Result, TracedLayer, TracedModel, node_state
 from bapipe.trace.randomness import is_random
 from bapipe.trace.sizes import is_size, observe
 
+OPERATOR = "op:"
+"""How the name of a layer that is one operator begins."""
 
-def trace(module: nn.Module, inputs: Sequence[Tensor] | None = None, *, whole: Sequence[str] = ()) -> TracedModel:
+
+def trace(
+    module: nn.Module, inputs: Sequence[Tensor] | None = None, *, whole: Sequence[str] = (), fine: bool = False
+) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
     A layer is a call of a module of `torch.nn` or of one without children. An operator outside such modules belongs to
@@ -25,25 +33,56 @@ def trace(module: nn.Module, inputs: Sequence[Tensor] | None = None, *, whole: S
         inputs: examples of the first arguments of its forward, of any batch size, batch first; the other arguments
             keep their defaults. Without them every argument is an input, only torch.fx is tried, and sizes cannot be
             used across a cut.
-        whole: paths of modules of which each call is one layer.
+        whole: paths of modules of which each call is one layer; `*` stands for any part of a path.
+        fine: operators outside modules are layers of their own, named `op:` and the operator.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, or returns something else than tensors.
     """
-    _check_paths(module, whole)
-    captured = capture(module, inputs, whole)
+    captured = capture(module, inputs, _paths(module, whole))
     thread_changes(captured.module)
-    sizes = {} if inputs is None else observe(captured.module, inputs)
     copied = _copied(captured)
+    if fine:
+        captured = _with_operators(captured, copied)
     layer_of = _assign(captured, copied)
+
+    def crosses(node: fx.Node) -> bool:
+        return node in copied or any(layer_of.get(user) != layer_of[node] for user in node.users)
+
+    sizes = {} if inputs is None else observe(captured.module, inputs, crosses)
     return _describe(module, captured, sizes, copied, layer_of)
 
 
-def _check_paths(module: nn.Module, whole: Sequence[str]) -> None:
-    known = dict(module.named_modules())
-    for path in whole:
-        if not path or path not in known:
-            raise InvalidModel(f"{type(module).__name__} has no module '{path}' to take whole")
+def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], bool]:
+    """Returns the `whole` and `fine` with which tracing a module gives the named layers."""
+    paths = dict(module.named_modules())
+    named = [name.partition("#")[0] for name in layers]
+    whole = [name for name in named if name in paths and not is_layer(paths[name], name)]
+    return whole, any(name.startswith(OPERATOR) for name in named)
+
+
+def _paths(module: nn.Module, whole: Sequence[str]) -> list[str]:
+    known = [path for path, _ in module.named_modules() if path]
+    found: list[str] = []
+    for pattern in whole:
+        matching = fnmatch.filter(known, pattern)
+        if not matching:
+            raise InvalidModel(f"{type(module).__name__} has no module '{pattern}' to take whole")
+        found += matching
+    return list(dict.fromkeys(found))
+
+
+def _with_operators(captured: Captured, copied: frozenset[fx.Node]) -> Captured:
+    """Makes operators between modules layers; what picks a part of a result stays with it."""
+    called: dict[fx.Node, str] = {}
+    kinds = dict(captured.kinds)
+    for node in captured.module.graph.nodes:
+        if node in captured.called:
+            called[node] = captured.called[node]
+        elif node.op in ("call_function", "call_method") and node not in copied and node.target is not operator.getitem:
+            called[node] = f"{OPERATOR}{node.name}"
+            kinds[called[node]] = getattr(node.target, "__name__", str(node.target))
+    return replace(captured, called=called, kinds=kinds)
 
 
 def _copied(captured: Captured) -> frozenset[fx.Node]:

@@ -31,19 +31,45 @@ class Shape:
     dims: tuple[int, ...]
 
 
-def observe(module: fx.GraphModule, inputs: Sequence[Tensor]) -> dict[fx.Node, tuple[Any, Any]]:
-    """Returns, for every operator, its value at two batch sizes, of a tensor its `Shape`.
+def observe(
+    module: fx.GraphModule, inputs: Sequence[Tensor], crosses: Callable[[fx.Node], bool]
+) -> dict[fx.Node, tuple[Any, Any]]:
+    """Returns values at two batch sizes, of a tensor its `Shape`, as far as finding sizes again needs them.
 
-    The graph runs on the meta device, which allocates nothing. Where the model fails there, nothing is known.
+    The graph runs on the meta device, which allocates nothing. Where the model fails there, nothing is known. What
+    gives sizes comes first; all the rest, which recurrent layers make slow, only where a size that depends on the batch
+    `crosses` from one layer to another.
     """
-    nodes = [node for node in module.graph.nodes if node.op not in ("output", "get_attr")]
     try:
-        first, second = ([_fact(v) for v in shapes(module, inputs, batch, nodes)] for batch in BATCHES)
-        known = dict(zip(nodes, zip(first, second, strict=True), strict=True))
-        varying = [node for node in nodes if not isinstance(known[node][0], Shape) and _is_affine(*known[node])]
-        third = [_fact(value) for value in shapes(module, inputs, _THIRD, varying)] if varying else []
+        known = _observe(module, inputs, _sizes(module))
+        if any(a != b and crosses(node) for node, (a, b) in known.items() if is_size(known, node)):
+            every = [node for node in module.graph.nodes if node.op not in ("output", "get_attr")]
+            known |= _observe(module, inputs, every)
     except Exception:  # whatever the model's own code raises without values
         return {}
+    return known
+
+
+def _sizes(module: fx.GraphModule) -> list[fx.Node]:
+    """The operators that may give something else than tensors: those that ask a tensor for it, and arithmetic on it."""
+    found: dict[fx.Node, None] = {}
+    for node in module.graph.nodes:
+        target = node.target
+        asks = target in ("size", "dim", "numel", "__len__") if node.op == "call_method" else target is getattr
+        asks = asks or getattr(target, "__name__", "").startswith("sym_")
+        counts = node.op == "call_function" and getattr(target, "__module__", "") in ("_operator", "builtins", "math")
+        if asks or (counts and any(source in found for source in node.all_input_nodes)):
+            found[node] = None
+    return list(found)
+
+
+def _observe(
+    module: fx.GraphModule, inputs: Sequence[Tensor], nodes: Sequence[fx.Node]
+) -> dict[fx.Node, tuple[Any, Any]]:
+    first, second = ([_fact(value) for value in shapes(module, inputs, batch, nodes)] for batch in BATCHES)
+    known = dict(zip(nodes, zip(first, second, strict=True), strict=True))
+    varying = [node for node in nodes if known[node][0] != known[node][1] and is_size(known, node)]
+    third = [_fact(value) for value in shapes(module, inputs, _THIRD, varying)] if varying else []
     for node, value in zip(varying, third, strict=True):
         if value != _expected(*known[node]):
             del known[node]
@@ -62,8 +88,9 @@ def shapes(module: fx.GraphModule, inputs: Sequence[Tensor], batch: int, nodes: 
     """Returns what some operators of a graph give on the meta device for inputs of a batch size."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    needed = _with_ancestors(nodes)
     for node in module.graph.nodes:
-        if node.op != "output":
+        if node in needed or node.op == "placeholder":
             env[node] = copy_node(graph, node, env.__getitem__, _META)
     graph.output(tuple(env[node] for node in nodes))
     every = fx.GraphModule(module, graph)
@@ -72,6 +99,17 @@ def shapes(module: fx.GraphModule, inputs: Sequence[Tensor], batch: int, nodes: 
     with torch.enable_grad(), _META, torch.random.fork_rng(devices=[]):
         values: tuple[Any, ...] = torch.func.functional_call(every, state, given)
     return values
+
+
+def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def like(tensor: Tensor, shape: Iterable[int]) -> Tensor:

@@ -1,5 +1,7 @@
 """Every random partition of every model gives the whole model's loss, gradients and buffers."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from cuts import check
@@ -10,6 +12,14 @@ from torch import Tensor
 
 def _double(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 ZOO = sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"})
@@ -24,11 +34,11 @@ def test_the_zoo_in_random_stages(name: str) -> None:
     module = without_dropout(example.module).double()
     inputs = _double(tuple(tensor[rows] for tensor in example.inputs))
     (target,) = _double((example.target[rows],))
-    assert check(module, inputs, target, example.loss, range(6)) >= 4
+    assert check(module, inputs, target, example.loss, range(5)) >= 3
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_in_random_stages(name: str) -> None:
     torch.manual_seed(0)
     module, inputs, target, loss = MODELS[name]()
-    assert check(module.double().train(), _double(inputs), target, loss, range(6)) >= 4
+    assert check(module.double().train(), _double(inputs), target, loss, range(5)) >= 3

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.trace import extract, trace
+from bapipe.trace import extract, granularity, trace
 
 
 class Scaled(nn.Module):
@@ -197,8 +197,20 @@ def test_a_module_that_cannot_be_followed_is_one_layer() -> None:
 def test_modules_can_be_taken_whole() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     assert [layer.name for layer in trace(module, whole=["0"]).layers] == ["0", "1"]
-    with pytest.raises(InvalidModel, match=r"^Sequential has no module 'x' to take whole$"):
-        trace(module, whole=["x"])
+    assert granularity(module, ["0", "1", "loss"]) == (["0"], False)
+    with pytest.raises(InvalidModel, match=r"^Sequential has no module 'x\.\*' to take whole$"):
+        trace(module, whole=["x.*"])
+
+
+def test_operators_can_be_layers() -> None:
+    module = Residual()
+    model = trace(module, fine=True)
+    names = [layer.name for layer in model.layers]
+    assert names == ["a", "relu", "b", "op:add", "relu#2"]
+    assert model.layers[3].inputs == ("b", "relu")
+    assert granularity(module, names) == ([], True)
+    last = extract(model, ["op:add", "relu#2"], ["b", "relu"], ["relu#2"])
+    assert torch.equal(last(torch.tensor([1.0]), torch.tensor([-3.0]))[0], torch.tensor([0.0]))
 
 
 class Masking(nn.Module):

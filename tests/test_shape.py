@@ -1,0 +1,59 @@
+"""The rails of a small residual block by hand, and a drawing that holds what it should."""
+
+import xml.etree.ElementTree as ET
+
+from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.shape import bar, rows, svg
+
+
+def _profile() -> ModelProfile:
+    layers = {"a": (("x",), 4), "b": (("a",), 2), "c": (("a", "b"), 1), "<d>": (("c",), 0)}
+    return ModelProfile(
+        model="block",
+        device=DeviceKind(kind="cpu", name="cpu", memory_bytes=1),
+        dtype="float32",
+        optimizer="sgd-momentum",
+        layers=tuple(
+            LayerProfile(
+                name=name, kind="Linear", inputs=inputs, outputs=(name,), param_bytes=0, optimizer_state_bytes=0,
+            )
+            for name, (inputs, _) in layers.items()
+        ),
+        measurements=(
+            Measurement(
+                microbatch_size=1,
+                layers=tuple(
+                    LayerMeasurement(
+                        forward_ns=3, input_grad_ns=2, weight_grad_ns=1, stash_bytes=0, output_bytes=(num_bytes,),
+                    )
+                    for _, num_bytes in layers.values()
+                ),
+            ),
+        ),
+    )  # fmt: skip
+
+
+def test_a_tensor_keeps_its_lane_until_its_last_use() -> None:
+    found = [(row.rails, row.lanes, row.cut_bytes, row.num_tensors) for row in rows(_profile())]
+    assert found == [
+        ("●", ("a",), 4, 1),
+        ("├╮", ("a", "b"), 6, 2),
+        ("●╯", ("c",), 1, 1),
+        ("●", (), 0, 0),
+    ]
+    assert [row.forward_backward_ns for row in rows(_profile())] == [6] * 4
+
+
+def test_bars_are_in_eighths() -> None:
+    assert [bar(value, 16, 2) for value in (0, 1, 4, 8, 15, 16)] == ["", "▏", "▌", "█", "█▉", "██"]
+    assert bar(1, 10**9, 2) == "▏"
+    assert bar(0, 0) == ""
+
+
+def test_the_drawing_is_xml_with_every_layer_and_every_tensor() -> None:
+    root = ET.fromstring(svg(_profile()))
+    titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"a", "b", "c"} <= set(titles)
+    assert any(title is not None and title.startswith("<d> (Linear): F + B 0.000 ms") for title in titles)
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "0.00 MiB, 2 tensors" in texts
