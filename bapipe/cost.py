@@ -11,6 +11,7 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.plan import StagePlan
 from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.schedule import Phase
+from bapipe.sharing import SharedGradient, Shares, Sharing
 from bapipe.units import at_speed
 
 BUCKET_BYTES = 25 * 2**20
@@ -77,6 +78,7 @@ class Stage:
         send_bytes, grad_bytes: activations of a micro-batch sent to the next stage, and their gradients sent back; 0
             for the last stage.
         bucket_bytes: gradients in each all-reduce, in the order in which they are done; empty for a single device.
+        shared: gradients that it has in common with other stages.
         recompute: only the stage's input is kept; a whole stash lives during each backward.
     """
 
@@ -84,6 +86,7 @@ class Stage:
     send_bytes: int = 0
     grad_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
+    shared: tuple[SharedGradient, ...] = ()
     recompute: bool = False
 
 
@@ -121,6 +124,7 @@ class _View:
     def __init__(self, profile: ModelProfile, microbatch_size: int) -> None:
         self.layers = tuple(zip(profile.layers, profile.at(microbatch_size), strict=True))
         self.by_name = {layer.name: (layer, measured) for layer, measured in self.layers}
+        self.shares = Shares(profile.layers)
 
 
 def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _View], cut: tuple[int, int]) -> Stage:
@@ -128,14 +132,22 @@ def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _Vie
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
     buckets = fill_buckets([layer.param_bytes for layer in layers]) if len(devices) > 1 else ()
     ends = tuple(end for end, _ in buckets)
+    sharing = {device.kind: views[device.kind].shares.of(set(stage.layers)) for device in devices}
     return Stage(
         on=tuple(
-            stage_cost([views[device.kind].by_name[name] for name in names], device.speed, stage.recompute, ends)
+            stage_cost(
+                [views[device.kind].by_name[name] for name in names],
+                device.speed,
+                stage.recompute,
+                ends,
+                sharing[device.kind],
+            )
             for device in devices
         ),
         send_bytes=cut[0],
         grad_bytes=cut[1],
         bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
+        shared=sharing[devices[0].kind].gradients,
         recompute=stage.recompute,
     )
 
@@ -157,7 +169,11 @@ def fill_buckets(param_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def stage_cost(
-    layers: Sequence[tuple[LayerProfile, LayerMeasurement]], speed: float, recompute: bool, bucket_ends: Sequence[int]
+    layers: Sequence[tuple[LayerProfile, LayerMeasurement]],
+    speed: float,
+    recompute: bool,
+    bucket_ends: Sequence[int],
+    sharing: Sharing,
 ) -> StageCost:
     """Returns the cost of layers, given last to first, on a device of some speed.
 
@@ -180,9 +196,9 @@ def stage_cost(
         input_grad_ns=total(m.input_grad_ns for _, m in layers) + again,
         weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
         whole_backward_ns=whole_backward(measured),
-        update_ns=total(layer.update_ns for layer, _ in layers),
-        param_bytes=sum(layer.param_bytes for layer, _ in layers),
-        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers),
+        update_ns=at_speed(sum(layer.update_ns for layer, _ in layers) + sharing.update_ns, speed),
+        param_bytes=sum(layer.param_bytes for layer, _ in layers) + sharing.param_bytes,
+        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers) + sharing.optimizer_bytes,
         stash_bytes=sum(m.stash_bytes for _, m in layers),
         gradient_stash_bytes=sum(m.left_by_input_grad_bytes for _, m in layers),
         workspace_bytes=max(m.workspace_bytes for _, m in layers),

@@ -32,9 +32,10 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         inputs, outputs: names of tensors; an input that no layer gives is a model input.
-        param_bytes: parameters; their gradients take as much.
+        param_bytes: parameters that no layer before it uses; their gradients take as much.
         update_ns: time of the optimizer's update of this layer.
         shares: layers that share parameters with this one.
+        shared_bytes: those of its parameters that the first of `shares` without any counts in its `param_bytes`.
         no_gradient: those of `outputs` that have no gradient (integers, masks, model constants).
     """
 
@@ -46,6 +47,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     optimizer_state_bytes: NonNegative
     update_ns: NonNegative = 0
     shares: tuple[str, ...] = ()
+    shared_bytes: NonNegative = 0
     no_gradient: tuple[str, ...] = ()
 
 
@@ -230,6 +232,14 @@ def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
         for name in layer.shares:
             if name not in names:
                 raise InvalidFile(f"'{name}' is not a layer of the profile", f"{where}.shares")
+        if layer.shared_bytes:
+            counted = (other for other in layers if other.name in layer.shares and not other.shared_bytes)
+            held = next((other.param_bytes for other in counted), 0)
+            if layer.shared_bytes > held:
+                raise InvalidFile(
+                    f"{layer.shared_bytes} is more than the {held} bytes that the layer it shares them with counts",
+                    f"{where}.shared_bytes",
+                )
     for index, layer in enumerate(layers):
         for name in layer.inputs:
             if name in made or name not in names:

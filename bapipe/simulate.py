@@ -1,6 +1,6 @@
 """The judge: runs a schedule on paper, to the nanosecond, and adds up its memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bapipe.cluster import Cluster
 from bapipe.cost import Stage, stages_of
@@ -10,6 +10,7 @@ from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.recurrence import Program, compile_table, run
 from bapipe.schedule import Phase, Schedule
+from bapipe.sharing import SharedGradient
 from bapipe.timeline import Span, Sync, Timeline, Transfer, Update
 
 
@@ -110,7 +111,7 @@ def _by_recurrence(
 def _all_reduces(
     schedule: Schedule, stages: Sequence[Stage], cluster: Cluster, spans: Sequence[Sequence[Span]]
 ) -> tuple[list[Sync], dict[int, int]]:
-    """Returns every all-reduce, and when the last one of each stage with several devices ends."""
+    """Returns every all-reduce, and when the last one of each stage that takes part in any ends."""
     syncs: list[Sync] = []
     synced_ns: dict[int, int] = {}
     for s, stage in enumerate(stages):
@@ -121,7 +122,38 @@ def _all_reduces(
             end_ns = start_ns + ring_ns(num_bytes, schedule.devices[s], cluster)
             syncs.append(Sync(s, bucket, num_bytes, start_ns, end_ns))
             synced_ns[s] = end_ns
+    for sync, sharers in _shared_sums(schedule, stages, cluster, spans, synced_ns):
+        syncs.append(sync)
+        synced_ns |= dict.fromkeys(sharers, sync.end_ns)
     return syncs, synced_ns
+
+
+def _shared_sums(
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    cluster: Cluster,
+    spans: Sequence[Sequence[Span]],
+    synced_ns: Mapping[int, int],
+) -> Iterator[tuple[Sync, list[int]]]:
+    """Yields the sums of gradients that stages share, one after another, and those stages.
+
+    First come those of the earliest stage. A sum begins when the stages' last backwards and their own all-reduces are
+    done, and is a ring over all their devices; on a single device it takes nothing. The updates wait for it.
+    """
+    sharers: dict[SharedGradient, list[int]] = {}
+    for s, stage in enumerate(stages):
+        for gradient in stage.shared:
+            sharers.setdefault(gradient, []).append(s)
+    end_ns = 0
+    for place, (gradient, users) in enumerate(sharers.items()):
+        ranks = sorted({rank for s in users for rank in schedule.devices[s]})
+        if len(ranks) == 1:
+            continue
+        own_ns = [_done_ns(spans[rank], s) for s in users for rank in schedule.devices[s]]
+        start_ns = max(end_ns, *own_ns, *(synced_ns.get(s, 0) for s in users))
+        end_ns = start_ns + ring_ns(gradient.num_bytes, ranks, cluster)
+        bucket = len(stages[users[0]].bucket_bytes) + place
+        yield Sync(users[0], bucket, gradient.num_bytes, start_ns, end_ns), users
 
 
 def _gradient_done_ns(
@@ -156,10 +188,14 @@ def _updates(
         ready = []
         for s, ranks in enumerate(schedule.devices):
             if rank in ranks:
-                own_end_ns = max((x.end_ns for x in ran if x.action.stage == s), default=0)
-                ready.append((synced_ns.get(s, own_end_ns), s))
+                ready.append((synced_ns[s] if s in synced_ns else _done_ns(ran, s), s))
         for ready_ns, s in sorted(ready):
             start_ns = max(now, ready_ns)
             now = start_ns + stages[s].on[schedule.devices[s].index(rank)].update_ns
             updates.append(Update(rank, s, start_ns, now))
     return updates
+
+
+def _done_ns(ran: Sequence[Span], stage: int) -> int:
+    """When a device is done with a stage; 0 where it has no micro-batch of it."""
+    return max((span.end_ns for span in ran if span.action.stage == stage), default=0)

@@ -10,11 +10,17 @@ from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measureme
 
 
 def random_profile(
-    random: Random, num_layers: int, sizes: tuple[int, ...] = (1, 2, 4), kind: str = "a", splits_badly: bool = False
+    random: Random,
+    num_layers: int,
+    sizes: tuple[int, ...] = (1, 2, 4),
+    kind: str = "a",
+    splits_badly: bool = False,
+    shares: bool = False,
 ) -> ModelProfile:
     """A chain with some skip connections; figures small enough that ties are common.
 
-    Where `splits_badly`, some layers have a B of their own, and I leaves something for W.
+    Where `splits_badly`, some layers have a B of their own, and I leaves something for W. Where it `shares`, two layers
+    use the same parameters.
     """
     layers = []
     for i in range(num_layers):
@@ -38,12 +44,25 @@ def random_profile(
         device=DeviceKind(kind=kind, name="none", memory_bytes=10**6),
         dtype="float32",
         optimizer="sgd-momentum",
-        layers=tuple(layers),
+        layers=tuple(_sharing(random, layers) if shares else layers),
         measurements=tuple(
             _split_badly(random, measured) if splits_badly else measured
             for measured in (_measurement(random, size, num_layers) for size in sizes)
         ),
     )
+
+
+def _sharing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:
+    counting = [i for i, layer in enumerate(layers[:-1]) if layer.param_bytes]
+    if not counting:
+        return layers
+    owner = random.choice(counting)
+    user = random.randrange(owner + 1, len(layers))
+    changed = list(layers)
+    changed[owner] = replace(layers[owner], shares=(layers[user].name,))
+    num_bytes = random.randrange(1, layers[owner].param_bytes + 1)
+    changed[user] = replace(layers[user], shares=(layers[owner].name,), shared_bytes=num_bytes)
+    return changed
 
 
 def _split_badly(random: Random, measured: Measurement) -> Measurement:

@@ -18,7 +18,7 @@ LAYERS = [
     {"units", "host"},
     {"settings"},
     {"profile", "cluster", "schedule"},
-    {"plan", "machine", "trace", "graph"},
+    {"plan", "machine", "trace", "sharing", "graph"},
     {"cost", "codec", "timeline", "schedules"},
     {"memory", "schemas", "cache", "outcome", "training", "checkpoint", "events", "recurrence", "importers", "shape"},
     {"simulate", "report"},

@@ -13,6 +13,7 @@ from bapipe.schedule import Schedule, parse_action
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.sharing import SharedGradient
 from bapipe.simulate import judge
 
 
@@ -153,3 +154,22 @@ def test_a_backward_of_its_own_and_what_the_input_gradient_leaves() -> None:
         table = Schedule(devices=((0,),), num_microbatches=2, order=(tuple(map(parse_action, text.split())),))
         timeline = judge(table, [Stage(on=(cost,))], cluster(1))
         assert (timeline.step_ns, timeline.memory[0].total) == (step_ns, peak)
+
+
+def test_gradients_that_stages_share_are_summed_after_both() -> None:
+    """Two stages, one micro-batch: F, F, B, B, then a ring of two with 50 of 100 bytes each way, then the updates."""
+    shared = (SharedGradient(owner="embedding", num_bytes=100),)
+    link = Bandwidth(bytes_per_s=10**9, latency_ns=7)
+    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=0) for i in range(2))
+    stages = [
+        Stage(on=(StageCost(forward_ns=10, input_grad_ns=10, weight_grad_ns=10, update_ns=ns),), shared=shared)
+        for ns in (5, 3)
+    ]
+    timeline = judge(gpipe(2, 1), stages, Cluster(devices=devices, intra_host=link, inter_host=link))
+    assert [(sync.stage, sync.num_bytes, sync.start_ns, sync.end_ns) for sync in timeline.syncs] == [
+        (0, 100, 60, 60 + 2 * (7 + 50))
+    ]
+    assert [(update.stage, update.start_ns, update.end_ns) for update in timeline.updates] == [
+        (0, 174, 179), (1, 174, 177),
+    ]  # fmt: skip
+    assert timeline.step_ns == 179

@@ -202,6 +202,7 @@ def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator
                 for other, own in zip(model.layers, parameters, strict=True)
                 if other is not layer and any(id(parameter) in ids for parameter in own)
             ),
+            shared_bytes=_num_bytes([p for p in parameters[index] if p.requires_grad and first[id(p)] != index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
         )
 

@@ -8,6 +8,7 @@ from bapipe.plan import Alternative, Plan, StagePlan
 from bapipe.profile import LOSS, ModelProfile
 from bapipe.schedules import SCHEDULES
 from bapipe.search.placing import spread
+from bapipe.sharing import inseparable
 from bapipe.simulate import judge
 
 
@@ -60,12 +61,12 @@ def alternatives(
             for size in microbatch_sizes
         )
     named = [name for name in schedules if name in SCHEDULES] or ["1f1b"]
-    shares = {layer.name: layer.shares for layer in next(iter(profiles.values())).layers}
+    layers = next(iter(profiles.values())).layers
+    joined = [(layers[a].name, layers[b].name) for a, b in inseparable(layers)]
     num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
     equal = equal_layers(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
-    if len(equal) == num_stages and all(
-        other in stage.layers for stage in equal for name in stage.layers for other in shares[name]
-    ):
+    apart = any((a in stage.layers) != (b in stage.layers) for a, b in joined for stage in equal)
+    if len(equal) == num_stages and not apart:
         kinds["equal-layers"] = (
             Candidate(stages=equal, schedule=schedule, microbatch_size=size)
             for schedule in named

@@ -6,6 +6,7 @@ from msgspec import UNSET
 
 from bapipe.cost import Stage, StageCost, fill_buckets
 from bapipe.profile import ModelProfile
+from bapipe.sharing import Shares, Sharing, inseparable
 from bapipe.units import at_speed
 
 
@@ -13,7 +14,7 @@ class Chain:
     """A profile at one micro-batch size, in the profile's layer order, on devices of one speed.
 
     `send_bytes[c]` and `grad_bytes[c]` are the activations and gradients alive at the cut before layer c; `legal[c]`
-    says whether it may be cut: layers that share parameters stay together.
+    says whether it may be cut: layers that share parameters of unknown size stay together.
     """
 
     def __init__(self, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
@@ -34,6 +35,8 @@ class Chain:
         self.send_bytes, self.grad_bytes = _alive(profile, microbatch_size)
         self.legal = _legal(profile)
         self._layer_params = [layer.param_bytes for layer in profile.layers]
+        self._names = [layer.name for layer in profile.layers]
+        self._shares = Shares(profile.layers)
         self._costs: dict[tuple[int, int, bool, bool], StageCost] = {}
         self._buckets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
 
@@ -46,20 +49,25 @@ class Chain:
             again_ns = forward_ns if recompute else 0
             input_grad_ns = at_speed(self._input_grad[stop] - self._input_grad[start], self._speed)
             whole_ns = self._whole_backward_ns(start, stop)
+            sharing = self.sharing(start, stop)
             found = self._costs[key] = StageCost(
                 forward_ns=forward_ns,
                 input_grad_ns=input_grad_ns + again_ns,
                 weight_grad_ns=at_speed(self._weight_grad[stop] - self._weight_grad[start], self._speed),
                 whole_backward_ns=None if whole_ns is None else whole_ns + again_ns,
-                update_ns=at_speed(self._update[stop] - self._update[start], self._speed),
-                param_bytes=self._params[stop] - self._params[start],
-                optimizer_bytes=self._optimizer[stop] - self._optimizer[start],
+                update_ns=at_speed(self._update[stop] - self._update[start] + sharing.update_ns, self._speed),
+                param_bytes=self._params[stop] - self._params[start] + sharing.param_bytes,
+                optimizer_bytes=self._optimizer[stop] - self._optimizer[start] + sharing.optimizer_bytes,
                 stash_bytes=self._stash[stop] - self._stash[start],
                 gradient_stash_bytes=self._gradient_stash[stop] - self._gradient_stash[start],
                 workspace_bytes=max(self._workspace[start:stop]),
                 gradient_done_ns=self._done_ns(start, stop, again_ns) if reduced else (),
             )
         return found
+
+    def sharing(self, start: int, stop: int) -> Sharing:
+        """Returns what sharing parameters with other stages adds to layers `start` to `stop`."""
+        return self._shares.of(frozenset(self._names[start:stop]))
 
     def buckets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Returns the all-reduce buckets of layers `start` to `stop`, as `fill_buckets` does."""
@@ -90,6 +98,7 @@ def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: bool)
         send_bytes=chains[0].send_bytes[stop],
         grad_bytes=chains[0].grad_bytes[stop],
         bucket_bytes=tuple(num_bytes for _, num_bytes in chains[0].buckets(start, stop)) if shared else (),
+        shared=chains[0].sharing(start, stop).gradients,
         recompute=recompute,
     )
 
@@ -102,12 +111,10 @@ def _sums(values: list[int]) -> list[int]:
 
 
 def _legal(profile: ModelProfile) -> list[bool]:
-    index = {layer.name: i for i, layer in enumerate(profile.layers)}
     legal = [True] * (len(profile.layers) + 1)
-    for i, layer in enumerate(profile.layers):
-        for other in layer.shares:
-            for cut in range(min(i, index[other]) + 1, max(i, index[other]) + 1):
-                legal[cut] = False
+    for first, last in inseparable(profile.layers):
+        for cut in range(first + 1, last + 1):
+            legal[cut] = False
     return legal
 
 

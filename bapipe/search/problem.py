@@ -164,6 +164,8 @@ class Problem:
         """Returns the judge's step time, without the rest of the timeline."""
         table, program = self.table(layout.slots)
         stages = self.stages(layout)
+        if any(stage.shared for stage in stages):
+            return self.judge(layout).step_ns
         done = finish_ns(table, program, stages, self.cluster)
         for stage, ranks in zip(stages, table.devices, strict=True):
             synced_ns = _synced_ns(stage, ranks, table, done, self.cluster)

@@ -143,7 +143,26 @@ def random_layers(rng, style):
             layer["shares"] = []
         layers.append(layer)
         tensors.extend(reversed(outputs))
+    if rng.random() < 0.3:
+        share_parameters(rng, layers)
     return layers
+
+
+def share_parameters(rng, layers):
+    """Up to two groups of layers that share parameters, which one of each group counts."""
+    free = list(layers)
+    for _ in range(rng.randint(1, 2)):
+        counting = [layer for layer in free if layer["param_bytes"] > 0]
+        if not counting or len(free) < 2:
+            return
+        owner = rng.choice(counting)
+        users = rng.sample([layer for layer in free if layer is not owner], min(len(free) - 1, rng.choice([1, 1, 2])))
+        group = [layer["name"] for layer in layers if layer is owner or layer in users]
+        for layer in (owner, *users):
+            layer["shares"] = [name for name in group if name != layer["name"]]
+            free.remove(layer)
+        for user in users:
+            user["shared_bytes"] = rng.randint(1, owner["param_bytes"])
 
 
 def random_profiles(rng, style, layers, kinds, size):

@@ -27,7 +27,8 @@ def judge(plan, profiles):
     table = read_table(case)
     spans, transfers = play(case, table)
     syncs = all_reduces(case, table, spans)
-    updates = run_updates(case, table, spans, syncs)
+    sums = shared_sums(case, table, spans, syncs)
+    updates = run_updates(case, table, spans, syncs, sums)
     # Rule 6: the step ends when the last device is done, with its actions and its updates. Transfers do not count.
     ends = [0] + [end for _, _, _, end in spans.values()] + [end for _, _, _, end in updates]
     return {
@@ -38,7 +39,7 @@ def judge(plan, profiles):
             for s, phase, m in table[device]
         ],
         "transfers": transfers,
-        "syncs": syncs,
+        "syncs": syncs + [(min(stages), size, start, end) for stages, size, start, end in sums],
         "updates": updates,
         "peak_bytes": {device: peak(case, table, device) for device in case.device_names},
     }
@@ -98,6 +99,8 @@ class Case:
                     "gradient_bytes": {t: 0 if t in no_gradient else b for t, b in sizes.items()},
                     "param_bytes": layer["param_bytes"],
                     "optimizer_state_bytes": layer["optimizer_state_bytes"],
+                    "shares": layer.get("shares", []),
+                    "shared_bytes": layer.get("shared_bytes", 0),
                 }
             graphs.append(graph)
         if any(graph != graphs[0] or list(graph) != list(graphs[0]) for graph in graphs):
@@ -158,6 +161,14 @@ class Case:
     def stage_ns(self, s, device, figure, last=None):
         """Rule 1: the sum over the layers, divided by the speed, rounded half up."""
         return half_up(sum(self.figures(s, device, figure, last)) / self.speed(device))
+
+    def update_ns(self, s, device):
+        """The update of the stage's layers and, by their part of it, of its copies of shared parameters."""
+        mine = self.layer_figures[self.devices[device]["kind"]]
+        total = sum(self.figures(s, device, "update_ns"))
+        for owner, size in copies(self, s):
+            total += mine[owner]["update_ns"] * size // self.graph[owner]["param_bytes"]
+        return half_up(total / self.speed(device))
 
     def backward_ns(self, s, device, last=None):
         """Rule 1: B = I + W; where a layer of those has a B of its own, the sum of the layers' own, rounded once."""
@@ -422,7 +433,47 @@ def all_reduces(case, table, spans):
     return syncs
 
 
-def run_updates(case, table, spans, syncs):
+def groups(case):
+    """[(the layer that counts shared parameters, {each other layer that uses them: bytes})], by their first users."""
+    found = {}
+    for name, layer in case.graph.items():
+        if layer["shared_bytes"] > 0:
+            owner = next(other for other in layer["shares"] if case.graph[other]["shared_bytes"] == 0)
+            found.setdefault(owner, {})[name] = layer["shared_bytes"]
+    return list(found.items())
+
+
+def shared_sums(case, table, spans, syncs):
+    """Gradients of parameters that several stages use: [(stages, bytes, start, end)]."""
+    apart = []
+    for place, (owner, users) in enumerate(groups(case)):
+        stages = {case.home[name] for name in [owner, *users]}
+        if len(stages) > 1:
+            apart.append((min(stages), place, stages, max(users.values())))
+    sums = []
+    for _, _, stages, size in sorted(apart, key=lambda item: item[:2]):
+        devices = sorted({name for s in stages for name in case.stages[s]["devices"]})
+        if len(devices) == 1:
+            continue
+        moments = [end for _, _, _, end in sums]
+        moments += [end for s, _, _, end in syncs if s in stages]
+        moments += [spans[action][3] for device in devices for action in table[device] if action[0] in stages]
+        r = len(devices)
+        hop = max(case.link_ns(a, b, ceil(Fraction(size, r))) for a, b in permutations(devices, 2))
+        sums.append((stages, size, max(moments), max(moments) + 2 * (r - 1) * hop))
+    return sums
+
+
+def copies(case, s):
+    """[(the layer that counts them, bytes)] of parameters that stage s uses and another stage counts."""
+    found = []
+    for owner, users in groups(case):
+        if case.home[owner] != s and any(case.home[name] == s for name in users):
+            found.append((owner, max(users.values())))
+    return found
+
+
+def run_updates(case, table, spans, syncs, sums):
     """Rule 6: [(device, stage, start, end)], one at a time on a device after its last action."""
     updates = []
     for device in case.device_names:
@@ -430,13 +481,14 @@ def run_updates(case, table, spans, syncs):
         for s, stage in enumerate(case.stages):
             if device in stage["devices"]:
                 own = [end for other, _, _, end in syncs if other == s]
+                own += [end for stages, _, _, end in sums if s in stages]
                 acts = [spans[action][3] for action in table[device] if action[0] == s]
                 not_before = max(own) if own else max(acts, default=0)
                 todo.append((not_before, s))
         clock = max([spans[action][3] for action in table[device]], default=0)
         for not_before, s in sorted(todo):
             start = max(clock, not_before)
-            clock = start + case.stage_ns(s, device, "update_ns")
+            clock = start + case.update_ns(s, device)
             updates.append((device, s, start, clock))
     return updates
 
@@ -454,6 +506,8 @@ def peak(case, table, device):
         for name in stage["layers"]:
             layer = case.graph[name]
             static += layer["param_bytes"] + layer["param_bytes"] + layer["optimizer_state_bytes"]
+        for owner, size in copies(case, s):
+            static += 2 * size + case.graph[owner]["optimizer_state_bytes"] * size // case.graph[owner]["param_bytes"]
         for m in case.micro_batches:
             if case.device_of(s, m) != device:
                 continue

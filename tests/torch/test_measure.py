@@ -156,6 +156,7 @@ def test_shared_parameters_count_once() -> None:
     assert a.weight_grad_ns == a.backward_ns  # torch cannot part W of what layers share: B - I, and I is 0
     assert b.weight_grad_ns == max(b.whole_backward_ns - b.input_grad_ns, 0)
     assert (found["a"][0].shares, found["b"][0].shares, found["head"][0].shares) == (("b",), ("a",), ())
+    assert (found["a"][0].shared_bytes, found["b"][0].shared_bytes) == (0, 4 * 36)
 
 
 class Masked(nn.Module):

@@ -1,0 +1,38 @@
+"""What layers that share parameters cost in different stages, by hand."""
+
+from bapipe.profile import LayerProfile
+from bapipe.sharing import SharedGradient, Shares, Sharing, inseparable
+
+
+def layer(name: str, param_bytes: int = 0, shares: tuple[str, ...] = (), shared_bytes: int = 0) -> LayerProfile:
+    return LayerProfile(
+        name=name, kind="Linear", inputs=("x",), outputs=(name,), param_bytes=param_bytes,
+        optimizer_state_bytes=2 * param_bytes, update_ns=param_bytes, shares=shares, shared_bytes=shared_bytes,
+    )  # fmt: skip
+
+
+TIED = (
+    layer("embedding", 100, ("decoder", "head")),
+    layer("block", 30),
+    layer("decoder", 0, ("embedding", "head"), 100),
+    layer("head", 10, ("embedding", "decoder"), 80),
+)
+
+
+def test_a_stage_that_holds_all_users_or_none_has_nothing_to_share() -> None:
+    shares = Shares(TIED)
+    assert shares.of({"embedding", "block", "decoder", "head"}) == Sharing()
+    assert shares.of({"block"}) == Sharing()
+
+
+def test_a_stage_without_the_layer_that_counts_them_holds_a_copy() -> None:
+    gradients = (SharedGradient(owner="embedding", num_bytes=100),)
+    assert Shares(TIED).of({"embedding", "block"}) == Sharing(gradients=gradients)
+    copied = Sharing(gradients=gradients, param_bytes=100, optimizer_bytes=200, update_ns=100)
+    assert Shares(TIED).of({"decoder", "head"}) == copied
+    assert Shares(TIED).of({"head"}) == copied
+
+
+def test_only_parameters_of_unknown_size_tie_layers_together() -> None:
+    assert not list(inseparable(TIED))
+    assert list(inseparable([layer("a", 5, ("c",)), layer("b"), layer("c", 0, ("a",))])) == [(0, 2)]
