@@ -292,10 +292,16 @@ def _others(search: Search, plan: Plan, best: Answer, limits: Sequence[int]) -> 
                 step_ns=judged.step_ns,
                 peak_bytes=max(rank.peak_bytes for rank in judged.ranks),
                 feasible=lack <= 0,
-                why_not=f"a device lacks {lack:,} bytes" if lack > 0 else f"its largest load is {more:.1%} larger",
+                why_not=_why_not(lack, more),
             )
         )
     return sorted(found, key=lambda a: (not a.feasible, a.step_ns))
+
+
+def _why_not(lack_bytes: int, more: float) -> str:
+    if lack_bytes > 0:
+        return f"a device lacks {lack_bytes:,} bytes"
+    return f"its largest load is {more:.1%} larger" if more else "as small a load as this plan's"
 
 
 def _lack(search: Search, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> str:
