@@ -217,6 +217,11 @@ class Pipeline:
             }
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
+    def busy_ns(self) -> int:
+        """Returns how long this rank computed in the last step; the rest of it waited."""
+        updates = sum(self._clock.ns(end) - self._clock.ns(start) for _, start, end in self._updates)
+        return updates + sum(end - start for _, start, end in self._runner.spans())
+
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
         return self._footprint.peak_bytes()
