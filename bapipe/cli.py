@@ -310,7 +310,9 @@ def run(
     ] = None,
     lr_schedule: Annotated[str, typer.Option("--lr-schedule", help="constant, linear or cosine.")] = "constant",
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="Class of torch.optim, such as sgd or adamw.")] = "sgd",
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="Class of torch.optim; else the one that was profiled.")
+    ] = None,
     optimizer_arg: Annotated[
         list[str] | None,
         typer.Option("--optimizer-arg", metavar="KEY=VALUE", help="Argument of the optimizer; may be repeated."),

@@ -152,6 +152,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         inputs=example.inputs,
         optimizer=optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments),
         clip_norm=training.clip_norm,
+        autocast=getattr(torch, training.autocast) if training.autocast else None,
         device=rank.device,
         seed=training.seed,
         initialize=example.initialize,
