@@ -24,7 +24,7 @@ from bapipe.settings import Settings, check_same
 from bapipe.simulate import judge
 from bapipe.simulate import simulate as simulate_by_kind
 from bapipe.timeline import Timeline
-from bapipe.training import Training
+from bapipe.training import MOMENTUM, Training
 from bapipe.zoo import resolve
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def run(
     data: str = "synthetic",
     steps: int = 20,
     learning_rate: float | None = None,
-    optimizer: str = "sgd",
+    optimizer: str | None = None,
     optimizer_arguments: Mapping[str, object] | None = None,
     learning_rate_schedule: str = "constant",
     warmup_steps: int = 0,
@@ -304,7 +304,8 @@ def run(
         arguments: what the factory is called with; the plan's own where None.
         steps: in all, those before the checkpoint that it goes on from included.
         learning_rate: the example's own where None.
-        optimizer, optimizer_arguments: a class of `torch.optim`, and what it takes besides; SGD has momentum 0.9.
+        optimizer, optimizer_arguments: a class of `torch.optim`, and what it takes besides; SGD has momentum 0.9. The
+            one that the plan's profile was measured with where None.
         learning_rate_schedule: constant, linear or cosine, after `warmup_steps` in which it grows.
         clip_norm: the most that the norm of all gradients together may be.
         checkpoint: a folder for checkpoints, one every `checkpoint_every` steps and one at the end; `keep` stay.
@@ -325,8 +326,8 @@ def run(
         )
     _torch()
     _check_devices(plan)
-    if plan.settings is not msgspec.UNSET:
-        check_same(plan.settings, Settings())
+    planned = Settings() if plan.settings is msgspec.UNSET else plan.settings
+    optimizer, optimizer_arguments = _optimizer(planned, optimizer, optimizer_arguments or {})
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
@@ -344,10 +345,11 @@ def run(
                 steps=steps,
                 learning_rate=example.learning_rate if learning_rate is None else learning_rate,
                 optimizer=optimizer,
-                optimizer_arguments=optimizer_arguments or {},
+                optimizer_arguments=optimizer_arguments,
                 schedule=learning_rate_schedule,
                 warmup_steps=warmup_steps,
                 clip_norm=clip_norm,
+                autocast=planned.autocast,
                 seed=seed,
             ),
             keeping=Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resume)
@@ -356,6 +358,30 @@ def run(
             timeout_s=timeout_s,
             on_step=on_step,
         )
+
+
+def _optimizer(
+    planned: Settings, name: str | None, arguments: Mapping[str, object]
+) -> tuple[str, Mapping[str, object]]:
+    """Returns the optimizer to train with; a profile measured with another, or settings not run, are refused.
+
+    Optimizers that profiles do not know are not compared.
+    """
+    if name is None:
+        name, own = _MEASURED.get(planned.optimizer, (planned.optimizer, {}))
+        arguments = {**own, **arguments}
+    measured = name.lower() if name.lower() in ("adam", "adamw") else planned.optimizer
+    if name.lower() == "sgd":
+        measured = "sgd-momentum" if arguments.get("momentum", 0 if arguments else MOMENTUM) else "sgd"
+    check_same(planned, Settings(optimizer=measured, autocast=planned.autocast))
+    return name, arguments
+
+
+_MEASURED: dict[str, tuple[str, Mapping[str, object]]] = {
+    "sgd": ("sgd", {"momentum": 0}),
+    "sgd-momentum": ("sgd", {"momentum": MOMENTUM}),
+}
+"""What stands for the optimizers of profiles that have another name in torch."""
 
 
 def export(checkpoint: Path, output: Path) -> int:

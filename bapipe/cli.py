@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -309,7 +310,9 @@ def run(
     ] = None,
     lr_schedule: Annotated[str, typer.Option("--lr-schedule", help="constant, linear or cosine.")] = "constant",
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps in which the learning rate grows.")] = 0,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="Class of torch.optim, such as sgd or adamw.")] = "sgd",
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="Class of torch.optim; else the one that was profiled.")
+    ] = None,
     optimizer_arg: Annotated[
         list[str] | None,
         typer.Option("--optimizer-arg", metavar="KEY=VALUE", help="Argument of the optimizer; may be repeated."),
@@ -498,21 +501,30 @@ def _pareto(profiles: dict[str, ModelProfile], where: Cluster, options: Options)
         return api.pareto(profiles, where, options, tell=tell)
 
 
+def _time_left(step: int, steps: int, first: tuple[int, float], now_s: float) -> str:
+    """Says how long the steps after `step` take at the pace since the first, where there is one."""
+    if step == first[0] or step + 1 == steps:
+        return ""
+    left_s = (now_s - first[1]) / (step - first[0]) * (steps - step - 1)
+    return f"  {timedelta(seconds=round(left_s))} left"
+
+
 def _train(decided: Plan, steps: int, **options: Any) -> TrainResult:
     """Trains with a bar on a terminal, and with a line every two seconds elsewhere."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"starting {len(decided.stages)} stages", total=steps)
-        spoke_s = 0.0
+        spoke_s, first = 0.0, None
 
         def on_step(done: StepReport) -> None:
-            nonlocal spoke_s
-            rate = decided.minibatch_size * 1e9 / done.step_ns
-            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s"
+            nonlocal spoke_s, first
+            rate, now_s = decided.minibatch_size * 1e9 / done.step_ns, time.monotonic()
+            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s  bubble {done.bubble:.0%}"
+            first = first or (done.step, now_s)
             bar.update(task, completed=done.step + 1, description=text)
-            if not err.is_terminal and (time.monotonic() - spoke_s > 2 or done.step + 1 == steps):
-                spoke_s = time.monotonic()
-                _note(f"step {done.step + 1}/{steps}  {text}")
+            if not err.is_terminal and (now_s - spoke_s > 2 or done.step + 1 == steps):
+                spoke_s = now_s
+                _note(f"step {done.step + 1}/{steps}  {text}{_time_left(done.step, steps, first, now_s)}")
 
         try:
             return api.run(decided, steps=steps, on_step=on_step, **options)

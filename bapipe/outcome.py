@@ -12,11 +12,12 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step that is done: the mean loss over its mini-batch, and the time of its slowest rank."""
+    """A step that is done: its mean loss, the time of its slowest rank, and the share of it that ranks were idle."""
 
     step: int
     loss: float
     step_ns: int
+    bubble: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

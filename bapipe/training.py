@@ -20,6 +20,7 @@ class Training:
         schedule: a name in `LR_SCHEDULES`: what becomes of the learning rate after the warm-up.
         warmup_steps: steps in which it grows evenly to its full value.
         clip_norm: the most that the norm of all gradients together may be; None does not look at it.
+        autocast: the type that `torch.autocast` computes in; None computes in the model's own.
 
     Raises:
         BapipeError: a value out of range, or an unknown schedule.
@@ -32,6 +33,7 @@ class Training:
     schedule: str = "constant"
     warmup_steps: int = 0
     clip_norm: float | None = None
+    autocast: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -39,6 +41,8 @@ class Training:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if self.schedule not in LR_SCHEDULES:
             raise BapipeError(f"no schedule of the learning rate '{self.schedule}': want {', '.join(LR_SCHEDULES)}")
+        if self.autocast not in (None, "bfloat16"):
+            raise BapipeError(f"autocast to {self.autocast}: only bfloat16 is run, because others need scaled losses")
         if self.warmup_steps < 0:
             raise BapipeError(f"a warm-up of {self.warmup_steps} steps: want 0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
 from bapipe.plan import Memory, Plan
+from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.draws import Draws
 from bapipe.runtime.footprint import Footprint
@@ -49,6 +51,7 @@ class Pipeline:
         inputs: Sequence[Tensor],
         optimizer: MakeOptimizer | None = None,
         clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
@@ -57,7 +60,8 @@ class Pipeline:
         """`inputs` are examples of the model's inputs, of any batch size, on any device.
 
         `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
-        of all gradients of the model together may be. `initialize` sets the parameters of
+        of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
+        where `torch.autocast` says so; tensors between stages keep their own. `initialize` sets the parameters of
         one layer that is on the meta device, after its own `reset_parameters()`.
         """
         self._ranks = check_runnable(plan)
@@ -81,6 +85,7 @@ class Pipeline:
         }
         self._idle = tuple(idle_state(self._split.model).values()) if 0 in self.stages else ()
         materialize(self._split, self._state(), self._device, seed, initialize)
+        self._autocast = autocast
         self._clock = clock_for(self._device)
         self._shared = self._connect_shared(schedule)
         self._replicas = self._connect(schedule)
@@ -218,6 +223,11 @@ class Pipeline:
             }
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
+    def busy_ns(self) -> int:
+        """Returns how long this rank computed in the last step; the rest of it waited."""
+        updates = sum(self._clock.ns(end) - self._clock.ns(start) for _, start, end in self._updates)
+        return updates + sum(end - start for _, start, end in self._runner.spans())
+
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
         return self._footprint.peak_bytes()
@@ -273,9 +283,13 @@ class Pipeline:
     def _local_stage(self, index: int) -> LocalStage:
         stage, examples = self._split.stages[index], self._split.examples
         taken = stage.received if index else stage.loaded
+        module = self._modules[index]
+        if self._autocast is not None:
+            types = [examples[name].dtype for name in stage.outputs]
+            module = Autocast(module, self._device, self._autocast, types)
         return LocalStage(
             index=index,
-            module=self._modules[index],
+            module=module,
             received=tuple(examples[name] for name in taken),
             outputs=tuple(examples[name] for name in stage.outputs),
             arguments=argument_names(self._split, stage.loaded) if index else (),
@@ -286,7 +300,12 @@ class Pipeline:
     def _loss(self, loss: Loss) -> Loss:
         """The last stage gives a tuple of tensors; the loss wants what the model returns."""
         rebuild = self._split.model.result.rebuild
-        return lambda output, target: loss(rebuild(output), target)
+
+        def computed(output: Any, target: Tensor) -> Tensor:
+            with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+                return loss(rebuild(output), target)
+
+        return computed
 
     def _load(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
         if len(inputs) > len(self.input_names):

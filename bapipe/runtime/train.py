@@ -152,6 +152,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         inputs=example.inputs,
         optimizer=optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments),
         clip_norm=training.clip_norm,
+        autocast=getattr(torch, training.autocast) if training.autocast else None,
         device=rank.device,
         seed=training.seed,
         initialize=example.initialize,
@@ -202,13 +203,15 @@ def _step(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, bat
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     elapsed_ns = time.perf_counter_ns() - start_ns
-    own = torch.tensor([elapsed_ns, loss or 0.0, loss is not None], dtype=torch.float64, device=rank.device)
+    row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns()]
+    own = torch.tensor(row, dtype=torch.float64, device=rank.device)
     everyone = [torch.empty_like(own) for _ in range(rank.size)]
     dist.all_gather(everyone, own)
     rows = [values.tolist() for values in everyone]
-    report = StepReport(
-        step=step, loss=next(row[1] for row in rows if row[2]), step_ns=int(max(row[0] for row in rows))
-    )
+    step_ns = int(max(row[0] for row in rows))
+    bubble = 1 - sum(row[3] for row in rows) / (len(rows) * step_ns)
+    mean = next(row[1] for row in rows if row[2])
+    report = StepReport(step=step, loss=mean, step_ns=step_ns, bubble=bubble)
     if not isfinite(report.loss):
         raise RunFailed(_why_not_finite(pipeline, names, report))
     return report

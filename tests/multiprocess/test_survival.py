@@ -83,6 +83,24 @@ def test_of_the_ranks_of_a_job_one_says_why(seen: dict[str, Any]) -> None:
     assert first.startswith("RunFailed told: rank 0 (cpu0) lost another rank at step 0: ")
 
 
+def test_under_torchrun_it_comes_back(tmp_path: Path) -> None:
+    script, root = Path(__file__).with_name("torchrun_case.py"), Path(__file__).parents[2]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", str(script), str(tmp_path / "kept")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = [f"0:{step}" for step in range(5)]
+    again = int(done.stdout.split()[5].partition(":")[2])  # that of step 4 may still have been on its way
+    assert again in (2, 4)
+    assert done.stdout.split() == [*first, *(f"1:{step}" for step in range(again, 8))]
+    assert [path.name for path in checkpoints(tmp_path / "kept")][-1] == "step-000000008"
+
+
 def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "model.safetensors"
     assert api.export(folder / "killed" / "alone", output) == 11

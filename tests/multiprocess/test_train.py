@@ -32,6 +32,7 @@ def test_training_does_not_depend_on_the_cut() -> None:
     assert [report.step for report in reports] == list(range(24))
     assert tuple(report.loss for report in reports) == two.losses
     assert tuple(report.step_ns for report in reports) == two.step_ns
+    assert all(0 < report.bubble < 1 for report in reports)
     assert two.devices == ("cpu0", "cpu1")
     assert tuple(tuple(map(str, order)) for order in two.order) == _plan((3,)).order
     assert all(peak is not None and 0 < peak < 2**30 for peak in two.peak_bytes)

@@ -1,0 +1,23 @@
+"""A stage that computes in a narrower type, between tensors of the model's own types."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Autocast(nn.Module):
+    """A stage's module under `torch.autocast`; what it gives another stage has the type that was planned for."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, outputs: Sequence[torch.dtype]
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._device, self._dtype, self._outputs = device, dtype, tuple(outputs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        with torch.autocast(self._device.type, self._dtype):
+            given = self.module(*args, **kwargs)
+        return tuple(tensor.to(dtype) for tensor, dtype in zip(given, self._outputs, strict=True))

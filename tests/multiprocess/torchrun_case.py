@@ -1,0 +1,40 @@
+"""A rank of a torchrun job whose second rank is killed at step 5 of the first attempt."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from survival_cases import plan_of, points, quiet
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bapipe.outcome import StepReport
+from bapipe.runtime.checkpointing import Keeping
+from bapipe.runtime.train import train
+from bapipe.training import Training
+
+
+class Deadly(Dataset[tuple[Tensor, ...]]):
+    """Kills rank 1, which loads the targets of 12 samples a step, in its sixth step."""
+
+    def __init__(self) -> None:
+        self._points, self._asked = points(), 0
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, place: int) -> tuple[Tensor, ...]:
+        self._asked += 1
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and self._asked > 60:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._points[place]
+
+
+def tell(report: StepReport) -> None:
+    print(f"{os.environ['TORCHELASTIC_RESTART_COUNT']}:{report.step}", flush=True)
+
+
+if __name__ == "__main__":
+    keeping = Keeping(folder=Path(sys.argv[1]), every=2, resume=True)
+    train(plan_of(quiet, (3,), (0, 1)), quiet, Deadly(), Training(steps=8), keeping=keeping, timeout_s=30, on_step=tell)
