@@ -421,6 +421,24 @@ def local_cluster(num_devices: int | None, kind: str) -> Cluster:
     return cluster(num_devices, kind)
 
 
+def probed_cluster(num_devices: int | None, kind: str, tell: Tell) -> Cluster:
+    """Returns this machine's devices, or those of the torchrun job it is called in, each way between them measured.
+
+    Raises:
+        BapipeError: this machine lacks the devices, or a job was started and a number of devices asked for.
+        RunFailed: the links cannot be measured.
+    """
+    _torch()
+    from bapipe.measure.cluster import check_devices
+    from bapipe.measure.probe import probe_here, probe_job
+
+    if "RANK" not in os.environ:
+        return probe_here(check_devices(num_devices, kind), kind)
+    if num_devices is not None:
+        raise BapipeError("--devices with torchrun: the job's ranks are the devices; leave it out")
+    return probe_job(kind, tell)
+
+
 def profile_model(
     model: str,
     arguments: Mapping[str, object],

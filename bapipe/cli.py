@@ -145,11 +145,24 @@ def import_(
 
 
 @app.command()
-def cluster(device: Kind = "cpu", devices: Devices = None, output: Output = Path("cluster.json")) -> None:
-    """List this machine's devices and measure the link between them."""
+def cluster(
+    device: Kind = "cpu",
+    devices: Devices = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure each way between every two devices; under torchrun, of the job.")
+    ] = False,
+    output: Output = Path("cluster.json"),
+) -> None:
+    """List this machine's devices, or a job's, and measure the links between them."""
     check_writable(output)
-    with err.status("measuring the link between two ranks"):
-        found = api.local_cluster(devices, device)
+    if probe:
+        with _parts("probing") as tell:
+            found = api.probed_cluster(devices, device, tell)
+        if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
+            return
+    else:
+        with err.status("measuring the link between two ranks"):
+            found = api.local_cluster(devices, device)
     write(output, found)
     _print(report.cluster_parts(found))
     out.print(f"wrote {output}", highlight=False)
@@ -427,9 +440,9 @@ def _measure(
 
 
 @contextmanager
-def _parts() -> Iterator[api.Tell]:
+def _parts(doing: str = "profiling") -> Iterator[api.Tell]:
     """A bar for work in named parts."""
-    columns = TextColumn("profiling {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn(doing + " {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, what="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
