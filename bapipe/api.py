@@ -446,6 +446,8 @@ def profile_model(
     device: str = "cpu",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     settings: Settings = Settings(),  # noqa: B008
+    layer_by_layer: bool = False,
+    exhaustive: bool = False,
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
@@ -458,7 +460,8 @@ def profile_model(
     from bapipe.zoo.factory import build
 
     example = build(factory, arguments)
-    part = profile_path(_key(factory, arguments, device, settings) | {"unfinished": True})
+    key = _key(factory, arguments, device, settings)
+    part = profile_path(key | {"unfinished": True, "alone": layer_by_layer, "exhaustive": exhaustive})
     try:
         measured = measure(
             example.module,
@@ -471,6 +474,8 @@ def profile_model(
             factory=factory,
             arguments=arguments,
             settings=settings,
+            layer_by_layer=layer_by_layer,
+            exhaustive=exhaustive,
             so_far=cached_profile(part),
             keep=partial(write, part),
             progress=progress,

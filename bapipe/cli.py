@@ -90,6 +90,10 @@ def profile(
     ] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Lay images out pixel by pixel.")] = False,
     tf32: Annotated[bool, typer.Option("--tf32", help="Let CUDA round float32 factors to tf32.")] = False,
+    layer_by_layer: Annotated[
+        bool, typer.Option("--layer-by-layer", help="Hold one layer at a time, and measure equal ones once.")
+    ] = False,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Layer by layer, measure equal ones too.")] = False,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure each layer of a model: times of F, I and W, and bytes."""
@@ -104,7 +108,19 @@ def profile(
         channels_last=channels_last,
         tf32=tf32,
     )
-    measured = _measure(model, arg, device, sizes, settings)
+    if exhaustive and not layer_by_layer:
+        raise BapipeError("--exhaustive goes with --layer-by-layer; else every layer is measured as it is")
+    with _parts() as tell:
+        measured = api.profile_model(
+            model,
+            _arguments(arg),
+            device=device,
+            microbatch_sizes=sizes,
+            settings=settings,
+            layer_by_layer=layer_by_layer,
+            exhaustive=exhaustive,
+            progress=tell,
+        )
     write(output, measured)
     _print(report.profile_parts(measured))
     out.print(f"wrote {output}", highlight=False)
@@ -428,15 +444,6 @@ def _arguments(pairs: list[str] | None, option: str = "--arg", such_as: str = "i
 
 def _is_file(source: str) -> bool:
     return source.endswith(".json") or Path(source).is_file()
-
-
-def _measure(
-    model: str, pairs: list[str] | None, device: str, sizes: tuple[int, ...], settings: Settings
-) -> ModelProfile:
-    with _parts() as tell:
-        return api.profile_model(
-            model, _arguments(pairs), device=device, microbatch_sizes=sizes, settings=settings, progress=tell
-        )
 
 
 @contextmanager

@@ -129,8 +129,8 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--device", "--microbatch-size", "--optimizer", "--output",
-            "--tf32", "--threads",
+            "--arg", "--autocast", "--channels-last", "--device", "--exhaustive", "--layer-by-layer",
+            "--microbatch-size", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",

@@ -33,7 +33,8 @@ class LayerTimes:
         forward_ns, input_grad_ns, weight_grad_ns, backward_ns: F, I, W and B of the typical pass.
         spreads: half the width of the 95 % confidence interval of the median of a layer's F + B, relative to it.
         num_passes: how many there were.
-        sum_over_whole: what the layers' F + B add up to, relative to F + B of the model without anything watching it.
+        sum_over_whole: what the layers' F + B add up to, relative to F + B of the model without anything watching it;
+            None where the model did not run as a whole.
     """
 
     forward_ns: tuple[int, ...]
@@ -42,7 +43,7 @@ class LayerTimes:
     backward_ns: tuple[int, ...]
     spreads: tuple[float, ...]
     num_passes: int
-    sum_over_whole: float
+    sum_over_whole: float | None
 
 
 def time_layers(subject: Subject, seconds: float, target: float) -> LayerTimes:

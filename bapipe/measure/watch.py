@@ -29,18 +29,19 @@ class Subject:
     target: Tensor
     autocast: torch.dtype | None = None
 
+    def computing(self) -> torch.autocast:
+        """Returns the context that the forward runs in."""
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
     def loss_of(self, module: nn.Module) -> Tensor:
         """Returns the loss of the batch by a module that gives a tuple of the model's outputs."""
-        with self._autocast():
+        with self.computing():
             return self.loss(self.model.result.rebuild(module(*self.inputs)), self.target)
 
     def whole_loss(self) -> Tensor:
         """Returns the loss of the batch by the model's own code."""
-        with self._autocast():
+        with self.computing():
             return self.loss(self.model.root(*self.inputs), self.target)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     @property
     def device(self) -> torch.device:
@@ -164,15 +165,20 @@ class Watched:
     def _failed(self, where: str, error: Exception) -> InvalidModel:
         layers = self.subject.model.layers
         name = layers[self.running].name if self.running < len(layers) else LOSS
-        size = self.subject.target.shape[0] if self.subject.target.dim() else 0
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return InvalidModel(
-                f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes "
-                "with --microbatch-size, or a device with more memory"
-            )
+        return layer_failed(name, where, self.subject, error)
+
+
+def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> InvalidModel:
+    """Returns the error that says which layer failed, and what may help."""
+    size = subject.target.shape[0] if subject.target.dim() else 0
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return InvalidModel(
-            f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
+            f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes with "
+            "--microbatch-size, or layer by layer with --layer-by-layer"
         )
+    return InvalidModel(
+        f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

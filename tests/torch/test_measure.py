@@ -403,3 +403,88 @@ def test_settings_are_those_measured_under_and_leave_no_trace() -> None:
     assert found["0"][1].stash_bytes == 2 * 4 * 3 * 8 * 8 + 2 * 8 * 3 * 3 * 3
     assert module[0].weight.is_contiguous()  # type: ignore[union-attr, operator]
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Blocks(nn.Module):
+    """Three equal blocks, two of which have equal layers with other weights; the third gives another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.convolutions = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+        self.relus = nn.ModuleList(nn.ReLU(inplace=True) for _ in range(3))
+        self.pool, self.flatten, self.head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for convolution, norm, relu in zip(self.convolutions, self.norms, self.relus, strict=True):
+            x = x + relu(norm(convolution(x)))
+        scores: Tensor = self.head(self.flatten(self.pool(x)))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(Blocks, (3, 8, 8)), (Reader, (6, 3)), (Branches, (6,)), (Tied, (6,)), (Masked, (6,))]
+)
+def test_layers_one_by_one_take_the_bytes_of_the_whole(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = make()
+    whole = profile(module, *shape)
+    alone = measure(
+        module,
+        (torch.randn(1, *shape),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=True,
+    )
+    assert [(a.name, a.inputs, a.outputs, a.no_gradient) for a in alone.layers] == [
+        (b.name, b.inputs, b.outputs, b.no_gradient) for b in whole.layers
+    ]
+    at_whole, at_alone = whole.measurements[0].layers, alone.measurements[0].layers
+    assert [m.output_bytes for m in at_alone] == [m.output_bytes for m in at_whole]
+    assert [m.stash_bytes for m in at_alone] == [m.stash_bytes for m in at_whole]
+    assert all(m.forward_ns > 0 and m.whole_backward_ns > 0 for m in at_alone)
+    assert at_alone[0].input_grad_ns == 0
+    assert all(m.input_grad_ns > 0 for m in at_alone[1:])
+
+
+@pytest.mark.parametrize(("exhaustive", "num_measured"), [(False, 8), (True, 14)])
+def test_equal_layers_are_measured_once(exhaustive: bool, num_measured: int) -> None:
+    """Of the three blocks only the first convolution, norm and ReLU with its sum; four more layers and the loss."""
+    made = measure(
+        Blocks(),
+        (torch.randn(1, 3, 8, 8),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=True,
+        exhaustive=exhaustive,
+    )
+    assert len(made.layers) == 14
+    assert made.environment["layers_measured_alone"] == {"4": num_measured}
+    found = layers(made)
+    same = found["convolutions.0"][1] == found["convolutions.2"][1]
+    assert same is not exhaustive
+
+
+def test_a_layer_that_fails_alone_is_named() -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure(
+            nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 5)),
+            (torch.randn(1, 6),),
+            torch.tensor([4]),
+            functional.cross_entropy,
+            microbatch_sizes=(4,),
+            name="small",
+            layer_by_layer=True,
+        )
+    assert str(error.value) == (
+        "layer '1' failed in its forward at micro-batch size 4: RuntimeError: "
+        "mat1 and mat2 shapes cannot be multiplied (4x6 and 7x5)"
+    )

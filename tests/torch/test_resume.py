@@ -53,7 +53,7 @@ def test_an_interrupted_profile_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         profiled(4)
     text = (
         "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
-        "or a device with more memory"
+        "or layer by layer with --layer-by-layer"
     )
     assert str(error.value) == text
     with pytest.raises(RunFailed) as failed:
