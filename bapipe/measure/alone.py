@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from bapipe.errors import BapipeError
 from bapipe.measure.memory import LayerMemory, storage, usage
 from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, spread
-from bapipe.measure.watch import Subject, TensorFacts, layer_failed
+from bapipe.measure.watch import Subject, TensorFacts, check_loss, layer_failed
 from bapipe.profile import LOSS
 from bapipe.trace import extract
 
@@ -114,11 +114,13 @@ def _parts(subject: Subject) -> Iterator[_Part]:
     for layer in model.layers:
         module = extract(model, [layer.name], layer.inputs, layer.outputs)
         yield layer.name, layer.inputs, layer.outputs, module.train()
-    whole = isinstance(model.returned, fx.Node)
 
     def loss(*given: Tensor) -> tuple[Tensor]:
         *outputs, target = given
-        return (subject.loss(outputs[0] if whole else tuple(outputs), target),)  # type: ignore[arg-type]
+        value = subject.loss(model.result.rebuild(outputs), target)
+        if torch.is_grad_enabled():
+            check_loss(value)
+        return (value,)
 
     yield LOSS, (*model.outputs, "target of the loss"), (LOSS,), loss
 

@@ -71,6 +71,7 @@ def measure(
     if settings.optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     tell = progress or (lambda done, total, what: None)
+    _check_examples(inputs, target)
     _check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
@@ -141,6 +142,20 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if min(sizes) < 1:
         raise BapipeError(f"micro-batch size {min(sizes)} cannot be measured: want 1 or more")
     return tuple(sorted(set(sizes)))
+
+
+def _check_examples(inputs: Sequence[object], target: object) -> None:
+    named = [(f"input {index}", example) for index, example in enumerate(inputs)]
+    for name, example in (*named, ("the target", target)):
+        if not isinstance(example, Tensor):
+            raise InvalidModel(
+                f"{name} is {example!r} ({type(example).__name__}); examples must be tensors, batch first: keep what "
+                "is no tensor inside the module"
+            )
+        if example.dim() == 0 or len(example) == 0:
+            raise InvalidModel(
+                f"{name} has shape {tuple(example.shape)}: want an example of one sample or more, batch first"
+            )
 
 
 def _check_trainable(module: nn.Module) -> None:

@@ -89,7 +89,9 @@ class Watched:
         self.tensors.clear()
         self.roots.clear()
         try:
-            return replace(self.subject, loss=self._loss).loss_of(self.module)
+            loss = replace(self.subject, loss=self._loss).loss_of(self.module)
+            check_loss(loss)
+            return loss
         except InvalidModel:
             raise
         except Exception as error:  # whatever a layer raises
@@ -168,6 +170,18 @@ class Watched:
         return layer_failed(name, where, self.subject, error)
 
 
+def check_loss(loss: object) -> None:
+    """Raises InvalidModel where a loss has no gradient to give."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
+        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
+    if not loss.requires_grad:
+        raise InvalidModel(
+            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "model's last layers or in the loss"
+        )
+
+
 def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> InvalidModel:
     """Returns the error that says which layer failed, and what may help."""
     size = subject.target.shape[0] if subject.target.dim() else 0
@@ -175,6 +189,12 @@ def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> I
         return InvalidModel(
             f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes with "
             "--microbatch-size, or layer by layer with --layer-by-layer"
+        )
+    if "modified by an inplace operation" in str(error) or "leaf Variable that requires grad" in str(error):
+        return InvalidModel(
+            f"layer '{name}' failed in its {where} at micro-batch size {size}: a layer changes in place what its "
+            "backward needs: set inplace=False where that is, or compute a new tensor there "
+            f"({str(error).split(';')[0]})"
         )
     return InvalidModel(
         f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"

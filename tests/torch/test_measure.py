@@ -488,3 +488,108 @@ def test_a_layer_that_fails_alone_is_named() -> None:
         "layer '1' failed in its forward at micro-batch size 4: RuntimeError: "
         "mat1 and mat2 shapes cannot be multiplied (4x6 and 7x5)"
     )
+
+
+class Detached(nn.Module):
+    """No gradient passes `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.b(self.a(x).detach()))
+        return y
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_layers_that_no_gradient_reaches_have_no_backward(layer_by_layer: bool) -> None:
+    made = measure(
+        Detached(),
+        (torch.randn(1, 6),),
+        torch.tensor([4]),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=layer_by_layer,
+    )
+    a, b, head = (m for _, m in list(layers(made).values())[:3])
+    assert made.layers[0].no_gradient == made.layers[0].outputs
+    assert a.input_grad_ns == b.input_grad_ns == 0
+    assert head.input_grad_ns > 0
+    assert b.weight_grad_ns > 0
+
+
+class Overwrites(nn.Module):
+    """The second layer changes what the first one's backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.squash, self.relu, self.head = (
+            nn.Linear(6, 6),
+            nn.Sigmoid(),
+            nn.ReLU(inplace=True),
+            nn.Linear(6, 5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.relu(self.squash(self.a(x))))
+        return y
+
+
+def no_gradient(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.detach(), target)
+
+
+def each(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "loss", "message"),
+    [
+        (
+            Overwrites(),
+            (torch.randn(1, 6),),
+            functional.cross_entropy,
+            "layer 'squash' failed in its backward at micro-batch size 4: a layer changes in place what its backward "
+            "needs: set inplace=False where that is, or compute a new tensor there (one of the variables needed for "
+            "gradient computation has been modified by an inplace operation: [torch.FloatTensor [4, 6]], which is output "
+            "0 of Sigmoid",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            no_gradient,
+            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "model's last layers or in the loss",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            each,
+            "the loss must be a scalar tensor, the mean over the batch; it gives shape (4,)",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            ([1.0, 2.0],),
+            functional.cross_entropy,
+            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first: keep what is no tensor inside the module",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.tensor(1.0),),
+            functional.cross_entropy,
+            "input 0 has shape (): want an example of one sample or more, batch first",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_says_why(
+    module: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[[Tensor, Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure(
+            module, inputs, torch.tensor([4]), loss, microbatch_sizes=(4,), name="small", seconds_per_size=0.0
+        )  # fmt: skip
+    assert str(error.value).startswith(message)
