@@ -1,8 +1,8 @@
 """How well profiles add up: layers against the whole step, predicted memory against the allocator, time to measure.
 
-    taskset -c 0 python benchmarks/fidelity.py [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--json]
+    python benchmarks/fidelity.py [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--json]
 
-For each model and micro-batch size, on one core of a CPU, or on CUDA where asked for:
+For each model and micro-batch size, with one thread on a CPU, or on CUDA where asked for:
 
 - layers / step: what F + B of the layers add up to, relative to F + B of the model without anything watching it; the
   two take turns, and both figures are medians. ± is the widest spread of a layer that takes a two-hundredth or more.
