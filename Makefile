@@ -24,8 +24,8 @@ profiles: .venv/ready
 	mkdir -p profiles/cpu
 	$(BIN)/bapipe profile vgg16 --microbatch-size 1,2,4,8,16 -o profiles/cpu/vgg16.json
 	$(BIN)/bapipe profile resnet50 --microbatch-size 1,2,4,8,16 -o profiles/cpu/resnet50.json
-	$(BIN)/bapipe profile gnmt8 --microbatch-size 1,2,4 --optimizer adam -o profiles/cpu/gnmt8.json
-	$(BIN)/bapipe profile gnmt16 --microbatch-size 1,2 --optimizer adam -o profiles/cpu/gnmt16.json
+	$(BIN)/bapipe profile gnmt8 --microbatch-size 1,2,4 -o profiles/cpu/gnmt8.json
+	$(BIN)/bapipe profile gnmt16 --microbatch-size 1,2 -o profiles/cpu/gnmt16.json
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -325,8 +325,6 @@ def run(
         )
     _torch()
     _check_devices(plan)
-    if plan.settings is not msgspec.UNSET:
-        check_same(plan.settings, Settings())
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
@@ -334,6 +332,9 @@ def run(
     given = dict(plan.arguments if arguments is None else arguments)
     with current_folder_importable():
         example = build(factory, given, meta=True)
+        if plan.settings is not msgspec.UNSET:
+            run = Settings(dtype=_dtype(example.module), optimizer=plan.settings.optimizer)  # the optimizer is free
+            check_same(plan.settings, run)
         if example.data is None:
             raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
         return train(
@@ -547,6 +548,11 @@ def _torch() -> Any:
     except ImportError as error:
         raise BapipeError(f"profiling and running need torch ({error}): pip install 'bapipe[run]'") from None
     return torch
+
+
+def _dtype(module: "nn.Module") -> str:
+    """Returns the type of a module's parameters, as profiles write it."""
+    return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
 def _check_devices(plan: Plan) -> None:
