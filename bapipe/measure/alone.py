@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from bapipe.errors import BapipeError
 from bapipe.measure.memory import LayerMemory, storage, usage
-from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, spread
+from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, now_ns, spread
 from bapipe.measure.watch import Subject, TensorFacts, check_loss, layer_failed
 from bapipe.profile import LOSS
 from bapipe.trace import extract
@@ -291,8 +291,8 @@ def _timed(device: torch.device, flush: Callable[[], None], run: Callable[[], T]
     flush()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter_ns()
+    start = now_ns(device)
     result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return result, time.perf_counter_ns() - start
+    return result, now_ns(device) - start

@@ -21,8 +21,18 @@ SMALL = 0.005
 """Share of a pass below which a layer's spread does not matter for how often passes are repeated."""
 
 
-DISTURBED = 0.02
+DISTURBED = 0.05
 """Share of a pass that a thread may wait for the processor before the pass does not count."""
+
+
+CPU = torch.device("cpu")
+
+
+def now_ns(device: torch.device) -> int:
+    """Returns the time of this thread on the processor where it alone computes, else that of the clock."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.thread_time_ns()
+    return time.perf_counter_ns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +63,9 @@ def time_layers(subject: Subject, seconds: float, target: float) -> LayerTimes:
     A pass runs F and then B of all layers, parameter gradients added to those that are there, as in all micro-batches
     of a step but the first; then F, I and W of all layers, as the runtime splits them; then F and B of the model alone.
 
-    A pass in which another process took the processor does not count; where such passes are all there are, as many
-    again are run before the least disturbed ones do.
+    On a CPU with one thread, times are those of the processor, without what other processes take of it. A pass in which
+    they take much does not count, for they empty the caches too; where such passes are all there are, twice as long
+    is spent, and the least disturbed half counts.
     """
     clock = _CudaClock() if subject.device.type == "cuda" else _CpuClock()
     runner = _Runner(Watched(subject=subject, enter=clock.stamp), clock)
@@ -64,14 +75,14 @@ def time_layers(subject: Subject, seconds: float, target: float) -> LayerTimes:
     def wants_more() -> bool:
         kept, elapsed = _undisturbed(passes), time.monotonic() - start
         if len(kept) < MIN_PASSES:
-            return len(passes) < MIN_PASSES or elapsed < 3 * seconds
+            return len(passes) < MIN_PASSES or elapsed < 2 * seconds
         return len(passes) < MAX_PASSES and elapsed < seconds and _widest(kept) > target
 
     while wants_more():
         passes.append(runner.run())
     kept = _undisturbed(passes)
     if len(kept) < MIN_PASSES:
-        kept = sorted(passes, key=lambda one: one.disturbed)[:MIN_PASSES]
+        kept = sorted(passes, key=lambda one: one.disturbed)[: max(MIN_PASSES, len(passes) // 2)]
     return _times(kept, runner.watched)
 
 
@@ -136,10 +147,10 @@ class _Runner:
     def _alone_ns(self) -> int:
         subject = self.watched.subject
         _synchronize(subject.device)
-        start = time.perf_counter_ns()
+        start = now_ns(subject.device)
         subject.whole_loss().backward()  # type: ignore[no-untyped-call]
         _synchronize(subject.device)
-        return time.perf_counter_ns() - start
+        return now_ns(subject.device) - start
 
     def _timed(self, run: Callable[[], T], watching: bool = False) -> tuple[T, list[int]]:
         """Returns what `run` returns and the time of each layer in it, that of watching where asked for."""
@@ -243,11 +254,11 @@ def _update_ns(optimizer: torch.optim.Optimizer | None) -> int:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     _synchronize(parameters[0].device)
-    start = time.perf_counter_ns()
+    start = now_ns(parameters[0].device)
     optimizer.step()
     optimizer.zero_grad()
     _synchronize(parameters[0].device)
-    return time.perf_counter_ns() - start
+    return now_ns(parameters[0].device) - start
 
 
 class _CpuClock:
@@ -257,11 +268,11 @@ class _CpuClock:
         self.stamps: list[tuple[int, int]] = []
 
     def stamp(self, layer: int) -> None:
-        self.stamps.append((layer, time.perf_counter_ns()))
+        self.stamps.append((layer, now_ns(CPU)))
 
     def intervals(self) -> Iterable[tuple[int, int]]:
         """Returns the layer and the length of each interval so far, and forgets them."""
-        stamps, self.stamps = [*self.stamps, (-1, time.perf_counter_ns())], []
+        stamps, self.stamps = [*self.stamps, (-1, now_ns(CPU))], []
         return [(layer, after - at) for (layer, at), (_, after) in pairwise(stamps)]
 
 
