@@ -1,6 +1,6 @@
 # make demo: set up, then profile, plan and train VGG-16 as a two-stage pipeline on this machine's CPU, on real images
 # make test: set up, then lint, type-check and run every test
-# make profiles: measure again what profiles/cpu holds, about 12 minutes on a machine with nothing else to do
+# make profiles: measure again what profiles/cpu holds, about 10 minutes on a machine with nothing else to do
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,10 +22,10 @@ test: .venv/ready
 
 profiles: .venv/ready
 	mkdir -p profiles/cpu
-	taskset -c 0 $(BIN)/bapipe profile vgg16 --microbatch-size 1,2,4,8,16 -o profiles/cpu/vgg16.json
-	taskset -c 0 $(BIN)/bapipe profile resnet50 --microbatch-size 1,2,4,8,16 -o profiles/cpu/resnet50.json
-	taskset -c 0 $(BIN)/bapipe profile gnmt8 --microbatch-size 1,2,4,8 --optimizer adam -o profiles/cpu/gnmt8.json
-	taskset -c 0 $(BIN)/bapipe profile gnmt16 --microbatch-size 1,2,4 --optimizer adam -o profiles/cpu/gnmt16.json
+	$(BIN)/bapipe profile vgg16 --microbatch-size 1,2,4,8,16 -o profiles/cpu/vgg16.json
+	$(BIN)/bapipe profile resnet50 --microbatch-size 1,2,4,8,16 -o profiles/cpu/resnet50.json
+	$(BIN)/bapipe profile gnmt8 --microbatch-size 1,2,4 -o profiles/cpu/gnmt8.json
+	$(BIN)/bapipe profile gnmt16 --microbatch-size 1,2 -o profiles/cpu/gnmt16.json
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -335,6 +335,8 @@ def run(
     given = dict(plan.arguments if arguments is None else arguments)
     with current_folder_importable():
         example = build(factory, given, meta=True)
+        if plan.settings is not msgspec.UNSET:
+            check_same(planned, msgspec.structs.replace(planned, dtype=_dtype(example.module)))
         if example.data is None:
             raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
         return train(
@@ -373,7 +375,7 @@ def _optimizer(
     measured = name.lower() if name.lower() in ("adam", "adamw") else planned.optimizer
     if name.lower() == "sgd":
         measured = "sgd-momentum" if arguments.get("momentum", 0 if arguments else MOMENTUM) else "sgd"
-    check_same(planned, Settings(optimizer=measured, autocast=planned.autocast))
+    check_same(planned, Settings(dtype=planned.dtype, optimizer=measured, autocast=planned.autocast))
     return name, arguments
 
 
@@ -447,6 +449,24 @@ def local_cluster(num_devices: int | None, kind: str) -> Cluster:
     return cluster(num_devices, kind)
 
 
+def probed_cluster(num_devices: int | None, kind: str, tell: Tell) -> Cluster:
+    """Returns this machine's devices, or those of the torchrun job it is called in, each way between them measured.
+
+    Raises:
+        BapipeError: this machine lacks the devices, or a job was started and a number of devices asked for.
+        RunFailed: the links cannot be measured.
+    """
+    _torch()
+    from bapipe.measure.cluster import check_devices
+    from bapipe.measure.probe import probe_here, probe_job
+
+    if "RANK" not in os.environ:
+        return probe_here(check_devices(num_devices, kind), kind)
+    if num_devices is not None:
+        raise BapipeError("--devices with torchrun: the job's ranks are the devices; leave it out")
+    return probe_job(kind, tell)
+
+
 def profile_model(
     model: str,
     arguments: Mapping[str, object],
@@ -454,6 +474,8 @@ def profile_model(
     device: str = "cpu",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     settings: Settings = Settings(),  # noqa: B008
+    layer_by_layer: bool = False,
+    exhaustive: bool = False,
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
@@ -466,7 +488,8 @@ def profile_model(
     from bapipe.zoo.factory import build
 
     example = build(factory, arguments)
-    part = profile_path(_key(factory, arguments, device, settings) | {"unfinished": True})
+    key = _key(factory, arguments, device, settings)
+    part = profile_path(key | {"unfinished": True, "alone": layer_by_layer, "exhaustive": exhaustive})
     try:
         measured = measure(
             example.module,
@@ -479,6 +502,8 @@ def profile_model(
             factory=factory,
             arguments=arguments,
             settings=settings,
+            layer_by_layer=layer_by_layer,
+            exhaustive=exhaustive,
             so_far=cached_profile(part),
             keep=partial(write, part),
             progress=progress,
@@ -550,6 +575,11 @@ def _torch() -> Any:
     except ImportError as error:
         raise BapipeError(f"profiling and running need torch ({error}): pip install 'bapipe[run]'") from None
     return torch
+
+
+def _dtype(module: "nn.Module") -> str:
+    """Returns the type of a module's parameters, as profiles write it."""
+    return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
 def _check_devices(plan: Plan) -> None:

@@ -91,6 +91,10 @@ def profile(
     ] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Lay images out pixel by pixel.")] = False,
     tf32: Annotated[bool, typer.Option("--tf32", help="Let CUDA round float32 factors to tf32.")] = False,
+    layer_by_layer: Annotated[
+        bool, typer.Option("--layer-by-layer", help="Hold one layer at a time, and measure equal ones once.")
+    ] = False,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Layer by layer, measure equal ones too.")] = False,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure each layer of a model: times of F, I and W, and bytes."""
@@ -105,7 +109,19 @@ def profile(
         channels_last=channels_last,
         tf32=tf32,
     )
-    measured = _measure(model, arg, device, sizes, settings)
+    if exhaustive and not layer_by_layer:
+        raise BapipeError("--exhaustive goes with --layer-by-layer; else every layer is measured as it is")
+    with _parts() as tell:
+        measured = api.profile_model(
+            model,
+            _arguments(arg),
+            device=device,
+            microbatch_sizes=sizes,
+            settings=settings,
+            layer_by_layer=layer_by_layer,
+            exhaustive=exhaustive,
+            progress=tell,
+        )
     write(output, measured)
     _print(report.profile_parts(measured))
     out.print(f"wrote {output}", highlight=False)
@@ -146,11 +162,24 @@ def import_(
 
 
 @app.command()
-def cluster(device: Kind = "cpu", devices: Devices = None, output: Output = Path("cluster.json")) -> None:
-    """List this machine's devices and measure the link between them."""
+def cluster(
+    device: Kind = "cpu",
+    devices: Devices = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure each way between every two devices; under torchrun, of the job.")
+    ] = False,
+    output: Output = Path("cluster.json"),
+) -> None:
+    """List this machine's devices, or a job's, and measure the links between them."""
     check_writable(output)
-    with err.status("measuring the link between two ranks"):
-        found = api.local_cluster(devices, device)
+    if probe:
+        with _parts("probing") as tell:
+            found = api.probed_cluster(devices, device, tell)
+        if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
+            return
+    else:
+        with err.status("measuring the link between two ranks"):
+            found = api.local_cluster(devices, device)
     write(output, found)
     _print(report.cluster_parts(found))
     out.print(f"wrote {output}", highlight=False)
@@ -420,19 +449,10 @@ def _is_file(source: str) -> bool:
     return source.endswith(".json") or Path(source).is_file()
 
 
-def _measure(
-    model: str, pairs: list[str] | None, device: str, sizes: tuple[int, ...], settings: Settings
-) -> ModelProfile:
-    with _parts() as tell:
-        return api.profile_model(
-            model, _arguments(pairs), device=device, microbatch_sizes=sizes, settings=settings, progress=tell
-        )
-
-
 @contextmanager
-def _parts() -> Iterator[api.Tell]:
+def _parts(doing: str = "profiling") -> Iterator[api.Tell]:
     """A bar for work in named parts."""
-    columns = TextColumn("profiling {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn(doing + " {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, what="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)

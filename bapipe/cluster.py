@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from bapipe.errors import InvalidFile
-from bapipe.units import NonNegative, Positive
+from bapipe.units import NonNegative, Positive, Share
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +39,27 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     latency_ns: NonNegative
 
 
+class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time in which all devices sum a tensor of some size."""
+
+    num_bytes: Positive
+    ns: NonNegative
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured beside the links. Nothing is judged by it; it says how far real links are from the judge's.
+
+    Attributes:
+        both_ways: how much of a link's speed is left while as much goes the other way, 1 for all of it.
+        compute_slowdown: how much longer computing takes while a device receives, 0 for nothing.
+        all_reduce: by size, over all devices.
+    """
+
+    both_ways: Share
+    compute_slowdown: Share
+    all_reduce: tuple[AllReduce, ...]
+
+
 class Cluster(
     msgspec.Struct,
     frozen=True,
@@ -57,6 +78,7 @@ class Cluster(
     intra_host: Bandwidth
     inter_host: Bandwidth
     links: tuple[Link, ...] = ()
+    probe: Probe | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -23,7 +23,7 @@ def prepare_cpu(num_threads: int = 1) -> None:
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_MAX, 0)
-            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+            libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def num_devices(kind: str) -> int:

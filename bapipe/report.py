@@ -246,6 +246,15 @@ def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
     for name, bytes_per_s, latency_ns in named:
         links.add_row(name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
     yield links
+    if cluster.probe is not msgspec.UNSET:
+        yield (
+            f"both ways at once, {cluster.probe.both_ways:.0%} of a link's speed is left; computing takes "
+            f"{cluster.probe.compute_slowdown:.0%} longer while a device receives"
+        )
+        sums = empty_table("all-reduce over all devices", "KB>", "ms>")
+        for reduction in cluster.probe.all_reduce:
+            sums.add_row(number(reduction.num_bytes / 1e3), number(reduction.ns / 1e6))
+        yield sums
 
 
 def gantt(timeline: Timeline, width: int) -> str:

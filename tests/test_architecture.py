@@ -129,14 +129,14 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--device", "--microbatch-size", "--optimizer", "--output",
-            "--tf32", "--threads",
+            "--arg", "--autocast", "--channels-last", "--device", "--exhaustive", "--layer-by-layer",
+            "--microbatch-size", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",
             "--optimizer", "--output", "--source",
         ],
-        "cluster": ["--device", "--devices", "--output"],
+        "cluster": ["--device", "--devices", "--output", "--probe"],
         "plan": [
             "--arg", "--cluster", "--constraint", "--devices", "--explain", "--json", "--memory-limit",
             "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",

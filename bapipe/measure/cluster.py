@@ -21,6 +21,24 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
         BapipeError: an unknown kind, or a number of devices that this machine does not have.
         RunFailed: the link cannot be measured.
     """
+    count = check_devices(num_devices, kind)
+    link = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
+    return Cluster(
+        devices=tuple(
+            Device(name=f"{kind}{index}", host="host0", kind=kind, memory_bytes=_memory_bytes(kind, index, count))
+            for index in range(count)
+        ),
+        intra_host=link,
+        inter_host=link,
+    )
+
+
+def check_devices(num_devices: int | None, kind: str) -> int:
+    """Returns how many devices of a kind are asked for, all of them for None.
+
+    Raises:
+        BapipeError: an unknown kind, or a number of devices that this machine does not have.
+    """
     if kind not in KINDS:
         raise BapipeError(f"unknown device kind '{kind}'; want one of {', '.join(KINDS)}")
     present = num_devices_here(kind)
@@ -34,15 +52,7 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
             f"{count} devices of kind '{kind}' were asked for, this machine has {present}: ask for {present} or fewer, "
             "or write a cluster file for the machines that have more"
         )
-    link = measure_link("cuda" if kind == "cuda" and present > 1 else "cpu")
-    return Cluster(
-        devices=tuple(
-            Device(name=f"{kind}{index}", host="host0", kind=kind, memory_bytes=_memory_bytes(kind, index, count))
-            for index in range(count)
-        ),
-        intra_host=link,
-        inter_host=link,
-    )
+    return count
 
 
 def _memory_bytes(kind: str, index: int, count: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.machine import describe, environment, prepare_cpu
+from bapipe.measure.alone import measure_alone
 from bapipe.measure.memory import LayerMemory, layer_memory
 from bapipe.measure.timing import LayerTimes, time_layers, time_updates
 from bapipe.measure.watch import Subject, batch, parameters_of
@@ -42,6 +43,8 @@ def measure(
     settings: Settings = Settings(),  # noqa: B008
     seconds_per_size: float = 10.0,
     spread: float = 0.03,
+    layer_by_layer: bool = False,
+    exhaustive: bool = False,
     so_far: ModelProfile | None = None,
     keep: Callable[[ModelProfile], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -56,6 +59,7 @@ def measure(
         settings: how the model is computed; `dtype` is the module's own, whatever they say.
         seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
             after about this time.
+        layer_by_layer, exhaustive: see `measure_alone`; without, all layers are measured in passes of the whole model.
         so_far: a profile of the same model on the same machine; its sizes are not measured again.
         keep: called with the profile so far after each size.
 
@@ -67,6 +71,7 @@ def measure(
     if settings.optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     tell = progress or (lambda done, total, what: None)
+    _check_examples(inputs, target)
     _check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
@@ -82,10 +87,14 @@ def measure(
             *own, wanted = batch((*inputs, target), size, device)
             own = [_laid_out(tensor, settings) for tensor in own]
             subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
-            tell(done, num_parts, f"times at micro-batch size {size}")
-            times = time_layers(subject, seconds_per_size, spread)
-            tell(done + 1, num_parts, f"memory at micro-batch size {size}")
-            memory = layer_memory(subject)
+            if layer_by_layer:
+                tell(done, num_parts, f"layers one by one at micro-batch size {size}")
+                times, memory, num_measured = measure_alone(subject, seconds_per_size, spread, exhaustive)
+            else:
+                tell(done, num_parts, f"times at micro-batch size {size}")
+                times, num_measured = time_layers(subject, seconds_per_size, spread), len(model.layers) + 1
+                tell(done + 1, num_parts, f"memory at micro-batch size {size}")
+                memory = layer_memory(subject)
             done += 2
             measured = _measurement(model, size, times, memory)
             if made is None:
@@ -106,7 +115,7 @@ def measure(
             else:
                 every = (*made.measurements, measured)
                 made = structs.replace(made, measurements=tuple(sorted(every, key=lambda m: m.microbatch_size)))
-            made = _with_check(made, size, times)
+            made = _with_check(made, size, times, num_measured)
             if keep is not None:
                 keep(made)
     tell(num_parts, num_parts, "done")
@@ -114,9 +123,13 @@ def measure(
     return structs.replace(made, measurements=tuple(m for m in made.measurements if m.microbatch_size in sizes))
 
 
-def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
+def _with_check(profile: ModelProfile, size: int, times: LayerTimes, num_measured: int) -> ModelProfile:
     """Notes how often a size was repeated, and how the sum of its layers compares with the model alone."""
-    found = {"passes": times.num_passes, "sum_over_whole": round(times.sum_over_whole, 4)}
+    found: dict[str, object] = {"passes": times.num_passes}
+    if times.sum_over_whole is None:
+        found["layers_measured_alone"] = num_measured
+    else:
+        found["sum_over_whole"] = round(times.sum_over_whole, 4)
     notes: dict[str, Any] = {
         key: {**profile.environment.get(key, {}), str(size): value} for key, value in found.items()
     }
@@ -129,6 +142,20 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if min(sizes) < 1:
         raise BapipeError(f"micro-batch size {min(sizes)} cannot be measured: want 1 or more")
     return tuple(sorted(set(sizes)))
+
+
+def _check_examples(inputs: Sequence[object], target: object) -> None:
+    named = [(f"input {index}", example) for index, example in enumerate(inputs)]
+    for name, example in (*named, ("the target", target)):
+        if not isinstance(example, Tensor):
+            raise InvalidModel(
+                f"{name} is {example!r} ({type(example).__name__}); examples must be tensors, batch first: keep what "
+                "is no tensor inside the module"
+            )
+        if example.dim() == 0 or len(example) == 0:
+            raise InvalidModel(
+                f"{name} has shape {tuple(example.shape)}: want an example of one sample or more, batch first"
+            )
 
 
 def _check_trainable(module: nn.Module) -> None:

@@ -64,7 +64,7 @@ def layer_memory(subject: Subject) -> LayerMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
+class Use:
     """Bytes allocated before, at the most during, and after a stretch of a layer's work."""
 
     layer: int
@@ -75,13 +75,13 @@ class _Use:
 
 def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFacts]]:
     module = subject.model.module
-    counted = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    counted = {storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
     stash, left = [0] * (len(subject.model.layers) + 1), [0] * (len(subject.model.layers) + 1)
     watched = Watched(subject=subject, enter=lambda _: None)
 
     def count(tensor: Tensor, into: list[int], layer: int) -> None:
-        if _storage(tensor) not in counted:
-            counted.add(_storage(tensor))
+        if storage(tensor) not in counted:
+            counted.add(storage(tensor))
             into[layer] += tensor.untyped_storage().nbytes()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -97,11 +97,30 @@ def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFact
     return stash, left, tensors
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Returns what tells a storage that lives from others."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _cpu_usage(subject: Subject) -> tuple[list[_Use], list[_Use]]:
+def usage(device: torch.device, run: Callable[[], T]) -> tuple[T, Use]:
+    """Returns what `run` returns, and the bytes it takes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return result, Use(layer=0, before_bytes=before, peak_bytes=peak, after_bytes=after)
+
+    def marked() -> T:
+        with record_function(f"{_MARK}0"):
+            pass
+        return run()
+
+    result, uses = _profiled(marked)
+    return result, uses[0]
+
+
+def _cpu_usage(subject: Subject) -> tuple[list[Use], list[Use]]:
     """Reads the allocator's events between marks in a profile of the pass."""
 
     def mark(layer: int) -> None:
@@ -115,7 +134,7 @@ def _cpu_usage(subject: Subject) -> tuple[list[_Use], list[_Use]]:
     return forward, backward
 
 
-def _profiled(run: Callable[[], T]) -> tuple[T, list[_Use]]:
+def _profiled(run: Callable[[], T]) -> tuple[T, list[Use]]:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with _silent_stderr():  # torch 2.13 writes two lines there for each profile
         profiler.start()
@@ -148,7 +167,7 @@ def _silent_stderr() -> Iterator[None]:
         os.close(nothing)
 
 
-def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[_Use]:
+def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[Use]:
     """Yields the stretches between two marks."""
     running: int | None = None
     held = before = peak = 0
@@ -158,23 +177,23 @@ def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[_Use]:
         if layer is None:
             continue
         if running is not None:
-            yield _Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
+            yield Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
         running, before, peak = layer, held, held
     if running is not None:
-        yield _Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
+        yield Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
 
 
-def _cuda_usage(subject: Subject) -> tuple[list[_Use], list[_Use]]:
+def _cuda_usage(subject: Subject) -> tuple[list[Use], list[Use]]:
     """Reads the caching allocator's counters at marks."""
     stretches: list[tuple[int, int]] = []  # (layer that begins, bytes before)
-    uses: list[_Use] = []
+    uses: list[Use] = []
 
     def mark(layer: int) -> None:
         held = torch.cuda.memory_allocated()
         if stretches:
             running, before = stretches[-1]
             peak = torch.cuda.max_memory_allocated()
-            uses.append(_Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held))
+            uses.append(Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held))
         torch.cuda.reset_peak_memory_stats()
         stretches.append((layer, held))
 

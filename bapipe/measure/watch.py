@@ -29,18 +29,19 @@ class Subject:
     target: Tensor
     autocast: torch.dtype | None = None
 
+    def computing(self) -> torch.autocast:
+        """Returns the context that the forward runs in."""
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
     def loss_of(self, module: nn.Module) -> Tensor:
         """Returns the loss of the batch by a module that gives a tuple of the model's outputs."""
-        with self._autocast():
+        with self.computing():
             return self.loss(self.model.result.rebuild(module(*self.inputs)), self.target)
 
     def whole_loss(self) -> Tensor:
         """Returns the loss of the batch by the model's own code."""
-        with self._autocast():
+        with self.computing():
             return self.loss(self.model.root(*self.inputs), self.target)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +89,9 @@ class Watched:
         self.tensors.clear()
         self.roots.clear()
         try:
-            return replace(self.subject, loss=self._loss).loss_of(self.module)
+            loss = replace(self.subject, loss=self._loss).loss_of(self.module)
+            check_loss(loss)
+            return loss
         except InvalidModel:
             raise
         except Exception as error:  # whatever a layer raises
@@ -164,15 +167,38 @@ class Watched:
     def _failed(self, where: str, error: Exception) -> InvalidModel:
         layers = self.subject.model.layers
         name = layers[self.running].name if self.running < len(layers) else LOSS
-        size = self.subject.target.shape[0] if self.subject.target.dim() else 0
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return InvalidModel(
-                f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes "
-                "with --microbatch-size, or a device with more memory"
-            )
-        return InvalidModel(
-            f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
+        return layer_failed(name, where, self.subject, error)
+
+
+def check_loss(loss: object) -> None:
+    """Raises InvalidModel where a loss has no gradient to give."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
+        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
+    if not loss.requires_grad:
+        raise InvalidModel(
+            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "model's last layers or in the loss"
         )
+
+
+def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> InvalidModel:
+    """Returns the error that says which layer failed, and what may help."""
+    size = subject.target.shape[0] if subject.target.dim() else 0
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return InvalidModel(
+            f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes with "
+            "--microbatch-size, or layer by layer with --layer-by-layer"
+        )
+    if "modified by an inplace operation" in str(error) or "leaf Variable that requires grad" in str(error):
+        return InvalidModel(
+            f"layer '{name}' failed in its {where} at micro-batch size {size}: a layer changes in place what its "
+            "backward needs: set inplace=False where that is, or compute a new tensor there "
+            f"({str(error).split(';')[0]})"
+        )
+    return InvalidModel(
+        f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -404,3 +404,193 @@ def test_settings_are_those_measured_under_and_leave_no_trace() -> None:
     assert found["0"][1].stash_bytes == 2 * 4 * 3 * 8 * 8 + 2 * 8 * 3 * 3 * 3
     assert module[0].weight.is_contiguous()  # type: ignore[union-attr, operator]
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Blocks(nn.Module):
+    """Three equal blocks, two of which have equal layers with other weights; the third gives another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.convolutions = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+        self.relus = nn.ModuleList(nn.ReLU(inplace=True) for _ in range(3))
+        self.pool, self.flatten, self.head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for convolution, norm, relu in zip(self.convolutions, self.norms, self.relus, strict=True):
+            x = x + relu(norm(convolution(x)))
+        scores: Tensor = self.head(self.flatten(self.pool(x)))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(Blocks, (3, 8, 8)), (Reader, (6, 3)), (Branches, (6,)), (Tied, (6,)), (Masked, (6,))]
+)
+def test_layers_one_by_one_take_the_bytes_of_the_whole(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = make()
+    whole = profile(module, *shape)
+    alone = measure(
+        module,
+        (torch.randn(1, *shape),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=True,
+    )
+    assert [(a.name, a.inputs, a.outputs, a.no_gradient) for a in alone.layers] == [
+        (b.name, b.inputs, b.outputs, b.no_gradient) for b in whole.layers
+    ]
+    at_whole, at_alone = whole.measurements[0].layers, alone.measurements[0].layers
+    assert [m.output_bytes for m in at_alone] == [m.output_bytes for m in at_whole]
+    assert [m.stash_bytes for m in at_alone] == [m.stash_bytes for m in at_whole]
+    assert all(m.forward_ns > 0 and m.whole_backward_ns > 0 for m in at_alone)
+    assert at_alone[0].input_grad_ns == 0
+    assert all(m.input_grad_ns > 0 for m in at_alone[1:])
+
+
+@pytest.mark.parametrize(("exhaustive", "num_measured"), [(False, 8), (True, 14)])
+def test_equal_layers_are_measured_once(exhaustive: bool, num_measured: int) -> None:
+    """Of the three blocks only the first convolution, norm and ReLU with its sum; four more layers and the loss."""
+    made = measure(
+        Blocks(),
+        (torch.randn(1, 3, 8, 8),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=True,
+        exhaustive=exhaustive,
+    )
+    assert len(made.layers) == 14
+    assert made.environment["layers_measured_alone"] == {"4": num_measured}
+    found = layers(made)
+    same = found["convolutions.0"][1] == found["convolutions.2"][1]
+    assert same is not exhaustive
+
+
+def test_a_layer_that_fails_alone_is_named() -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure(
+            nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 5)),
+            (torch.randn(1, 6),),
+            torch.tensor([4]),
+            functional.cross_entropy,
+            microbatch_sizes=(4,),
+            name="small",
+            layer_by_layer=True,
+        )
+    assert str(error.value) == (
+        "layer '1' failed in its forward at micro-batch size 4: RuntimeError: "
+        "mat1 and mat2 shapes cannot be multiplied (4x6 and 7x5)"
+    )
+
+
+class Detached(nn.Module):
+    """No gradient passes `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.b(self.a(x).detach()))
+        return y
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_layers_that_no_gradient_reaches_have_no_backward(layer_by_layer: bool) -> None:
+    made = measure(
+        Detached(),
+        (torch.randn(1, 6),),
+        torch.tensor([4]),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=layer_by_layer,
+    )
+    a, b, head = (m for _, m in list(layers(made).values())[:3])
+    assert made.layers[0].no_gradient == made.layers[0].outputs
+    assert a.input_grad_ns == b.input_grad_ns == 0
+    assert head.input_grad_ns > 0
+    assert b.weight_grad_ns > 0
+
+
+class Overwrites(nn.Module):
+    """The second layer changes what the first one's backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.squash, self.relu, self.head = (
+            nn.Linear(6, 6),
+            nn.Sigmoid(),
+            nn.ReLU(inplace=True),
+            nn.Linear(6, 5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.relu(self.squash(self.a(x))))
+        return y
+
+
+def no_gradient(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.detach(), target)
+
+
+def each(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "loss", "message"),
+    [
+        (
+            Overwrites(),
+            (torch.randn(1, 6),),
+            functional.cross_entropy,
+            "layer 'squash' failed in its backward at micro-batch size 4: a layer changes in place what its backward "
+            "needs: set inplace=False where that is, or compute a new tensor there (one of the variables needed for "
+            "gradient computation has been modified by an inplace operation: [torch.FloatTensor [4, 6]], which is output "
+            "0 of Sigmoid",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            no_gradient,
+            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "model's last layers or in the loss",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            each,
+            "the loss must be a scalar tensor, the mean over the batch; it gives shape (4,)",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            ([1.0, 2.0],),
+            functional.cross_entropy,
+            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first: keep what is no tensor inside the module",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.tensor(1.0),),
+            functional.cross_entropy,
+            "input 0 has shape (): want an example of one sample or more, batch first",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_says_why(
+    module: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[[Tensor, Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure(
+            module, inputs, torch.tensor([4]), loss, microbatch_sizes=(4,), name="small", seconds_per_size=0.0
+        )  # fmt: skip
+    assert str(error.value).startswith(message)

@@ -53,7 +53,7 @@ def test_an_interrupted_profile_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         profiled(4)
     text = (
         "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
-        "or a device with more memory"
+        "or layer by layer with --layer-by-layer"
     )
     assert str(error.value) == text
     with pytest.raises(RunFailed) as failed:
@@ -64,7 +64,7 @@ def test_an_interrupted_profile_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RunFailed) as failed:
         profiled(1, 2, 4)
     assert str(failed.value) == f"interrupted{kept}"
-    monkeypatch.setattr(f"{here}.most_samples", 4)
+    monkeypatch.setattr(f"{here}.most_samples", 10**6)
     told, sizes = profiled(1, 4)
     assert told == ["0/2 times at micro-batch size 4", "1/2 memory at micro-batch size 4", "2/2 done"]
     assert sizes == (1, 4)

@@ -1,0 +1,84 @@
+"""Three ranks of a job probe their links; all three get the same cluster."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapipe.cluster import AllReduce, Bandwidth, Cluster, Device, Link
+from bapipe.codec import decode, encode, read
+from bapipe.measure import probe
+from bapipe.measure.local_ranks import run_ranks
+
+
+def devices(*hosts: str) -> list[Device]:
+    return [Device(name=f"cpu{i}", host=host, kind="cpu", memory_bytes=1) for i, host in enumerate(hosts)]
+
+
+def line(bytes_per_s: int, latency_ns: int) -> list[int]:
+    return [latency_ns + num_bytes * 10**9 // bytes_per_s for num_bytes in probe.MESSAGE_BYTES]
+
+
+def test_each_ordered_pair_is_a_link() -> None:
+    alone_ns = 1000 + probe.LARGE_BYTES
+    found = {
+        (0, 1): {"there": line(10**9, 1000), "back": line(2 * 10**9, 500), "both_ns": 2 * alone_ns, "slowdown": 0.25},
+        (0, 2): {"there": line(10**8, 7), "back": line(10**8, 7), "both_ns": 1, "slowdown": 0.5},
+        (1, 2): {"there": line(10**8, 7), "back": line(10**8, 7), "both_ns": 1, "slowdown": 0.5},
+    }
+    sums = [AllReduce(num_bytes=4, ns=5)]
+    made = probe._cluster(devices("a", "a", "b"), found, sums)
+    assert [(link.source, link.target) for link in made.links] == [
+        ("cpu0", "cpu1"), ("cpu0", "cpu2"), ("cpu1", "cpu0"), ("cpu1", "cpu2"), ("cpu2", "cpu0"), ("cpu2", "cpu1"),
+    ]  # fmt: skip
+    assert made.link(0, 1) == Bandwidth(bytes_per_s=10**9, latency_ns=1000)
+    assert made.link(1, 0).bytes_per_s == pytest.approx(2 * 10**9, rel=1e-3)
+    assert made.inter_host.bytes_per_s == pytest.approx(10**8, rel=1e-3)
+    assert made.intra_host in (made.link(0, 1), made.link(1, 0))
+    assert made.probe.both_ways == 1.0  # type: ignore[union-attr]  # of 0.5, 1, 1 the middle one
+    assert made.probe.compute_slowdown == 0.5  # type: ignore[union-attr]
+    assert decode(encode(made)) == made
+
+
+def test_one_device_has_no_links() -> None:
+    made = probe._cluster(devices("a"), {}, [])
+    assert made.links == ()
+    assert b'"probe"' not in encode(made)
+
+
+def check(made: Cluster, num_devices: int) -> None:
+    names = [f"cpu{i}" for i in range(num_devices)]
+    assert [device.name for device in made.devices] == names
+    pairs = {(link.source, link.target) for link in made.links}
+    assert pairs == {(a, b) for a in names for b in names if a != b}
+    for link in made.links:
+        assert isinstance(link, Link)
+        assert link.bytes_per_s > 0  # how fast depends on the machine, and on what else it does
+    assert 0 <= made.probe.both_ways <= 1  # type: ignore[union-attr]
+    assert [r.num_bytes for r in made.probe.all_reduce] == list(probe.MESSAGE_BYTES)  # type: ignore[union-attr]
+    assert all(r.ns > 0 for r in made.probe.all_reduce)  # type: ignore[union-attr]
+
+
+def test_ranks_of_this_machine() -> None:
+    found = run_ranks("bapipe.measure.probe", 3, "cpu", "the links", 120)
+    made = decode(encode(probe.msgspec.convert(found, Cluster)))
+    assert isinstance(made, Cluster)
+    check(made, 3)
+
+
+def test_a_job_of_torchrun_is_probed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
+         sys.executable, "-c", "from bapipe.cli import main; main()", "cluster", "--probe", "-o", "cluster.json"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check(read(tmp_path / "cluster.json", Cluster), 2)
+    assert done.stdout.count("wrote cluster.json") == 1
+    assert "both ways at once" in done.stdout
