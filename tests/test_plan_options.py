@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from bapipe import api
 from bapipe.cluster import Bandwidth, Cluster, Device, Link
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.plan import StagePlan
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.search.critical_path import critical_path, shares
@@ -286,6 +286,26 @@ def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
     kept.write_text("damaged")
     with pytest.raises(TypeError):
         api.kept_plan(profiles, devices(2), options)
+
+
+def test_absurd_sizes_are_named() -> None:
+    with pytest.raises(InvalidFile) as caught:
+        explore({"a": chain([1, 10**10, 1])}, devices(2), Options(minibatch_size=100))
+    assert str(caught.value) == (
+        "the profile of chain on a: 10,000,000,000,000,000 is too much to add up over a mini-batch of 100; check the "
+        "unit - at `$.measurements[0].layers[1].forward_ns`"
+    )
+    for speed, step_ns in ((1e-9, 6 * 10**15), (1e-12, None)):
+        slow = replace(devices(1), devices=(replace(devices(1).devices[0], speed=speed),))
+        if step_ns is not None:
+            assert explore({"a": chain([1])}, slow, Options(minibatch_size=2)).prediction.step_ns == step_ns
+            continue
+        with pytest.raises(BapipeError) as refused:
+            explore({"a": chain([1])}, slow, Options(minibatch_size=2000))
+        assert str(refused.value) == (
+            "device 'd0' of speed 1e-12 would take more than four years for a step: check its speed, and the profile's "
+            "times"
+        )
 
 
 def test_a_time_limit_returns_the_best_so_far_with_its_gap() -> None:

@@ -12,6 +12,9 @@ Where devices differ, times are the least. A step cannot be shorter than
               sum_{i<s}(f+x) + n(f_s+r_s) + max_j(sum_{j<=i<s}(y+r) + e_j)
   link    one direction of one link, with one micro-batch going all the way before or after it
   depth   every d-th micro-batch goes all the way from stage s to the last stage and back before the next one can
+  zigzag  single devices: F of m goes from stage i to stage s, where r of m-d_s+1 follows it; that comes back to
+          stage i, where F of m-d_s+1+d_i follows it:
+              sum_{i<=j<=s}(f+r) + sum_{i<=j<s}(x+y) for every d_i-d_s+1 micro-batches
   shared  devices with several stages: the most work of one of them, and the mean over all
   gpipe   a device of the last stage ends all its F, one of the last of all micro-batches among them, before its B; k
           micro-batches a device have passed any stage before that one, and n are to pass it after:
@@ -32,6 +35,18 @@ from bapipe.search.spans import BIG, Numbers
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """A stage of a prefix, and what was known of the prefix before it: its head, its tail, and its way."""
+
+    num_devices: int
+    depth: int
+    forward_ns: int
+    head_ns: int
+    tail_ns: int
+    way_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefix:
     """The first stages of a plan: which layers and where, and what is known of the step.
 
@@ -43,7 +58,8 @@ class Prefix:
         first_tail_ns: the part of that which ends with the first stage's update.
         send_ns, return_ns: the largest of the stages' f and x, and r and y.
         bound_ns: least step time for the stages so far.
-        pace: (devices, f) of each stage so far.
+        way_ns: one micro-batch through the stages so far and back.
+        passed: the stages so far.
         work_ns: where devices have several stages, F and B of all micro-batches placed on each so far.
     """
 
@@ -55,7 +71,8 @@ class Prefix:
     send_ns: int = 0
     return_ns: int = 0
     bound_ns: int = 0
-    pace: tuple[tuple[int, int], ...] = ()
+    way_ns: int = 0
+    passed: tuple[Passed, ...] = ()
     work_ns: tuple[int, ...] = ()
 
     @property
@@ -150,6 +167,7 @@ class Bounds:
         if slot.place is not None:
             added = work[slot.place] + self.num * int(piece.both[j])
             work = (*work[: slot.place], added, *work[slot.place + 1 :])
+        passed = Passed(len(slot.devices), slot.turns.depth, f, prefix.head_ns, prefix.tail_ns, prefix.way_ns)
         return Prefix(
             places=(*prefix.places, place),
             slots=prefix.slots if step is None else (*prefix.slots, step.slot),
@@ -159,7 +177,8 @@ class Bounds:
             send_ns=max(prefix.send_ns, self._before(slot) * f, 0 if step is None else step.before * x),
             return_ns=max(prefix.return_ns, self._later(slot) * r, 0 if step is None else step.later * y),
             bound_ns=max(prefix.bound_ns, int(own[j])),
-            pace=(*prefix.pace, (len(slot.devices), f)),
+            way_ns=prefix.way_ns + f + r + x + y,
+            passed=(*prefix.passed, passed),
             work_ns=work,
         )
 
@@ -177,9 +196,25 @@ class Bounds:
         busy = np.maximum(busy, np.minimum(rounds * np.minimum(around, BIG // rounds), BIG))
         own = busy + after
         for k, work in piece.work:
-            fed = max((k // devices * f for devices, f in prefix.pace), default=0)
+            fed = max((k // stage.num_devices * stage.forward_ns for stage in prefix.passed), default=0)
             own = np.maximum(own, work + fed)
-        return _keep(prefix.head_ns + own)
+        own = prefix.head_ns + own
+        if len(prefix.slots[-1].devices) == 1:
+            for stage in prefix.passed:
+                own = np.maximum(own, self._zigzag(prefix, stage, piece.forward + piece.back, around))
+        return _keep(own)
+
+    def _zigzag(self, prefix: Prefix, stage: Passed, here: Numbers, around: Numbers) -> Numbers | int:
+        """The least step time from an earlier stage to the next one of the prefix and back, again and again."""
+        first = prefix.slots[-1].turns.least_depth - 1
+        ahead = stage.depth - first
+        if stage.num_devices > 1 or ahead < 1 or first >= self.num:
+            return 0
+        rounds = (self.num - 1 - first) // ahead
+        way = prefix.way_ns - stage.way_ns
+        start = stage.head_ns + first * stage.forward_ns + way + stage.tail_ns
+        total: Numbers = start + rounds * np.minimum(way + here, BIG // max(rounds, 1)) + around
+        return total
 
     def _child(self, prefix: Prefix, piece: Piece, step: _Step, first: int) -> Numbers:
         rest = self.rest(step.slot)

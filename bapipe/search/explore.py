@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bapipe.cluster import Cluster
+from bapipe.cluster import Cluster, Device
 from bapipe.codec import fingerprint
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.plan import Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.search.alternatives import alternatives
 from bapipe.search.options import Options, Progress
 from bapipe.search.reorder import SEARCH, reorder
-from bapipe.units import MAX_INT
 
 if TYPE_CHECKING:
     from bapipe.search.problem import Found
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_MICROBATCHES = 1024
 """Most micro-batches in a step; more would make tables that nobody runs."""
+
+MOST = 2**57
+"""Nanoseconds or bytes that all layers and samples may add up to: 4.5 years, 144 petabytes."""
 
 WORK = 30_000
 """Partial plans opened before a search without a time limit stops: some seconds."""
@@ -56,8 +58,6 @@ def explore(
     space, found = solve(profiles, cluster, options, stop=stop, progress=progress)
     plan = plan_of(profiles, found, options.minibatch_size, space)
     limits = options.limits(cluster)
-    if plan.prediction.step_ns > MAX_INT:
-        raise BapipeError("the step takes longer than a file can say (292 years): check the profile and device speeds")
     if SEARCH in options.schedules:
         plan = reorder(plan, profiles, limits, options.search_effort)
     sizes = microbatch_sizes(profiles, cluster, options)
@@ -136,11 +136,51 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
             )
     first = next(iter(profiles.values()))
     for profile in profiles.values():
+        _check_sizes(profile, options.minibatch_size)
+    for device in cluster.devices:
+        _check_speed(profiles[device.kind], device, options.minibatch_size)
+    for profile in profiles.values():
         if (profile.model, _shape(profile)) != (first.model, _shape(first)):
             raise BapipeError(
                 f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
                 "their names, layers or tensors differ"
             )
+
+
+def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
+    """Raises InvalidFile where figures are too large to add up over a step."""
+    figures = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
+    for i, measurement in enumerate(profile.measurements):
+        for name in figures:
+            values = [getattr(layer, name) for layer in measurement.layers]
+            _check_sum(profile, values, minibatch_size, f"$.measurements[{i}].layers", name)
+    for name in ("param_bytes", "optimizer_state_bytes", "update_ns"):
+        values = [getattr(layer, name) for layer in profile.layers]
+        _check_sum(profile, values, minibatch_size, "$.layers", name)
+
+
+def _check_sum(
+    profile: ModelProfile, values: Sequence[int | msgspec.UnsetType], minibatch_size: int, where: str, name: str
+) -> None:
+    known = [0 if value is msgspec.UNSET else value for value in values]
+    if sum(known) * minibatch_size >= MOST:
+        most = max(known)
+        raise InvalidFile(
+            f"the profile of {profile.model} on {profile.device.kind}: {most:,} is too much to add up over a "
+            f"mini-batch of {minibatch_size}; check the unit",
+            f"{where}[{known.index(most)}].{name}",
+        )
+
+
+def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> None:
+    """Raises BapipeError where a device would take years."""
+    last = profile.measurements[-1]
+    step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
+    if step_ns / device.speed >= MOST:
+        raise BapipeError(
+            f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check its "
+            "speed, and the profile's times"
+        )
 
 
 def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> list[int]:
