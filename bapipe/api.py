@@ -110,6 +110,7 @@ def plan(
     The other arguments are those of `bapipe.search.options.Options`.
     """
     known = by_kind(profiles)
+    cluster = cluster if isinstance(cluster, int) else cluster.one_at_a_time
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
     options = Options(
         minibatch_size=minibatch_size,

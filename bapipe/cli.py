@@ -25,8 +25,10 @@ from bapipe.errors import BapipeError, Infeasible, RunFailed
 from bapipe.host import num_cores
 from bapipe.importers import STATE_OF, Origin, read_foreign
 from bapipe.outcome import StepReport, TrainResult
+from bapipe.page import page
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
+from bapipe.recorded import read_trace
 from bapipe.schedules import ALL
 from bapipe.search.options import Options
 from bapipe.settings import Settings
@@ -311,20 +313,40 @@ def simulate(
 def show(
     file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")],
     other: Annotated[Path | None, typer.Argument(help="A second profile, to see what changed.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a plan as an HTML page.")] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="With a plan: draw a trace of simulate or run; may be repeated."),
+    ] = None,
 ) -> None:
     """Draw a file: a profile's layers, a cluster's links, a plan's stages and order; or what two profiles differ in."""
     if other is not None:
+        if html is not None or trace:
+            raise BapipeError("--html and --trace go with a plan, not with two profiles")
         _print(change_parts(read(file, ModelProfile), read(other, ModelProfile)))
         return
     found = read_any(file)
+    if not isinstance(found, Plan) and (html is not None or trace):
+        raise BapipeError(f"--html and --trace go with a plan; {file} is none")
     if isinstance(found, ModelProfile):
         _print(report.profile_parts(found))
     elif isinstance(found, Cluster):
         _print(report.cluster_parts(found))
     else:
+        if html is not None:
+            check_writable(html)
+        timelines = [named for path in trace or () for named in read_trace(path)]
+        if not timelines:
+            timelines = [
+                ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", api.unit_timeline(found))
+            ]
         _print(report.plan_parts(found))
-        out.print("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing):")
-        out.print(report.gantt(api.unit_timeline(found), out.width), highlight=False, no_wrap=True)
+        for title, timeline in timelines:
+            out.print(f"{title}:", highlight=False)
+            out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+        if html is not None:
+            write_bytes(html, page(found, timelines))
+            out.print(f"wrote {html}", highlight=False)
 
 
 @app.command()

@@ -9,7 +9,14 @@ from bapipe.units import NonNegative, Positive, Share
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device. `speed` divides the times of the profile of its kind."""
+    """One device.
+
+    Attributes:
+        speed: divides the times of the profile of its kind.
+        overlaps_transfers: whether it computes while it transfers.
+        side_by_side: whether it can run a forward and a backward at once, each on its share of the compute; in a plan,
+            whether it does. What that means is said in `bapipe.simulate`.
+    """
 
     name: str
     host: str
@@ -17,6 +24,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory_bytes: NonNegative
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     overlaps_transfers: bool = True
+    side_by_side: bool = False
 
 
 class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +96,12 @@ class Cluster(
             if device.name in names:
                 raise InvalidFile(f"a second device is named '{device.name}'", f"$.devices[{index}].name")
             names.add(device.name)
+            if device.side_by_side and not device.overlaps_transfers:
+                raise InvalidFile(
+                    f"'{device.name}' runs forward and backward side by side and does not overlap transfers; "
+                    "set overlaps_transfers to true, or leave side_by_side out",
+                    f"$.devices[{index}].side_by_side",
+                )
         pairs: set[tuple[str, str]] = set()
         for index, link in enumerate(self.links):
             where = f"$.links[{index}]"
@@ -104,6 +118,14 @@ class Cluster(
     def index(self) -> dict[str, int]:
         """The rank of each device by name."""
         return {device.name: rank for rank, device in enumerate(self.devices)}
+
+    @property
+    def one_at_a_time(self) -> "Cluster":
+        """The same devices, each running one action at a time."""
+        if not any(device.side_by_side for device in self.devices):
+            return self
+        devices = tuple(msgspec.structs.replace(device, side_by_side=False) for device in self.devices)
+        return msgspec.structs.replace(self, devices=devices)
 
     def link(self, source: int, target: int) -> Bandwidth:
         """Returns the link between two ranks: a named one, else its host's, else the one between hosts."""

@@ -1,7 +1,9 @@
 """What a stage costs: its layers summed up, on each of its devices and at each of its boundaries."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Protocol
 
 from msgspec import UNSET
@@ -12,7 +14,7 @@ from bapipe.plan import StagePlan
 from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.schedule import Phase
 from bapipe.sharing import SharedGradient, Shares, Sharing
-from bapipe.units import at_speed
+from bapipe.units import at_speed, round_half_up
 
 BUCKET_BYTES = 25 * 2**20
 """Least gradients in an all-reduce, but for the last one; the default of torch's DistributedDataParallel."""
@@ -112,9 +114,54 @@ def stages_of(
         if device.kind not in views:
             check_layers(stages, profiles[device.kind])
             views[device.kind] = _View(profiles[device.kind], microbatch_size)
-    return tuple(
+    costs = tuple(
         _stage(stage, group, views, _cut_bytes(stages, views[group[0].kind], after=s))
         for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
+    )
+    return _with_lanes(costs, devices) if any(d.side_by_side for d in cluster.devices) else costs
+
+
+def _with_lanes(stages: Sequence[Stage], devices: Sequence[Sequence[Device]]) -> tuple[Stage, ...]:
+    """Returns the stages with their costs as they are on the lanes of devices that run side by side."""
+    forward_ns: Counter[str] = Counter()
+    backward_ns: Counter[str] = Counter()
+    for stage, group in zip(stages, devices, strict=True):
+        for device, cost in zip(group, stage.on, strict=True):
+            forward_ns[device.name] += cost.forward_ns
+            backward_ns[device.name] += cost.backward_ns
+
+    def on_lanes(device: Device, cost: StageCost) -> StageCost:
+        return beside(cost, forward_ns[device.name], backward_ns[device.name]) if device.side_by_side else cost
+
+    return tuple(
+        replace(stage, on=tuple(map(on_lanes, group, stage.on))) for stage, group in zip(stages, devices, strict=True)
+    )
+
+
+def beside(cost: StageCost, forward_ns: int, backward_ns: int) -> StageCost:
+    """Returns a cost on a device that shares its compute between two lanes in proportion to these times.
+
+    They are F and B of one micro-batch in all stages of the device. Within a backward, I comes first, then W.
+    """
+    whole_ns = forward_ns + backward_ns
+
+    def on_lane(ns: int, lane_ns: int) -> int:
+        return round_half_up(Fraction(ns * whole_ns, lane_ns)) if lane_ns else ns
+
+    input_grad_ns = on_lane(cost.input_grad_ns, backward_ns)
+
+    def after_input_grad(ns: int) -> int:
+        return on_lane(cost.input_grad_ns + ns, backward_ns) - input_grad_ns
+
+    return replace(
+        cost,
+        forward_ns=on_lane(cost.forward_ns, forward_ns),
+        input_grad_ns=input_grad_ns,
+        weight_grad_ns=after_input_grad(cost.weight_grad_ns),
+        whole_backward_ns=on_lane(cost.backward_ns, backward_ns),
+        gradient_done_ns=tuple(
+            (on_lane(after_b, backward_ns), after_input_grad(after_w)) for after_b, after_w in cost.gradient_done_ns
+        ),
     )
 
 

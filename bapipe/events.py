@@ -1,139 +1,106 @@
-"""The judge's general clockwork, event after event: for links that stages share, and devices that cannot overlap."""
+"""The judge's general clockwork, event after event: for devices that cannot compute while they transfer.
+
+An event is one integer, its time in the high bits; below it the place of the action that ends, or beyond all places
+the slot that a transfer fills.
+"""
 
 from collections.abc import Sequence
+from functools import reduce
 from heapq import heappop, heappush
+from operator import or_
 
-from bapipe.cluster import Cluster
-from bapipe.cost import Stage
-from bapipe.schedule import Action, Phase, Schedule
-from bapipe.timeline import Span, Transfer
+from bapipe.program import Program, Times
 
 
-class Engine:
-    """The state of a step at one instant, and the events to come.
+def run_events(
+    program: Program, duration_ns: Sequence[int], transfer_ns: Sequence[int], overlaps: Sequence[bool]
+) -> Times:
+    """Returns when everything ends, as `recurrence.run` does, on any device and any link.
 
-    At each instant: first all that ends, then transfers that can start, then actions that can start, until nothing
-    changes. A transfer's key (ready time, sending stage, forward first, micro-batch) is its place in every queue.
+    `overlaps` says of each rank whether it computes while it transfers. At each instant: first all that ends, then
+    transfers that can start, then actions that can start, until nothing changes.
     """
-
-    def __init__(self, schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> None:
-        self.schedule, self.stages, self.cluster = schedule, stages, cluster
-        num_ranks = len(schedule.order)
-        self.overlaps = [device.overlaps_transfers for device in cluster.devices]
-        self.place = [0] * num_ranks  # next action of each rank
-        self.idle = [True] * num_ranks
-        self.arrived: set[tuple[int, bool, int]] = set()  # (stage, is forward, micro-batch)
-        self.queues: dict[tuple[int, int], list[tuple[int, int, bool, int]]] = {}  # by (source, target)
-        self.link_idle: dict[tuple[int, int], bool] = {}
-        self.events: list[tuple[int, int, Span | Transfer]] = []
-        self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
-        self.transfers: list[Transfer] = []
-        self.ready_ranks = set(range(num_ranks))
-        self.ready_links: set[tuple[int, int]] = set()
-
-    def run(self) -> tuple[list[list[Span]], list[Transfer]]:
-        now, count = 0, 0
+    num_actions, num_slots, num_lines = len(program.actions), program.num_slots, len(program.line_ranks)
+    by_place, slot_links = program.by_place, program.slot_links
+    bits = (num_actions + num_slots).bit_length()
+    low = (1 << bits) - 1
+    transfer_of = [transfer_ns[flow] if flow >= 0 else 0 for flow in program.slot_flows]
+    bit_of, need_of, frees = _masks(program, overlaps)
+    never = 1 << 200
+    ends, arrivals = [0] * num_actions, [never] * num_slots
+    arrivals[num_slots - 3] = 0
+    queues: list[list[int]] = [[] for _ in need_of]  # ready time in the high bits, then the slot
+    links_in: dict[int, list[int]] = {}  # links by their bits
+    rest = [iter(line) for line in program.rows]
+    heads = [next(line) for line in rest]
+    events = [never]
+    woken, now, busy, queued = tuple(range(num_lines)), 0, 0, 0
+    while True:
+        for line in woken:
+            if not busy >> line & 1:
+                place, cost, need, _, _, _ = heads[line]
+                if arrivals[need] <= now:
+                    busy |= 1 << line
+                    ends[place] = end_ns = now + duration_ns[cost]
+                    heappush(events, end_ns << bits | place)
+                    heads[line] = next(rest[line])
+        first = heappop(events)
+        if first == never:
+            return Times(ends, arrivals, _last_ends(program, ends))
+        now, ended, woken, freed = first >> bits, first & low, (), 0
         while True:
-            while self.events and self.events[0][0] == now:
-                _, _, event = heappop(self.events)
-                if isinstance(event, Span):
-                    self.end_span(event)
+            if ended < num_actions:
+                line, give, link, wakes = by_place[ended]
+                busy ^= 1 << line
+                freed |= frees[line]
+                woken += wakes
+                if transfer_of[give]:
+                    heappush(queues[link], now << bits | give)
+                    queued |= bit_of[link]
+                    freed |= bit_of[link]
                 else:
-                    self.end_transfer(event)
-            started: list[Span | Transfer] = [*self.start_transfers(now), *self.start_spans(now)]
-            for item in started:
-                count += 1
-                heappush(self.events, (item.end_ns, count, item))
-            if not self.events:
+                    arrivals[give] = now
+            else:
+                link, wakes = slot_links[ended - num_actions]
+                busy ^= need_of[link]
+                freed |= frees[num_lines + link]
+                woken += wakes
+            if events[0] > first | low:
                 break
-            now = self.events[0][0]
-        return self.spans, self.transfers
+            ended = heappop(events) & low
+        freed &= queued
+        if freed:
+            if freed not in links_in:
+                links_in[freed] = [k for k, bit in enumerate(bit_of) if freed & bit]
+            links = [k for k in links_in[freed] if not busy & need_of[k]]
+            if len(links) > 1:
+                links.sort(key=queues.__getitem__)
+            for k in links:
+                if not busy & need_of[k]:
+                    queue = queues[k]
+                    slot = heappop(queue) & low
+                    if not queue:
+                        queued ^= bit_of[k]
+                    busy |= need_of[k]
+                    arrivals[slot] = end_ns = now + transfer_of[slot]
+                    heappush(events, end_ns << bits | num_actions + slot)
 
-    def end_span(self, span: Span) -> None:
-        self.idle[span.rank] = True
-        self.wake(span.rank)
-        stage, phase, _ = span.action
-        if phase is Phase.FORWARD and stage + 1 < len(self.stages):
-            self.hand_over(span, stage + 1, self.stages[stage].send_bytes)
-        elif phase in (Phase.BACKWARD, Phase.INPUT_GRAD) and stage > 0:
-            self.hand_over(span, stage - 1, self.stages[stage - 1].grad_bytes)
 
-    def hand_over(self, span: Span, to_stage: int, num_bytes: int) -> None:
-        stage, phase, microbatch = span.action
-        forward = phase is Phase.FORWARD
-        target = self.schedule.rank_of(to_stage, microbatch)
-        if target == span.rank or num_bytes == 0:
-            self.arrived.add((to_stage, forward, microbatch))
-            self.ready_ranks.add(target)
-            return
-        link = (span.rank, target)
-        heappush(self.queues.setdefault(link, []), (span.end_ns, stage, not forward, microbatch))
-        self.ready_links.add(link)
+def _last_ends(program: Program, ends_ns: Sequence[int]) -> list[int]:
+    """Returns when each line has run its actions, 0 for one without."""
+    return [ends_ns[line[-2].place] if len(line) > 1 else 0 for line in program.rows]
 
-    def end_transfer(self, transfer: Transfer) -> None:
-        forward = transfer.phase is Phase.FORWARD
-        link = (transfer.source, transfer.target)
-        self.arrived.add((transfer.stage + (1 if forward else -1), forward, transfer.microbatch))
-        self.link_idle[link] = True
-        self.ready_links.add(link)
-        self.ready_ranks.add(transfer.target)
-        for rank in link:
-            if not self.overlaps[rank]:
-                self.idle[rank] = True
-                self.wake(rank)
 
-    def wake(self, rank: int) -> None:
-        self.ready_ranks.add(rank)
-        if not self.overlaps[rank]:
-            self.ready_links |= {link for link in self.queues if rank in link}
+def _masks(program: Program, overlaps: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
+    """Returns the bit of each link, what each link needs, and the links that the end of something may set free.
 
-    def start_transfers(self, now: int) -> list[Transfer]:
-        if not self.ready_links:
-            return []
-        heads = [(self.queues[k][0], k) for k in self.ready_links if self.queues[k] and self.link_idle.get(k, True)]
-        self.ready_links.clear()
-        started = []
-        for (_, stage, backward, microbatch), link in sorted(heads):
-            held = [rank for rank in link if not self.overlaps[rank]]
-            if not all(self.idle[rank] for rank in held):
-                continue  # woken again when the device falls idle
-            heappop(self.queues[link])
-            self.link_idle[link] = False
-            for rank in held:
-                self.idle[rank] = False
-            num_bytes = self.stages[stage - 1].grad_bytes if backward else self.stages[stage].send_bytes
-            end_ns = now + self.cluster.link(*link).transfer_ns(num_bytes)
-            phase = Phase.BACKWARD if backward else Phase.FORWARD
-            started.append(Transfer(link[0], link[1], stage, phase, microbatch, now, end_ns))
-        self.transfers += started
-        return started
-
-    def start_spans(self, now: int) -> list[Span]:
-        started = []
-        for rank in sorted(self.ready_ranks):
-            order = self.schedule.order[rank]
-            if not self.idle[rank] or self.place[rank] == len(order):
-                continue
-            action = order[self.place[rank]]
-            if not self.inputs_are_here(action):
-                continue
-            replica = action.microbatch % len(self.stages[action.stage].on)
-            end_ns = now + self.stages[action.stage].on[replica].ns(action.phase)
-            span = Span(rank, action, now, end_ns)
-            self.idle[rank] = False
-            self.place[rank] += 1
-            self.spans[rank].append(span)
-            started.append(span)
-        self.ready_ranks.clear()
-        return started
-
-    def inputs_are_here(self, action: Action) -> bool:
-        # What the same stage did before is on the same device, so its order (checked) already says so.
-        stage, phase, microbatch = action
-        match phase:
-            case Phase.FORWARD:
-                return stage == 0 or (stage, True, microbatch) in self.arrived
-            case Phase.WEIGHT_GRAD:
-                return True
-            case _:
-                return stage == len(self.stages) - 1 or (stage, False, microbatch) in self.arrived
+    A bit is a line's or a link's. A link needs itself and those of its ends that do not overlap. What ends is an action
+    on a line, or a transfer on a link, which stand behind the lines.
+    """
+    num_lines = len(program.line_ranks)
+    bit_of = [1 << num_lines + k for k in range(len(program.links))]
+    stalls = [[rank for rank in link if not overlaps[rank]] for link in program.links]
+    need_of = [bit + sum(1 << rank for rank in held) for bit, held in zip(bit_of, stalls, strict=True)]
+    touching = [sum(bit for bit, need in zip(bit_of, need_of, strict=True) if need >> n & 1) for n in range(num_lines)]
+    after = [bit | reduce(or_, (touching[n] for n in held), 0) for bit, held in zip(bit_of, stalls, strict=True)]
+    return bit_of, need_of, [*touching, *after]

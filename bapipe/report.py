@@ -234,6 +234,7 @@ def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
     table = empty_table("devices", "device", "host", "kind", "memory MiB>", "speed>", "computes while it transfers")
     for d in cluster.devices:
         overlaps = "yes" if d.overlaps_transfers else "no"
+        overlaps += ", and F beside B" if d.side_by_side else ""
         table.add_row(d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
     yield table
     links = empty_table("links", "link", "GB/s>", "latency µs>")
@@ -260,6 +261,7 @@ def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
 def gantt(timeline: Timeline, width: int) -> str:
     """Returns a line of about `width` characters for each rank that works, to scale.
 
+    A rank that runs forward and backward side by side has a line for each.
     Every action begins with its micro-batch's number where there is room: ░ F, ▓ B, ▒ I, █ W, u update.
     """
     names = [name for rank, name in enumerate(timeline.devices) if any(s.rank == rank for s in timeline.spans)]
@@ -276,14 +278,14 @@ def gantt(timeline: Timeline, width: int) -> str:
     for rank, name in enumerate(timeline.devices):
         if name not in names:
             continue
-        line = [" "] * columns
-        for span in timeline.spans:
-            if span.rank == rank:
+        for place, spans in enumerate(timeline.lanes(rank)):
+            line = [" "] * columns
+            for span in spans:
                 paint(line, span.start_ns, span.end_ns, FILL[span.action.phase], str(span.action.microbatch))
-        for update in timeline.updates:
-            if update.rank == rank:
-                paint(line, update.start_ns, update.end_ns, UPDATE, "")
-        lines.append(f"{name:>{margin}} " + "".join(line).rstrip())
+            for update in timeline.updates:
+                if update.rank == rank:
+                    paint(line, update.start_ns, update.end_ns, UPDATE, "")
+            lines.append(f"{'' if place else name:>{margin}} " + "".join(line).rstrip())
     phases = {span.action.phase for span in timeline.spans}
     legend = "  ".join(f"{FILL[phase]} {NAME[phase]}" for phase in Phase if phase in phases)
     return "\n".join([*lines, f"{'':>{margin}} {legend}  {UPDATE} update  (0 to {ms(timeline.step_ns)})"])
@@ -300,8 +302,11 @@ def trace(timelines: Sequence[tuple[str, Timeline]]) -> bytes:
         for rank, device in enumerate(timeline.devices):
             events.append(_name("thread_name", process, 2 * rank, device))
             events.append(_name("thread_name", process, 2 * rank + 1, f"{device} sends"))
-        for span in timeline.spans:
-            events.append(_slice(process, 2 * span.rank, str(span.action), span.start_ns, span.end_ns))
+        for rank, device in enumerate(timeline.devices):
+            first, *beside = timeline.lanes(rank)
+            for spans, thread in [(first, 2 * rank), *((lane, 10_000 + rank) for lane in beside)]:
+                events += [_slice(process, thread, str(s.action), s.start_ns, s.end_ns) for s in spans]
+            events += [_name("thread_name", process, 10_000 + rank, f"{device} backwards") for _ in beside]
         for update in timeline.updates:
             events.append(_slice(process, 2 * update.rank, f"update {update.stage}", update.start_ns, update.end_ns))
         for t in timeline.transfers:

@@ -1,14 +1,19 @@
 """The judge: runs a schedule on paper, to the nanosecond, and adds up its memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from operator import sub
 
 from bapipe.cluster import Cluster
 from bapipe.cost import Stage, stages_of
-from bapipe.events import Engine
-from bapipe.memory import memory_over_time, peak_memory
+from bapipe.events import run_events
+from bapipe.memory import hold
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
-from bapipe.recurrence import Program, compile_table, run
+from bapipe.program import Program, Times, compile_table
+from bapipe.queues import run_queued
+from bapipe.recurrence import run
 from bapipe.schedule import Phase, Schedule
 from bapipe.sharing import SharedGradient
 from bapipe.timeline import Span, Sync, Timeline, Transfer, Update
@@ -32,29 +37,52 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
     Every action starts as early as its device's order and its inputs allow. A cut's tensors travel together, one
     transfer a link at a time in the order they become ready; zero bytes, or two stages on one device, take no time.
 
+    A device that runs side by side has a lane for F and a lane for B, I and W. Let f be the sum of F over its stages,
+    and b that of B, which contains a recomputed F. The lanes have the shares f / (f + b) and b / (f + b) of the compute
+    all through the step, so (`bapipe.cost.beside`)
+
+      - F takes F (f + b) / f, B takes B (f + b) / b, I takes I (f + b) / b, and I and W together (I + W) (f + b) / b,
+        each rounded half up. With one stage on the device, F and B take F + B each. Where f or b is nothing, the
+        actions of its lane take what they take alone.
+      - Each lane runs the actions of its phases in the device's order, one at a time. Nothing else ties the lanes but
+        that a backward needs its F. The table is legal as any other is, but deadlocks only where the lanes do.
+      - In the last backward of a stage, a layer is done when its own I + W and those behind it would be, times
+        (f + b) / b and rounded half up; in a W action, when I and those W would be, less what I takes. The update uses
+        all of the compute, when both lanes are done.
+      - While an action runs, the device holds what it holds at the action's start: the stash of every micro-batch whose
+        F has started and whose backward has not ended, and the workspaces of this action and of the one that the other
+        lane runs at that instant.
+      - Such a device overlaps transfers.
+
     Raises:
         InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
     """
-    program = compile_table(schedule)
-    if needs_no_queue(program, cluster):
-        spans, transfers = _by_recurrence(program, stages, cluster)
-    else:
-        spans, transfers = Engine(schedule, stages, cluster).run()
+    program = compile_for(schedule, cluster)
+    duration_ns, transfer_ns = _durations(stages), _transfer_times(program, stages, cluster)
+    times = _times(program, duration_ns, transfer_ns, cluster)
+    lines = _spans(program, duration_ns, times)
+    spans = _by_rank(program, lines)
     syncs, synced_ns = _all_reduces(schedule, stages, cluster, spans)
+    held = hold(schedule, stages, program, lines)
     return Timeline(
         devices=tuple(device.name for device in cluster.devices),
         spans=tuple(span for rank in spans for span in rank),
-        transfers=tuple(transfers),
+        transfers=_transfers(program, transfer_ns, times),
         syncs=tuple(syncs),
         updates=tuple(_updates(schedule, stages, spans, synced_ns)),
-        memory=peak_memory(schedule, stages),
-        memory_over_time=memory_over_time(schedule, stages),
+        memory=tuple(rank.peak for rank in held),
+        usage=tuple(rank.usage for rank in held),
     )
 
 
+def compile_for(schedule: Schedule, cluster: Cluster) -> Program:
+    """Returns the program of a schedule on a cluster's devices; see `compile_table`."""
+    return compile_table(schedule, tuple(rank for rank, device in enumerate(cluster.devices) if device.side_by_side))
+
+
 def needs_no_queue(program: Program, cluster: Cluster) -> bool:
-    """Returns whether the recurrence is the judge's rules here: no link is shared, and no device stalls."""
-    return program.exact and all(device.overlaps_transfers for device in cluster.devices)
+    """Returns whether the recurrence is the judge's rules here: no transfer has to queue, and no device stalls."""
+    return not any(program.shared) and all(device.overlaps_transfers for device in cluster.devices)
 
 
 def finish_ns(schedule: Schedule, program: Program, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
@@ -62,13 +90,21 @@ def finish_ns(schedule: Schedule, program: Program, stages: Sequence[Stage], clu
 
     For searches: `program` is the schedule's, compiled once.
     """
+    times = _times(program, _durations(stages), _transfer_times(program, stages, cluster), cluster)
+    return times.ranks_ns(program)
+
+
+def _times(program: Program, duration_ns: Sequence[int], transfer_ns: Sequence[int], cluster: Cluster) -> Times:
+    """Returns when everything ends, by the quickest clockwork that is exact here."""
     if needs_no_queue(program, cluster):
-        return run(program, durations(stages), _transfer_times(program, stages, cluster)).ranks_ns
-    spans, _ = Engine(schedule, stages, cluster).run()
-    return [ran[-1].end_ns if ran else 0 for ran in spans]
+        return run(program, duration_ns, transfer_ns)
+    overlaps = [device.overlaps_transfers for device in cluster.devices]
+    if all(overlaps) and all(duration_ns[cost] for cost in program.shared_costs):
+        return run_queued(program, duration_ns, transfer_ns)
+    return run_events(program, duration_ns, transfer_ns, overlaps)
 
 
-def durations(stages: Sequence[Stage]) -> list[int]:
+def _durations(stages: Sequence[Stage]) -> list[int]:
     """Returns the time of every phase on every device of every stage, in that order."""
     return [cost.ns(phase) for stage in stages for cost in stage.on for phase in Phase]
 
@@ -81,31 +117,33 @@ def _transfer_times(program: Program, stages: Sequence[Stage], cluster: Cluster)
     return times
 
 
-def _by_recurrence(
-    program: Program, stages: Sequence[Stage], cluster: Cluster
-) -> tuple[list[list[Span]], list[Transfer]]:
-    duration_ns, transfer_ns = durations(stages), _transfer_times(program, stages, cluster)
-    times = run(program, duration_ns, transfer_ns)
-    spans: list[list[Span]] = [[] for _ in range(program.num_ranks)]
-    transfers = []
-    for i, (action, rank, end_ns) in enumerate(zip(program.actions, program.ranks, times.ends_ns, strict=True)):
-        spans[rank].append(Span(rank, action, end_ns - duration_ns[program.costs[i]], end_ns))
-        flow = program.flows[i]
-        if flow >= 0 and transfer_ns[flow]:
-            link, arrival_ns = program.all_flows[flow], times.arrivals_ns[program.gives[i]]
-            phase = Phase.FORWARD if link.forward else Phase.BACKWARD
-            transfers.append(
-                Transfer(
-                    link.source,
-                    link.target,
-                    link.stage,
-                    phase,
-                    action.microbatch,
-                    arrival_ns - transfer_ns[flow],
-                    arrival_ns,
-                )
-            )
-    return spans, transfers
+def _spans(program: Program, duration_ns: Sequence[int], times: Times) -> list[list[Span]]:
+    """Returns the actions of each line."""
+    spans: list[list[Span]] = [[] for _ in program.line_ranks]
+    starts_ns = map(sub, times.ends_ns, map(duration_ns.__getitem__, program.costs))
+    ranks = map(program.line_ranks.__getitem__, program.lines)
+    fields = zip(ranks, program.actions, starts_ns, times.ends_ns, strict=True)
+    every = map(partial(tuple.__new__, Span), fields)
+    for line, span in zip(program.lines, every, strict=True):
+        spans[line].append(span)
+    return spans
+
+
+def _by_rank(program: Program, lines: Sequence[list[Span]]) -> list[list[Span]]:
+    """Returns the actions of each rank by their start, forwards first."""
+    spans = list(lines[: program.num_ranks])
+    for line in range(program.num_ranks, len(lines)):
+        rank = program.line_ranks[line]
+        spans[rank] = sorted([*lines[rank], *lines[line]], key=lambda span: span.start_ns)
+    return spans
+
+
+def _transfers(program: Program, transfer_ns: Sequence[int], times: Times) -> tuple[Transfer, ...]:
+    flows, gives, columns = program.sent
+    lasts_ns = list(map(transfer_ns.__getitem__, flows))
+    ends_ns = list(map(times.arrivals_ns.__getitem__, gives))
+    every = zip(*columns, map(sub, ends_ns, lasts_ns), ends_ns, strict=True)
+    return tuple(map(partial(tuple.__new__, Transfer), compress(every, lasts_ns)))
 
 
 def _all_reduces(
@@ -117,7 +155,7 @@ def _all_reduces(
     for s, stage in enumerate(stages):
         end_ns = 0
         for bucket, num_bytes in enumerate(stage.bucket_bytes):
-            ready_ns = max(_gradient_done_ns(s, stage, bucket, schedule, spans))
+            ready_ns = max(_gradient_end_ns(s, stage, bucket, schedule, spans))
             start_ns = max(end_ns, ready_ns)
             end_ns = start_ns + ring_ns(num_bytes, schedule.devices[s], cluster)
             syncs.append(Sync(s, bucket, num_bytes, start_ns, end_ns))
@@ -149,14 +187,14 @@ def _shared_sums(
         ranks = sorted({rank for s in users for rank in schedule.devices[s]})
         if len(ranks) == 1:
             continue
-        own_ns = [_done_ns(spans[rank], s) for s in users for rank in schedule.devices[s]]
+        own_ns = [_end_ns(spans[rank], s) for s in users for rank in schedule.devices[s]]
         start_ns = max(end_ns, *own_ns, *(synced_ns.get(s, 0) for s in users))
         end_ns = start_ns + ring_ns(gradient.num_bytes, ranks, cluster)
         bucket = len(stages[users[0]].bucket_bytes) + place
         yield Sync(users[0], bucket, gradient.num_bytes, start_ns, end_ns), users
 
 
-def _gradient_done_ns(
+def _gradient_end_ns(
     s: int, stage: Stage, bucket: int, schedule: Schedule, spans: Sequence[Sequence[Span]]
 ) -> list[int]:
     """When each device of a stage has the gradients of a bucket; 0 on one that has no micro-batch."""
@@ -188,7 +226,7 @@ def _updates(
         ready = []
         for s, ranks in enumerate(schedule.devices):
             if rank in ranks:
-                ready.append((synced_ns[s] if s in synced_ns else _done_ns(ran, s), s))
+                ready.append((synced_ns[s] if s in synced_ns else _end_ns(ran, s), s))
         for ready_ns, s in sorted(ready):
             start_ns = max(now, ready_ns)
             now = start_ns + stages[s].on[schedule.devices[s].index(rank)].update_ns
@@ -196,6 +234,6 @@ def _updates(
     return updates
 
 
-def _done_ns(ran: Sequence[Span], stage: int) -> int:
+def _end_ns(ran: Sequence[Span], stage: int) -> int:
     """When a device is done with a stage; 0 where it has no micro-batch of it."""
     return max((span.end_ns for span in ran if span.action.stage == stage), default=0)

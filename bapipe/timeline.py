@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
 
 from bapipe.plan import Memory, Prediction, RankPrediction
 from bapipe.schedule import Action, Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An action on a rank."""
 
     rank: int
@@ -17,8 +20,7 @@ class Span:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Activations (F) or gradients (B) of a micro-batch that `stage` sends from one rank to another."""
 
     source: int
@@ -59,7 +61,8 @@ class Timeline:
         devices: the name of each rank's device.
         spans: ordered by rank, then by time.
         memory: what each rank holds at its peak.
-        memory_over_time: what each rank holds during each of its spans; empty where it is not known.
+        usage: the bytes of stashes and of workspaces that each rank holds during each of its spans; empty where that is
+            not known.
     """
 
     devices: tuple[str, ...]
@@ -68,7 +71,7 @@ class Timeline:
     syncs: tuple[Sync, ...] = ()
     updates: tuple[Update, ...] = ()
     memory: tuple[Memory, ...]
-    memory_over_time: tuple[tuple[Memory, ...], ...] = ()
+    usage: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def step_ns(self) -> int:
@@ -76,13 +79,29 @@ class Timeline:
         ends = [[s.end_ns for s in self.spans], [u.end_ns for u in self.updates], [s.end_ns for s in self.syncs]]
         return max((end for group in ends for end in group), default=0)
 
+    @property
+    def memory_over_time(self) -> tuple[tuple[Memory, ...], ...]:
+        """What each rank holds during each of its spans; empty where it is not known."""
+        return tuple(
+            tuple(msgspec.structs.replace(held, stash=stash, workspace=workspace) for stash, workspace in usage)
+            for held, usage in zip(self.memory, self.usage, strict=False)
+        )
+
     def peak_action(self, rank: int) -> Action | None:
         """Returns the action during which a rank holds most, the first such one; None where that is not known."""
-        if not self.memory_over_time or not self.memory_over_time[rank]:
+        if not self.usage or not self.usage[rank]:
             return None
         own = [span.action for span in self.spans if span.rank == rank]
-        held = [memory.total for memory in self.memory_over_time[rank]]
+        held = list(map(sum, self.usage[rank]))
         return own[held.index(max(held))]
+
+    def lanes(self, rank: int) -> tuple[tuple[Span, ...], ...]:
+        """Returns the spans of a rank, or its forwards and its backwards where they run side by side."""
+        own = tuple(span for span in self.spans if span.rank == rank)
+        if all(a.end_ns <= b.start_ns for a, b in pairwise(own)):
+            return (own,)
+        forwards = tuple(span for span in own if span.action.phase is Phase.FORWARD)
+        return forwards, tuple(span for span in own if span.action.phase is not Phase.FORWARD)
 
     def prediction(self, minibatch_size: int) -> Prediction:
         """Returns the step's figures as a plan holds them."""
@@ -100,7 +119,7 @@ class Timeline:
     def _rank(self, rank: int, step_ns: int) -> RankPrediction:
         spans = [s for s in self.spans if s.rank == rank]
         updates = [u for u in self.updates if u.rank == rank]
-        busy = sum(s.end_ns - s.start_ns for s in spans) + sum(u.end_ns - u.start_ns for u in updates)
+        busy = _running_ns(spans) + sum(u.end_ns - u.start_ns for u in updates)
         sync = _waiting(max((s.end_ns for s in spans), default=0), updates)
         return RankPrediction(
             device=self.devices[rank],
@@ -110,6 +129,15 @@ class Timeline:
             peak_bytes=self.memory[rank].total,
             memory=self.memory[rank],
         )
+
+
+def _running_ns(spans: Sequence[Span]) -> int:
+    """Returns how long something runs; a device that runs side by side may run two actions at once."""
+    running = until = 0
+    for span in spans:
+        running += max(0, span.end_ns - max(span.start_ns, until))
+        until = max(until, span.end_ns)
+    return running
 
 
 def _waiting(compute_end_ns: int, updates: Sequence[Update]) -> int:

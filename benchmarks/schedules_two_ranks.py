@@ -1,15 +1,18 @@
-"""Every named schedule on two CPU ranks: does the judge rank them as reality does?
+"""Every named schedule and a searched order on two CPU ranks: does the judge rank them as reality does?
 
-    python benchmarks/schedules_two_ranks.py [--minibatch-size 32] [--microbatch-size 8] [--rounds 3] [--steps 4]
+    python benchmarks/schedules_two_ranks.py FOLDER [--minibatch-size 32] [--microbatch-size 8] [--minutes 4]
 
-VGG-16 on 64x64 images, one thread a rank. Each schedule runs the best cut for it; the schedules take turns, and figures
-are medians over the rounds of each round's typical step. Kendall's tau is 1 where both orders agree, -1 where they are
-opposite.
+VGG-16 on 64x64 images, one thread a rank. Each schedule runs the best cut for it. The folder keeps the profile, the
+link, and what was measured: each call measures on, those first that were measured least, until its minutes are over,
+and prints what all calls have found. Figures are medians over the runs of a schedule of each run's typical step.
+Kendall's tau is 1 where both orders agree, -1 where they are opposite.
 """
 
 import argparse
 import json
+import time
 from itertools import combinations
+from pathlib import Path
 from statistics import median
 
 from rich.box import SIMPLE_HEAD
@@ -18,7 +21,11 @@ from rich.table import Table
 
 import bapipe
 from bapipe import api
-from bapipe.schedules import ALL, SCHEDULES
+from bapipe.cluster import Cluster
+from bapipe.codec import read, write
+from bapipe.profile import ModelProfile
+from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
+from bapipe.search.reorder import SEARCH
 
 
 def kendall_tau(pairs: list[tuple[float, float]]) -> float:
@@ -27,50 +34,61 @@ def kendall_tau(pairs: list[tuple[float, float]]) -> float:
     return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs)
 
 
+def inputs(folder: Path, microbatch_size: int) -> tuple[ModelProfile, Cluster]:
+    """Returns the profile and the cluster of the folder, measured by the first call."""
+    if not (folder / "cluster.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "profile.json", api.profile_model("vgg16", {}, microbatch_sizes=[microbatch_size]))
+        write(folder / "cluster.json", api.local_cluster(2, "cpu"))
+    return read(folder / "profile.json", ModelProfile), read(folder / "cluster.json", Cluster)
+
+
+def report(plans: dict[str, bapipe.Plan], measured: dict[str, list[int]]) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("schedule", "runs", "predicted ms", "measured ms", "least", "most", "error"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    pairs = []
+    for name, times in sorted(measured.items(), key=lambda item: median(item[1])):
+        predicted = plans[name].prediction.step_ns
+        pairs.append((predicted, median(times)))
+        figures = (predicted, median(times), min(times), max(times))
+        error = f"{predicted / median(times) - 1:+.1%}"
+        table.add_row(name, str(len(times)), *(f"{ns / 1e6:,.0f}" for ns in figures), error)
+    console = Console(width=100)
+    console.print(table)
+    if len(pairs) > 1:
+        console.print(f"{len(pairs)} of {len(plans)} schedules, Kendall's tau {kendall_tau(pairs):.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--microbatch-size", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--schedules", nargs="+", default=list(ALL))
-    parser.add_argument("--json", help="also write the figures to this file")
     given = parser.parse_args()
+    until = time.monotonic() + 60 * given.minutes
 
-    cluster = api.local_cluster(2, "cpu")
-    profile = api.profile_model("vgg16", {}, microbatch_sizes=[given.microbatch_size])
+    profile, cluster = inputs(given.folder, given.microbatch_size)
     plans = {
         name: bapipe.plan(
             profile,
             cluster,
             minibatch_size=given.minibatch_size,
             schedules=[name],
-            num_stages=2 if name in SCHEDULES else 4,
+            num_stages=4 if name in LOOPED else 2,
         )
-        for name in given.schedules
+        for name in [*(name for name in ALL if name not in SIDE_BY_SIDE), SEARCH]
     }
-    measured: dict[str, list[int]] = {name: [] for name in plans}
-    for _ in range(given.rounds):
-        for name, plan in plans.items():
-            measured[name].append(bapipe.run(plan, data="mnist", steps=given.steps).typical_step_ns)
-
-    table = Table(box=SIMPLE_HEAD)
-    for column in ("schedule", "predicted ms", "measured ms", "least", "most", "error"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    pairs = []
-    for name, plan in sorted(plans.items(), key=lambda item: median(measured[item[0]])):
-        predicted, times = plan.prediction.step_ns, measured[name]
-        pairs.append((predicted, median(times)))
-        figures = (predicted, median(times), min(times), max(times))
-        table.add_row(name, *(f"{ns / 1e6:,.0f}" for ns in figures), f"{predicted / median(times) - 1:+.1%}")
-    console = Console(width=100)
-    console.print(table)
-    console.print(f"Kendall's tau {kendall_tau(pairs):.2f}")
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(
-                {n: {"predicted_ns": plans[n].prediction.step_ns, "measured_ns": measured[n]} for n in plans}, file
-            )
+    kept = given.folder / "measured.json"
+    measured: dict[str, list[int]] = json.loads(kept.read_text()) if kept.exists() else {}
+    while time.monotonic() < until:
+        name = min(plans, key=lambda name: len(measured.get(name, [])))
+        step_ns = bapipe.run(plans[name], data="mnist", steps=given.steps).typical_step_ns
+        measured.setdefault(name, []).append(step_ns)
+        kept.write_text(json.dumps(measured))
+    report(plans, measured)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Searched orders against the best named schedule at equal memory: gain, gap to the bound, and seconds.
 
-    python benchmarks/searched_orders.py [--ranks 8] [--microbatches 16] [--instances 10] [--effort 40]
+    python benchmarks/searched_orders.py [--ranks 8] [--microbatches 16] [--instances 10] [--effort 40] [--costs uneven]
 
-Random pipelines of one stage a rank: F, I and W of each stage lie within the spread around 10 ms, transfers take 1 to
-5 % of an action (links between hosts lie there for activations of a few MB), and every rank may hold min(p, m) + 2
-stashes. What is simulated here is the judge's; no process runs.
+Random pipelines of one stage a rank, whose ranks may hold min(p, m) + 2 stashes beside their receive buffers.
+`--costs even`: F, I and W of each stage lie within the spread around 10 ms, and transfers take 1 to 5 % of that, as
+activations of a few MB do between hosts. `--costs uneven`: F is log-normal around 10 ms with the spread as its sigma, I
+takes 0.7 to 1.3 and W 0.4 to 1.3 times as long, and the transfers of a cut take 1 to 20 % of 10 ms.
+What is simulated here is the judge's; no process runs.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from rich.table import Table
 
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.cost import Stage, StageCost
+from bapipe.memory import peak_memory
 from bapipe.schedules import SCHEDULES
 from bapipe.search.order import search_order
 from bapipe.simulate import judge
@@ -25,8 +28,8 @@ from bapipe.simulate import judge
 MS = 10**6
 
 
-def pipeline(random: Random, num_ranks: int, spread: float, memory_bytes: int) -> tuple[list[Stage], Cluster]:
-    """Stages of 100 bytes a stash, and ranks in a row."""
+def even(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], Cluster]:
+    """Stages of 100 bytes a stash, and ranks in a row; a transfer takes its latency."""
 
     def around() -> int:
         return round(10 * MS * random.uniform(1 - spread, 1 + spread))
@@ -39,9 +42,28 @@ def pipeline(random: Random, num_ranks: int, spread: float, memory_bytes: int) -
         )
         for _ in range(num_ranks)
     ]
-    link = Bandwidth(bytes_per_s=10**12, latency_ns=round(MS * random.uniform(0.1, 0.5)))
-    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=memory_bytes) for i in range(num_ranks))
-    return stages, Cluster(devices=devices, intra_host=link, inter_host=link)
+    return stages, in_a_row(num_ranks, Bandwidth(bytes_per_s=10**12, latency_ns=round(MS * random.uniform(0.1, 0.5))))
+
+
+def uneven(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], Cluster]:
+    """Stages of 100 bytes a stash, and ranks in a row; a transfer takes a nanosecond a byte."""
+    stages = []
+    for _ in range(num_ranks):
+        f = 10 * MS * random.lognormvariate(0, spread)
+        cost = StageCost(
+            forward_ns=round(f),
+            input_grad_ns=round(f * random.uniform(0.7, 1.3)),
+            weight_grad_ns=round(f * random.uniform(0.4, 1.3)),
+            stash_bytes=100,
+        )
+        num_bytes = round(10 * MS * 10 ** random.uniform(-2, -0.7))
+        stages.append(Stage(on=(cost,), send_bytes=num_bytes, grad_bytes=num_bytes))
+    return stages, in_a_row(num_ranks, Bandwidth(bytes_per_s=10**9, latency_ns=0))
+
+
+def in_a_row(num_ranks: int, link: Bandwidth) -> Cluster:
+    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=0) for i in range(num_ranks))
+    return Cluster(devices=devices, intra_host=link, inter_host=link)
 
 
 def main() -> None:
@@ -50,21 +72,23 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--instances", type=int, default=10)
     parser.add_argument("--effort", type=float, default=40.0)
+    parser.add_argument("--costs", choices=["even", "uneven"], default="even")
     parser.add_argument("--spread", type=float, default=0.3)
     given = parser.parse_args()
     p, m = given.ranks, given.microbatches
-    limit = 100 * (min(p, m) + 2) + 2 * m  # stashes, and receive buffers of a byte a micro-batch on either side
 
     table = Table(box=SIMPLE_HEAD)
     for column in ("instance", "best named", "its step ms", "searched ms", "gain", "gap to the bound", "seconds"):
         table.add_column(column, justify="left" if column == "best named" else "right")
     gains, gaps, seconds = [], [], []
     for instance in range(given.instances):
-        stages, cluster = pipeline(Random(instance), p, given.spread, limit)
+        stages, cluster = (even if given.costs == "even" else uneven)(Random(instance), p, given.spread)
+        buffers = [rank.buffers for rank in peak_memory(SCHEDULES["1f1b"](p, m), stages)]
+        limits = [num_bytes + 100 * (min(p, m) + 2) for num_bytes in buffers]
         named = {}
         for name, build in SCHEDULES.items():
             timeline = judge(build(p, m), stages, cluster)
-            if max(memory.total for memory in timeline.memory) <= limit:
+            if all(memory.total <= limit for memory, limit in zip(timeline.memory, limits, strict=True)):
                 named[name] = timeline.step_ns
         best = min(named, key=named.__getitem__)
         start = time.perf_counter()
@@ -73,7 +97,7 @@ def main() -> None:
             tuple((rank,) for rank in range(p)),
             cluster,
             num_microbatches=m,
-            memory_bytes=[limit] * p,
+            memory_bytes=limits,
             start=[SCHEDULES[name](p, m) for name in named],
             effort=given.effort,
         )

@@ -196,10 +196,21 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, clu
         write(tmp_path / "missing" / "c.json", cluster)
 
 
+def test_side_by_side_needs_transfers_that_overlap(cluster: Cluster) -> None:
+    tree = json.loads(encode(cluster))
+    tree["devices"][0] |= {"overlaps_transfers": False, "side_by_side": True}
+    with pytest.raises(InvalidFile) as caught:
+        decode_as(json.dumps(tree).encode(), Cluster)
+    assert str(caught.value) == (
+        f"'{tree['devices'][0]['name']}' runs forward and backward side by side and does not overlap transfers; set "
+        "overlaps_transfers to true, or leave side_by_side out - at `$.devices[0].side_by_side`"
+    )
+
+
 def test_optional_keys_may_be_left_out(cluster: Cluster) -> None:
     tree = json.loads(encode(cluster))
     for device in tree["devices"]:
-        del device["speed"], device["overlaps_transfers"]
+        del device["speed"], device["overlaps_transfers"], device["side_by_side"]
     del tree["links"]
     assert decode_as(json.dumps(tree).encode(), Cluster) == cluster
 

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost, fill_buckets
+from bapipe.cost import Stage, StageCost, beside, fill_buckets
 from bapipe.errors import InvalidSchedule
 from bapipe.memory import peak_memory
 from bapipe.schedule import Schedule, parse_action
@@ -118,6 +119,39 @@ def test_a_slower_link_never_speeds_a_named_schedule_up() -> None:
     for name in ("gpipe", "1f1b"):
         steps = [judge(SCHEDULES[name](4, 9), stages, cluster(4, latency)).step_ns for latency in range(0, 60, 3)]
         assert all(a <= b for a, b in pairwise(steps))
+
+
+def side_by_side(num_devices: int, latency_ns: int = 0) -> Cluster:
+    plain = cluster(num_devices, latency_ns)
+    devices = tuple(msgspec.structs.replace(device, side_by_side=True) for device in plain.devices)
+    return msgspec.structs.replace(plain, devices=devices)
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("m", [1, 2, 5, 12, 20])
+@pytest.mark.parametrize(("f", "b", "transfer"), [(3, 5, 0), (10, 10, 7), (1, 9, 10), (4, 1, 0)])
+def test_fbp_as_meets_its_closed_form(p: int, m: int, f: int, b: int, transfer: int) -> None:
+    """(m+2p-1)(F+B) and 2(p-s) stashes on stage s from 0 (store and forward); transfers of up to F+B add up once."""
+    stages = equal_stages(p, f, b, send=1 if transfer else 0, stash=1)
+    stages = [replace(stage, on=(beside(stage.on[0], f, b),)) for stage in stages]
+    timeline = judge(SCHEDULES["fbp-as"](p, m), stages, side_by_side(p, max(0, transfer - 1)))
+    assert timeline.step_ns == (m + 2 * p - 1) * (f + b) + 2 * (p - 1) * transfer
+    if not transfer:
+        assert [memory.stash for memory in timeline.memory] == [min(2 * (p - s), m) for s in range(p)]
+    assert all(rank.idle_ns >= 0 for rank in timeline.prediction(m).ranks)
+
+
+def test_lanes_hold_the_workspaces_of_both_actions() -> None:
+    """One device, F 2, I 4, W 2, so 8, 5 and 3 on its lanes: F0 0-8, F1 and I0 from 8, W0 from 13, B1 from 16."""
+    cost = StageCost(forward_ns=2, input_grad_ns=4, weight_grad_ns=2, stash_bytes=10, workspace_bytes=3)
+    order = (tuple(map(parse_action, ["0F0", "0F1", "0I0", "0W0", "0B1"])),)
+    schedule = Schedule(devices=((0,),), num_microbatches=2, order=order)
+    timeline = judge(schedule, [Stage(on=(beside(cost, 2, 6),))], side_by_side(1))
+    assert [(str(s.action), s.start_ns, s.end_ns) for s in timeline.spans] == [
+        ("0F0", 0, 8), ("0F1", 8, 16), ("0I0", 8, 13), ("0W0", 13, 16), ("0B1", 16, 24)
+    ]  # fmt: skip
+    assert timeline.usage == (((10, 3), (20, 6), (20, 6), (20, 6), (10, 3)),)
+    assert [len(lane) for lane in timeline.lanes(0)] == [2, 3]
 
 
 def test_a_deadlock_is_named() -> None:

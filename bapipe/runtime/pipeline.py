@@ -362,8 +362,15 @@ def check_runnable(plan: Plan) -> tuple[int, ...]:
 
     Raises:
         InvalidSchedule: the plan's order is incomplete, misplaced or deadlocks.
-        BapipeError: neighbouring stages share some of their devices only, or a stage has devices without micro-batches.
+        BapipeError: a device runs side by side, neighbouring stages share some of their devices only, or a stage has
+            devices without micro-batches.
     """
+    for device in plan.cluster.devices:
+        if device.side_by_side:
+            raise BapipeError(
+                f"device '{device.name}' runs forward and backward side by side, which torch cannot: plan with a "
+                "schedule other than fbp-as, or leave side_by_side out of the cluster"
+            )
     for s, stage in enumerate(plan.stages):
         if len(stage.devices) > plan.num_microbatches:
             raise BapipeError(

@@ -7,6 +7,7 @@ from bapipe.schedules.controllable_memory import v_half, v_min
 from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
 from bapipe.schedules.dualpipe_v import dualpipe_v
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
+from bapipe.schedules.fbp_as import fbp_as
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
@@ -20,6 +21,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "eager-1f1b": eager_one_f_one_b,
     "2f2b": k_f_k_b,
+    "fbp-as": fbp_as,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "gpipe-2bp": gpipe_2bp,
@@ -36,5 +38,8 @@ LOOPED: dict[str, Callable[[int, int], Schedule]] = {
     "dualpipe-v": dualpipe_v,
 }
 """`(num_ranks, num_microbatches) -> Schedule`, with two stages a rank, `Schedule.devices` says which."""
+
+SIDE_BY_SIDE = frozenset({"fbp-as"})
+"""Those for devices that run forward and backward side by side."""
 
 ALL: dict[str, Callable[[int, int], Schedule]] = {**SCHEDULES, **LOOPED}

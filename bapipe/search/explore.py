@@ -59,7 +59,7 @@ def explore(
     plan = plan_of(profiles, found, options.minibatch_size, space)
     limits = options.limits(cluster)
     if SEARCH in options.schedules:
-        plan = reorder(plan, profiles, limits, options.search_effort)
+        plan = reorder(plan, profiles, limits, options.search_effort, may_move=not options.constraints)
     sizes = microbatch_sizes(profiles, cluster, options)
     others = (*plan.alternatives, *alternatives(plan, profiles, sizes, named_schedules(options), limits))
     return msgspec.structs.replace(plan, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))

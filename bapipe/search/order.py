@@ -15,13 +15,13 @@ from bapipe.search.order_bounds import lower_bound_ns
 from bapipe.search.order_clock import clock
 from bapipe.search.order_problem import OrderProblem, Orders, one_by_one, order_problem, orders_of, relaxed
 from bapipe.search.polish import polish
-from bapipe.simulate import judge
+from bapipe.simulate import compile_for, finish_ns, judge
 
 _log = logging.getLogger(__name__)
 
 CLOCKED_ACTIONS = 400_000
 """Actions timed by polishing in one unit of effort; `_JUDGED` times fewer where only the judge can tell."""
-_JUDGED = 20
+_JUDGED = 8
 SOLVER_SHARE = 0.2
 """CP-SAT's deterministic time in one unit of effort."""
 
@@ -127,9 +127,12 @@ class _Search:
             timed = clock(self.problem, orders)
             return timed[1] if timed else None
         try:
-            return judge(self.problem.table(self.devices, orders), self.stages, self.cluster).step_ns
+            table = self.problem.table(self.devices, orders)
+            program = compile_for(table, self.cluster)
         except InvalidSchedule:
             return None
+        done = finish_ns(table, program, self.stages, self.cluster)
+        return max(ns + update_ns for ns, update_ns in zip(done, self.problem.update_ns, strict=True))
 
     @property
     def proven(self) -> bool:

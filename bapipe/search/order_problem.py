@@ -173,7 +173,7 @@ def order_problem(
     """Returns the question for stages of one device each.
 
     Raises:
-        ValueError: a stage with several devices, or lists whose lengths do not match.
+        ValueError: a stage with several devices, devices that run side by side, or lists whose lengths do not match.
     """
     num_ranks = len(cluster.devices)
     if len(devices) != len(stages) or len(memory_bytes) != num_ranks:
@@ -183,6 +183,8 @@ def order_problem(
     for s, replicas in enumerate(devices):
         if len(replicas) != 1 or len(stages[s].on) != 1:
             raise ValueError(f"stage {s} has devices {replicas}; an order is searched for one device a stage")
+    if any(device.side_by_side for device in cluster.devices):
+        raise ValueError("an order is searched for devices that run one action at a time")
     rank_of = tuple(replicas[0] for replicas in devices)
     fixed = peak_memory(one_by_one(devices, num_microbatches, num_ranks), stages)
     costs = [stage.on[0] for stage in stages]

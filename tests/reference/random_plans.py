@@ -18,6 +18,7 @@ def random_case(seed):
     }
     names = rng.sample(["cpu", "gpu", "fpga"], rng.randint(1, 3))
     cluster = random_cluster(rng, style, names)
+    with_lanes(random.Random(f"bapipe lanes {seed}"), cluster)
     kinds = [kind for kind in names if any(device["kind"] == kind for device in cluster["devices"])]
     layers = random_layers(rng, style)
     microbatch_size = rng.randint(1, 8)
@@ -105,6 +106,17 @@ def random_cluster(rng, style, kinds):
     elif rng.random() < 0.5:
         cluster["links"] = []
     return cluster
+
+
+def with_lanes(rng, cluster):
+    """Lets some devices that overlap transfers run forward and backward side by side, in a third of the cases."""
+    often = rng.choice([0.0, 0.0, 0.0, 0.0, 0.5, 1.0])
+    for device in cluster["devices"]:
+        if device.get("overlaps_transfers", True):
+            if rng.random() < often:
+                device["side_by_side"] = True
+            elif rng.random() < 0.2:
+                device["side_by_side"] = False
 
 
 def random_layers(rng, style):

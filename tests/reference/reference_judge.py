@@ -41,7 +41,7 @@ def judge(plan, profiles):
         "transfers": transfers,
         "syncs": syncs + [(min(stages), size, start, end) for stages, size, start, end in sums],
         "updates": updates,
-        "peak_bytes": {device: peak(case, table, device) for device in case.device_names},
+        "peak_bytes": {device: peak(case, table, spans, device) for device in case.device_names},
     }
 
 
@@ -177,6 +177,37 @@ class Case:
         return self.stage_ns(s, device, "backward_ns", last)
 
     def action_ns(self, s, phase, device):
+        """What an action takes where it runs: on the whole device, or on one of its two lanes."""
+        alone = self.alone_ns(s, phase, device)
+        if not self.has_lanes(device):
+            return alone
+        if phase == "W":
+            until_i = self.on_lane(device, "B", self.alone_ns(s, "I", device))
+            return self.on_lane(device, "B", self.alone_ns(s, "I", device) + alone) - until_i
+        return self.on_lane(device, "F" if phase == "F" else "B", alone)
+
+    def has_lanes(self, device):
+        return self.devices[device].get("side_by_side", False)
+
+    def lanes(self, device):
+        return ["forward", "backward"] if self.has_lanes(device) else ["only"]
+
+    def lane_of(self, action, device):
+        """The forward lane, the backward lane, or the only one."""
+        if not self.has_lanes(device):
+            return "only"
+        return "forward" if action[1] == "F" else "backward"
+
+    def on_lane(self, device, phase, alone):
+        """`alone` ns of work on the whole device take this long on the lane of F or of B, which has its share of it."""
+        homes = [s for s, stage in enumerate(self.stages) if device in stage["devices"]]
+        work = {lane: sum(self.alone_ns(s, lane, device) for s in homes) for lane in "FB"}
+        if work[phase] == 0:
+            return alone
+        share = Fraction(work[phase], work["F"] + work["B"])
+        return half_up(alone / share)
+
+    def alone_ns(self, s, phase, device):
         """Rule 1: recomputing adds F to B or I."""
         forward = self.stage_ns(s, device, "forward_ns")
         input_grad = self.stage_ns(s, device, "input_grad_ns")
@@ -312,8 +343,8 @@ def play(case, table):
         # rule 3: its own F, and B or I of the stage after and its transfer
         return (s, "F", m) in ended and (s == case.last_stage or ("B", s + 1, m) in arrived)
 
-    def computes(device):
-        return any(busy == device for busy, _, _, _ in running)
+    def computes(device, lanes=("only", "forward", "backward")):
+        return any(busy == device and case.lane_of(action, device) in lanes for busy, action, _, _ in running)
 
     def is_held(device):
         """Rule 4: a transfer occupies those of its ends that do not overlap."""
@@ -358,9 +389,10 @@ def play(case, table):
                     flights.append((source, target, direction, sender, m, now, end))
                     changed = True
             # Rule 4, then: actions that can start (rule 2: the head of each device's order, as early as it can).
-            for device in case.device_names:
-                rest = [action for action in table[device] if action not in spans]
-                if rest and not computes(device) and not is_held(device) and inputs_are_there(rest[0]):
+            for device, lane in [(name, lane) for name in case.device_names for lane in case.lanes(name)]:
+                mine = [action for action in table[device] if case.lane_of(action, device) == lane]
+                rest = [action for action in mine if action not in spans]
+                if rest and not computes(device, [lane]) and not is_held(device) and inputs_are_there(rest[0]):
                     s, phase, m = rest[0]
                     end = now + case.action_ns(s, phase, device)
                     running.append((device, rest[0], now, end))
@@ -418,13 +450,15 @@ def all_reduces(case, table, spans):
                     continue
                 last = backwards[-1]
                 moment = spans[last][2]
+                after = case.stage_ns(s, device, "weight_grad_ns", last=k)
                 if last[1] == "B":
+                    after = case.backward_ns(s, device, last=k)
                     if stage["recompute"]:
-                        moment += case.stage_ns(s, device, "forward_ns")
-                    moment += case.backward_ns(s, device, last=k)
-                else:
-                    moment += case.stage_ns(s, device, "weight_grad_ns", last=k)
-                ready.append(moment)
+                        after += case.stage_ns(s, device, "forward_ns")
+                if case.has_lanes(device):  # on the lane, the time since the start of B, or of the I before the W
+                    before = case.alone_ns(s, "I", device) if last[1] == "W" else 0
+                    after = case.on_lane(device, "B", before + after) - case.on_lane(device, "B", before)
+                ready.append(moment + after)
             part = ceil(Fraction(size, r))
             hop = max(case.link_ns(source, target, part) for source, target in permutations(stage["devices"], 2))
             start = max(ready + [free])
@@ -497,7 +531,7 @@ def run_updates(case, table, spans, syncs, sums):
 # Rule 7: memory
 
 
-def peak(case, table, device):
+def peak(case, table, spans, device):
     static = 0
     buffers = 0
     for s, stage in enumerate(case.stages):
@@ -516,6 +550,8 @@ def peak(case, table, device):
             if s < case.last_stage and case.device_of(s + 1, m) != device:
                 buffers += case.cut_bytes(s, "gradient_bytes")
     actions = table[device]
+    if case.has_lanes(device):
+        return static + buffers + peak_of_lanes(case, actions, spans, device)
     moments = [0]
     for now, (running_stage, _, _) in enumerate(actions):
         # Places in the order stand for time: what ends at an instant is freed before what starts there is counted.
@@ -538,3 +574,32 @@ def peak(case, table, device):
                 total += stash
         moments.append(total)
     return static + buffers + max(moments)
+
+
+def peak_of_lanes(case, actions, spans, device):
+    """The most that stashes and workspaces take when an action of either lane starts; no place stands for a time here."""
+    most = 0
+    for action in actions:
+        _, _, now, _ = spans[action]
+        total = max(case.figures(action[0], device, "workspace_bytes"))
+        for other in actions:
+            _, _, start, end = spans[other]
+            if case.lane_of(other, device) != case.lane_of(action, device) and start <= now < end:
+                total += max(case.figures(other[0], device, "workspace_bytes"))
+        for s, m in {(s, m) for s, _, m in actions}:
+            forward, *backwards = [(s, phase, m) for phase in "FBIW" if (s, phase, m) in spans]
+
+            def lives(since, until=backwards[-1], now=now, action=action):
+                """From the start of one action to the end of another, which holds its own even if it takes no time."""
+                return spans[since][2] <= now and (now < spans[until][3] or action == until)
+
+            stash = sum(case.figures(s, device, "stash_bytes"))
+            if not case.stages[s]["recompute"]:
+                total += stash if lives(forward) else 0
+            else:
+                total += case.cut_bytes(s - 1, "bytes") if lives(forward) else 0
+                total += stash if lives(backwards[0]) else 0
+            if len(backwards) == 2 and lives(backwards[0]):
+                total += sum(case.figures(s, device, "gradient_stash_bytes"))
+        most = max(most, total)
+    return most

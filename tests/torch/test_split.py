@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
@@ -204,6 +205,13 @@ def test_what_cannot_run_is_refused() -> None:
         check_runnable(many)
     assert str(caught.value) == (
         "stage 1 has 3 devices for 2 micro-batches: plan with more micro-batches, or fewer devices"
+    )
+    beside = replace(plan.cluster, devices=tuple(replace(d, side_by_side=True) for d in plan.cluster.devices))
+    with pytest.raises(BapipeError) as caught:
+        check_runnable(_changed(plan, cluster=beside))
+    assert str(caught.value) == (
+        f"device '{plan.cluster.devices[0].name}' runs forward and backward side by side, which torch cannot: plan with "
+        "a schedule other than fbp-as, or leave side_by_side out of the cluster"
     )
     order = (("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B1", "1B0"))
     with pytest.raises(InvalidSchedule, match=r"^deadlock: each waits for another: rank 0 at 0B0, rank 1 at 1F1$"):
