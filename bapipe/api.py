@@ -52,6 +52,8 @@ def profile(
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     device: str = "cpu",
     settings: Settings = Settings(),  # noqa: B008
+    whole: Sequence[str] = (),
+    fine: bool = False,
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a module: times and bytes of its layers, measured in training on a device of this machine.
@@ -61,6 +63,8 @@ def profile(
         loss: (output, target) -> mean loss over the batch.
         name: what the profile calls the model; its class where None.
         settings: how it is computed; `dtype` is the module's own, whatever they say.
+        whole: paths of modules of which each call is one layer; `*` stands for any part of a path.
+        fine: operators outside modules are layers of their own.
 
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails.
@@ -77,6 +81,8 @@ def profile(
         name=name or type(module).__name__,
         device=torch.device(device),
         settings=settings,
+        whole=whole,
+        fine=fine,
         progress=progress,
     )
 
@@ -201,7 +207,7 @@ def pareto(
     """Returns the front of step time, peak memory and number of devices; see `bapipe.search.pareto`."""
     from bapipe.search.pareto import pareto as front
 
-    return front(profiles, cluster, options, tell=tell)
+    return front(profiles, cluster.one_at_a_time, options, tell=tell)
 
 
 def _along_orders(
@@ -477,6 +483,8 @@ def profile_model(
     settings: Settings = Settings(),  # noqa: B008
     layer_by_layer: bool = False,
     exhaustive: bool = False,
+    whole: Sequence[str] = (),
+    fine: bool = False,
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
@@ -490,7 +498,8 @@ def profile_model(
 
     example = build(factory, arguments)
     key = _key(factory, arguments, device, settings)
-    part = profile_path(key | {"unfinished": True, "alone": layer_by_layer, "exhaustive": exhaustive})
+    way = {"alone": layer_by_layer, "exhaustive": exhaustive, "whole": list(whole), "fine": fine}
+    part = profile_path(key | {"unfinished": True} | way)
     try:
         measured = measure(
             example.module,
@@ -505,6 +514,8 @@ def profile_model(
             settings=settings,
             layer_by_layer=layer_by_layer,
             exhaustive=exhaustive,
+            whole=whole,
+            fine=fine,
             so_far=cached_profile(part),
             keep=partial(write, part),
             progress=progress,

@@ -25,7 +25,7 @@ from bapipe.errors import BapipeError, Infeasible, RunFailed
 from bapipe.host import num_cores
 from bapipe.importers import STATE_OF, Origin, read_foreign
 from bapipe.outcome import StepReport, TrainResult
-from bapipe.page import page
+from bapipe.page import page, profile_page
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.recorded import read_trace
@@ -97,6 +97,11 @@ def profile(
         bool, typer.Option("--layer-by-layer", help="Hold one layer at a time, and measure equal ones once.")
     ] = False,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Layer by layer, measure equal ones too.")] = False,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option("--whole", metavar="PATH", help="Take a module as one layer, such as 'encoder.*'; repeatable."),
+    ] = None,
+    fine: Annotated[bool, typer.Option("--fine", help="Make operators between modules layers of their own.")] = False,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure each layer of a model: times of F, I and W, and bytes."""
@@ -122,6 +127,8 @@ def profile(
             settings=settings,
             layer_by_layer=layer_by_layer,
             exhaustive=exhaustive,
+            whole=whole or (),
+            fine=fine,
             progress=tell,
         )
     write(output, measured)
@@ -313,7 +320,7 @@ def simulate(
 def show(
     file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")],
     other: Annotated[Path | None, typer.Argument(help="A second profile, to see what changed.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a plan as an HTML page.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a plan or a profile as an HTML page.")] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option("--trace", help="With a plan: draw a trace of simulate or run; may be repeated."),
@@ -326,15 +333,20 @@ def show(
         _print(change_parts(read(file, ModelProfile), read(other, ModelProfile)))
         return
     found = read_any(file)
-    if not isinstance(found, Plan) and (html is not None or trace):
-        raise BapipeError(f"--html and --trace go with a plan; {file} is none")
+    if not isinstance(found, Plan) and trace:
+        raise BapipeError(f"--trace goes with a plan; {file} is none")
+    if html is not None:
+        if isinstance(found, Cluster):
+            raise BapipeError(f"--html goes with a plan or a profile; {file} is neither")
+        check_writable(html)
     if isinstance(found, ModelProfile):
         _print(report.profile_parts(found))
+        if html is not None:
+            write_bytes(html, profile_page(found))
+            out.print(f"wrote {html}", highlight=False)
     elif isinstance(found, Cluster):
         _print(report.cluster_parts(found))
     else:
-        if html is not None:
-            check_writable(html)
         timelines = [named for path in trace or () for named in read_trace(path)]
         if not timelines:
             timelines = [

@@ -8,8 +8,10 @@ import msgspec
 from rich.table import Table
 
 from bapipe.plan import Memory, Plan
-from bapipe.report import NAME, mib, ms, plan_parts
+from bapipe.profile import ModelProfile
+from bapipe.report import NAME, mib, ms, plan_parts, profile_parts
 from bapipe.schedule import Phase
+from bapipe.shape import svg
 from bapipe.timeline import Span, Timeline
 
 COLOURS = {
@@ -50,7 +52,18 @@ def page(plan: Plan, timelines: Sequence[tuple[str, Timeline]]) -> bytes:
         if timeline.usage:
             has = {device.name: device.memory_bytes for device in plan.cluster.devices}
             body += [f"<h2>Memory over time, {escape(title)}</h2>", _memory_key(), _memory(timeline, has)]
-    head = f'<meta charset="utf-8"><title>{escape(plan.model)}</title><style>{STYLE}</style>'
+    return _document(plan.model, body)
+
+
+def profile_page(profile: ModelProfile) -> bytes:
+    """Returns the page of a profile: the model drawn with what each cut would carry, then its tables."""
+    size = max(m.microbatch_size for m in profile.measurements)
+    body = [f"<h1>{escape(profile.model)}</h1>", f"<h2>Shape, at micro-batches of {size}</h2>", svg(profile)]
+    return _document(profile.model, [*body, *(_part(part) for part in profile_parts(profile))])
+
+
+def _document(title: str, body: Sequence[str]) -> bytes:
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     text = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
     return text.encode()
 

@@ -74,7 +74,7 @@ def svg(profile: ModelProfile) -> str:
     a cut there would carry.
     """
     found = rows(profile)
-    step, left, pitch = 22, 330, 26
+    step, left, pitch = 22, 360, 26
     longest = max((row.forward_backward_ns for row in found), default=0) or 1
     largest = max((row.cut_bytes for row in found), default=0) or 1
     num_lanes = max((len(row.lanes) for row in found), default=0)
@@ -88,7 +88,7 @@ def svg(profile: ModelProfile) -> str:
     for index, row in enumerate(found):
         y = step * (index + 1) + 8
         width = 150 * row.forward_backward_ns / longest
-        name = escape(row.layer.name if len(row.layer.name) < 26 else "…" + row.layer.name[-24:])
+        name = escape(row.layer.name if len(row.layer.name) < 25 else "…" + row.layer.name[-23:])
         title = f"{escape(row.layer.name)} ({escape(row.layer.kind)}): F + B {row.forward_backward_ns / 1e6:.3f} ms"
         parts += [
             f'<rect x="{left - 20 - width:.1f}" y="{y - 8}" width="{width:.1f}" height="14" fill="#9ecae1">'

@@ -141,8 +141,8 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--device", "--exhaustive", "--layer-by-layer",
-            "--microbatch-size", "--optimizer", "--output", "--tf32", "--threads",
+            "--arg", "--autocast", "--channels-last", "--device", "--exhaustive", "--fine", "--layer-by-layer",
+            "--microbatch-size", "--optimizer", "--output", "--tf32", "--threads", "--whole",
         ],
         "import": [
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",

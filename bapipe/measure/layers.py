@@ -45,6 +45,8 @@ def measure(
     spread: float = 0.03,
     layer_by_layer: bool = False,
     exhaustive: bool = False,
+    whole: Sequence[str] = (),
+    fine: bool = False,
     so_far: ModelProfile | None = None,
     keep: Callable[[ModelProfile], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -59,6 +61,7 @@ def measure(
         settings: how the model is computed; `dtype` is the module's own, whatever they say.
         seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
             after about this time.
+        whole, fine: what is a layer, see `bapipe.trace.trace`.
         layer_by_layer, exhaustive: see `measure_alone`; without, all layers are measured in passes of the whole model.
         so_far: a profile of the same model on the same machine; its sizes are not measured again.
         keep: called with the profile so far after each size.
@@ -82,7 +85,7 @@ def measure(
     num_parts = 2 * len(todo) + (made is None)
     done = 0
     with _ready(module, device, settings):
-        model = _traced(module, inputs)
+        model = _traced(module, inputs, whole, fine)
         for size in todo:
             *own, wanted = batch((*inputs, target), size, device)
             own = [_laid_out(tensor, settings) for tensor in own]
@@ -165,8 +168,8 @@ def _check_trainable(module: nn.Module) -> None:
         raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
 
 
-def _traced(module: nn.Module, inputs: Sequence[Tensor]) -> TracedModel:
-    model = trace(module, inputs)
+def _traced(module: nn.Module, inputs: Sequence[Tensor], whole: Sequence[str], fine: bool) -> TracedModel:
+    model = trace(module, inputs, whole=whole, fine=fine)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     return model
