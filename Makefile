@@ -1,6 +1,6 @@
 # make demo: set up, then profile, plan and train VGG-16 as a two-stage pipeline on this machine's CPU, on real images
 # make test: set up, then lint, type-check and run every test
-# make profiles: measure again what profiles/cpu holds, about 10 minutes on a machine with nothing else to do
+# make profiles: measure four models into profiles/cpu, about 10 minutes on a machine with nothing else to do
 
 PYTHON ?= python3
 BIN := .venv/bin
