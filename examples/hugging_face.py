@@ -1,29 +1,23 @@
 """A model of Hugging Face's transformers, built from a config: in this folder, bapipe profile hugging_face:gpt2
 
-The same goes for any model of another package: wrap what gives no tensors, and say with what it is trained.
+The same goes for any model of another package: say how it is built, with what it is trained, and what its loss is.
 """
 
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import bapipe
 from bapipe.zoo.gpt2 import next_word_loss
 from bapipe.zoo.texts import continued
 
 
-class Scores(nn.Module):
-    """The model as a function of tensors: it returns an object in which the scores are one of many things."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return scores
+def loss(output: CausalLMOutputWithCrossAttentions, target: Tensor) -> Tensor:
+    """The model gives an object in which the scores are one of several things."""
+    return next_word_loss(output.logits, target)
 
 
 def gpt2(num_layers: int = 4, hidden_size: int = 128, num_heads: int = 4, length: int = 64) -> bapipe.Example:
@@ -36,12 +30,16 @@ def gpt2(num_layers: int = 4, hidden_size: int = 128, num_heads: int = 4, length
         vocab_size=256,
         bos_token_id=0,
         eos_token_id=0,
+        use_cache=False,
     )
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # transformers draws the weights as it builds the model, the same on every rank
+        model = GPT2LMHeadModel(config)
     return bapipe.Example(
-        module=Scores(GPT2LMHeadModel(config)),
+        module=model,
         inputs=(torch.zeros(1, length, dtype=torch.long),),
         target=torch.zeros(1, length, dtype=torch.long),
-        loss=next_word_loss,
+        loss=loss,
         data=partial(continued, vocabulary_size=256, length=length),
         learning_rate=0.02,
     )

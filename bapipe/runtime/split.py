@@ -12,7 +12,7 @@ from bapipe.errors import InvalidModel
 from bapipe.plan import Plan
 from bapipe.profile import LOSS
 from bapipe.trace import TracedModel, changes_buffers, extract, layer_states
-from bapipe.trace.sizes import like, shapes
+from bapipe.trace.sizes import like, rows_of, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +267,7 @@ def _run_once(
     if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
         raise InvalidModel(f"{message}, on shapes alone: {str(fault).splitlines()[0]}") from fault
     device = parameters[0].device if parameters else inputs[0].device
-    rows = torch.arange(microbatch_size)
-    given = tuple(example[rows.to(example.device) % len(example)].to(device) for example in inputs)
+    given = tuple(rows_of(example, microbatch_size, device) for example in inputs)
     whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
     buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:

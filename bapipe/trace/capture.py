@@ -16,6 +16,7 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from bapipe.errors import InvalidModel
+from bapipe.trace.sizes import rows_of
 
 NO_GRAD = "no_grad"
 """Key in a node's `meta`: the operator ran where gradients were off."""
@@ -187,9 +188,9 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 def _by_export(module: nn.Module, inputs: Sequence[Tensor], whole: frozenset[str]) -> Captured:
     # Of a batch of one, torch.export would conclude that it always is one.
-    rows = torch.arange(max(2, *(len(example) for example in inputs)))
+    num_rows = max(2, *(len(example) for example in inputs))
     where = next(module.parameters(), inputs[0]).device
-    examples = tuple(example[rows.to(example.device) % len(example)].to(where) for example in inputs)
+    examples = tuple(rows_of(example, num_rows, where) for example in inputs)
     batch = Dim("batch")
     with _silence(), torch.random.fork_rng(devices=[]):
         program = export(_twin(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False)

@@ -112,6 +112,13 @@ def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def rows_of(example: Tensor, num_rows: int, device: torch.device) -> Tensor:
+    """Returns an example with another batch size on a device, its rows repeated; zeros where it has no values."""
+    if example.is_meta and device.type != "meta":
+        return torch.zeros((num_rows, *example.shape[1:]), dtype=example.dtype, device=device)
+    return example[torch.arange(num_rows, device=example.device) % len(example)].to(device)
+
+
 def like(tensor: Tensor, shape: Iterable[int]) -> Tensor:
     """Returns an empty tensor on the meta device."""
     return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
