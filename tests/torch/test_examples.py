@@ -27,9 +27,13 @@ def test_hugging_face_s_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [layer.name for layer in profile.layers]
     parts = ["ln_1", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2"]
     parts += ["mlp.c_fc", "mlp.act", "mlp.c_proj", "mlp.dropout"]
-    assert [name for name in names if ".h.0." in name] == [f"model.transformer.h.0.{part}" for part in parts]
+    assert [name for name in names if ".h.0." in name] == [f"transformer.h.0.{part}" for part in parts]
     block = 12 * 16 * 16 + 13 * 16
     assert sum(layer.param_bytes for layer in profile.layers) == 4 * (256 * 16 + 8 * 16 + 2 * block + 2 * 16)
-    head = profile.layers[names.index("model.lm_head")]
-    assert head.shares == ("model.transformer.wte",)
+    head = profile.layers[names.index("lm_head")]
+    assert head.shares == ("transformer.wte",)
     assert head.param_bytes == 0  # counted where it is first used
+    plan = api.plan(profile, 2, minibatch_size=4, microbatch_size=1, num_stages=2, replicas=False)
+    assert ["transformer.wte" in stage.layers for stage in plan.stages] == [True, False]
+    losses = api.run(plan, data="pydoc", steps=2, learning_rate=0.1).losses
+    assert 0 < losses[1] < losses[0]
