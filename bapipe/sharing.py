@@ -44,22 +44,35 @@ class Shares:
                 owner = next(name for name in layer.shares if not self._layers[name].shared_bytes)
                 self._users.setdefault(owner, []).append(layer)
 
+    def copies(self) -> Iterator[tuple[LayerProfile, list[LayerProfile], Sharing]]:
+        """Yields each layer that counts shared parameters, who else uses them, and what a copy of them takes."""
+        for name, users in self._users.items():
+            owner, num_bytes = self._layers[name], max(user.shared_bytes for user in users)
+            yield (
+                owner,
+                users,
+                Sharing(
+                    gradients=(SharedGradient(owner=name, num_bytes=num_bytes),),
+                    param_bytes=num_bytes,
+                    optimizer_bytes=owner.optimizer_state_bytes * num_bytes // owner.param_bytes,
+                    update_ns=owner.update_ns * num_bytes // owner.param_bytes,
+                ),
+            )
+
     def of(self, stage: Container[str]) -> Sharing:
         """Returns what sharing adds to a stage of the given layers."""
-        gradients = []
-        param_bytes = optimizer_bytes = update_ns = 0
-        for name, users in self._users.items():
-            inside = [name in stage, *(user.name in stage for user in users)]
-            if all(inside) or not any(inside):
-                continue
-            owner, num_bytes = self._layers[name], max(user.shared_bytes for user in users)
-            gradients.append(SharedGradient(owner=name, num_bytes=num_bytes))
-            if not inside[0]:
-                param_bytes += num_bytes
-                optimizer_bytes += owner.optimizer_state_bytes * num_bytes // owner.param_bytes
-                update_ns += owner.update_ns * num_bytes // owner.param_bytes
+        gradients: list[SharedGradient] = []
+        copied = []
+        for owner, users, copy in self.copies():
+            inside = [owner.name in stage, *(user.name in stage for user in users)]
+            if any(inside) and not all(inside):
+                gradients += copy.gradients
+                copied += [] if inside[0] else [copy]
         return Sharing(
-            gradients=tuple(gradients), param_bytes=param_bytes, optimizer_bytes=optimizer_bytes, update_ns=update_ns
+            gradients=tuple(gradients),
+            param_bytes=sum(copy.param_bytes for copy in copied),
+            optimizer_bytes=sum(copy.optimizer_bytes for copy in copied),
+            update_ns=sum(copy.update_ns for copy in copied),
         )
 
 

@@ -28,6 +28,10 @@ def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> Bandwidth:
     return fit(MESSAGE_BYTES, run_ranks(__name__, 2, kind, "the link", timeout_s))
 
 
+MOST_OF_FASTEST = 2
+"""How many times faster than the fastest message, its latency included, a link can be thought to be."""
+
+
 def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     """Returns the line through one-way times with the least sum of squared relative errors.
 
@@ -44,6 +48,10 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     latency_ns = mean_ns - slope * mean_bytes
     if latency_ns < 0 or slope <= 0:
         latency_ns, slope = 0.0, sum(w * n * t for w, n, t in points) / sum(w * n * n for w, n, _ in points)
+    fastest = max(n / t for n, t in zip(num_bytes, times_ns, strict=True) if t)  # bytes a nanosecond, all included
+    if slope < 1 / (MOST_OF_FASTEST * fastest):  # so much noise that large messages seem to cost nothing more
+        slope = 1 / (MOST_OF_FASTEST * fastest)
+        latency_ns = max(mean_ns - slope * mean_bytes, 0.0)
     return Bandwidth(bytes_per_s=max(round(1e9 / slope), 1), latency_ns=round(latency_ns))
 
 

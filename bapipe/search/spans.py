@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from bapipe.cluster import Bandwidth
 from bapipe.cost import BUCKET_BYTES
-from bapipe.profile import ModelProfile
+from bapipe.profile import LayerProfile, ModelProfile
+from bapipe.sharing import Shares
 
 Numbers = NDArray[Any]
 
@@ -61,10 +62,27 @@ class Sizes:
         measured = profile.at(microbatch_size)
         held = [2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers]
         self.held = grid.differences(held) + grid.largest([m.workspace_bytes for m in measured])
+        self.held += _copies(grid, profile)
         self.stash = grid.differences([m.stash_bytes for m in measured])
         self.left = grid.differences([m.left_by_input_grad_bytes for m in measured])
         send, grad = (np.array([side[cut] for cut in grid.cuts], dtype=np.int64) for side in alive)
         self.incoming, self.returning = send[grid.starts], grad[grid.ends]
+
+
+def _copies(grid: Grid, profile: ModelProfile) -> Numbers:
+    """Bytes of the parameters, gradients and optimizer state that each run uses and a layer outside it counts."""
+    found = np.zeros(len(grid.starts), dtype=np.int64)
+    place = {layer.name: i for i, layer in enumerate(profile.layers)}
+
+    def holds(layer: LayerProfile) -> Numbers:
+        cuts, at = np.array(grid.cuts), place[layer.name]
+        inside: Numbers = (cuts[grid.starts] <= at) & (at < cuts[grid.ends])
+        return inside
+
+    for owner, users, copy in Shares(profile.layers).copies():
+        outside = np.logical_or.reduce([holds(user) for user in users]) & ~holds(owner)
+        found += np.where(outside, 2 * copy.param_bytes + copy.optimizer_bytes, 0)
+    return found
 
 
 class Times:

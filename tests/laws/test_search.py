@@ -242,7 +242,8 @@ def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:
         found = nearest(problems)
         assert found is not None
         least = min(max(p.lacks(layout).values()) for p in problems for layout in layouts(p))
-        assert max(found[2].values()) == least
+        lack = max(found[2].values())
+        assert lack == least if least > 0 else lack <= 0  # what fits does not recompute to lack even less
         assert (best_first(problems) is None) == (least > 0)
         seen += least > 0
     assert 10 < seen < 50

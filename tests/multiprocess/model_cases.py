@@ -18,9 +18,9 @@ from bapipe.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 from cuts import random_stages
-from hugging_face import MODELS as HUGGING_FACE
 from runtime_cases import make_plan_of, named_order
 from small_zoo import SMALL, small, without_dropout
+from transformers_models import MODELS as HUGGING_FACE
 
 Trained = tuple[nn.Module, tuple[Tensor, ...], Tensor, Callable[[Any, Tensor], Tensor]]
 

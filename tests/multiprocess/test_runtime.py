@@ -67,6 +67,7 @@ TWO = (
     _named("eager-1f1b", "mlp", (4,), 5),
     _named("2f2b", "residual", (4,), 5),
     _named("zb-h1", "mlp", (4,), 4),
+    _named("fbp-as", "mlp", (4,), 5),
     _named("zb-h2", "residual", (5,), 4),
     _named("gpipe-2bp", "residual", (4,), 3),
     _named("1f1b-2bp", "mlp", (6,), 4),

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cuts import check
-from hugging_face import MODELS
 from small_zoo import SMALL, small, without_dropout
 from torch import Tensor
+from transformers_models import MODELS
 
 
 def _double(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -53,3 +53,9 @@ def test_ranks_that_take_too_long_are_ended() -> None:
     with pytest.raises(RunFailed) as error:
         measure_link(timeout_s=0.05)
     assert str(error.value) == "measuring the link took longer than 0.05 s: try again on a quieter machine"
+
+
+def test_noise_that_hides_the_bytes_does_not_make_a_link_infinitely_fast() -> None:
+    found = fit((1_000, 1_000_000), (500_000, 500_001))
+    assert found.bytes_per_s == round(2 * 10**15 / 500_001)  # twice the fastest message
+    assert 0 < found.latency_ns <= 500_000
