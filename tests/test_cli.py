@@ -93,6 +93,16 @@ def test_show_draws_every_file(folder: Path, file: str) -> None:
     assert {"profile.json": "l5", "cluster.json": "within a host", "plan.json": "equal-layers"}[file] in done.stdout
 
 
+def test_show_draws_a_profile_as_a_page(folder: Path) -> None:
+    done = bapipe(folder, "show", "profile.json", "--html", "shape.html")
+    assert done.returncode == 0
+    assert done.stdout.endswith("wrote shape.html\n")
+    page = (folder / "shape.html").read_text()
+    assert "a cut here carries" in page
+    assert page.count("<circle") == 6  # one for each layer
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
 def test_help_is_there_for_every_command(folder: Path) -> None:
     for command in ("profile", "cluster", "plan", "simulate", "show", "run"):
         assert "Usage: " in bapipe(folder, command, "--help").stdout
@@ -159,6 +169,8 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
         (("plan", "profile.json"), 1, "say what the devices are: --devices N like the profiled one, or --cluster FILE"),
         (("simulate", "profile.json", "profile.json"), 1, "profile.json: this is a 'profile/1' file; want 'plan/1' - at `$.bapipe`"),
         (("show", "damaged.json"), 1, "damaged.json: not JSON: Input data was truncated - at `$`"),
+        (("show", "cluster.json", "--html", "x.html"), 1, "--html goes with a plan or a profile; cluster.json is neither"),
+        (("show", "profile.json", "--trace", "t.json"), 1, "--trace goes with a plan; profile.json is none"),
         (("run", "none.json"), 1, "none.json: no such file"),
         (("run", "vgg17"), 1, "did you mean 'vgg16'?"),
         (("plan", "profile.json", "--cluster", "cluster.json", "-o", "none/plan.json"), 1, "none/plan.json: cannot be written: no folder none"),
