@@ -29,6 +29,7 @@ from bapipe.cost import stage_cost
 from bapipe.machine import prepare_cpu
 from bapipe.measure.layers import measure
 from bapipe.profile import ModelProfile
+from bapipe.sharing import Sharing
 from bapipe.zoo import resolve
 from bapipe.zoo.factory import build
 
@@ -59,7 +60,7 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
 def memory(profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor], size: int):
     """(predicted, allocated) bytes of the stash, and of the peak."""
     measured = profile.at(size)
-    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, ())
+    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, (), Sharing())
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to
