@@ -16,6 +16,7 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from bapipe.errors import InvalidModel
+from bapipe.trace.model import attribute
 from bapipe.trace.sizes import rows_of
 
 NO_GRAD = "no_grad"
@@ -242,7 +243,7 @@ def _state(module: nn.Module, source: nn.Module, graph: fx.Graph) -> dict[str, A
     """What a graph reads, by name: the module's own parameters and buffers, and the constants of its twin's export."""
     own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
     targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
-    return {target: own[target] if target in own else _attribute(source, target) for target in targets}
+    return {target: own[target] if target in own else attribute(source, target) for target in targets}
 
 
 def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no_grad: bool) -> None:
@@ -255,7 +256,7 @@ def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no
             assert not node.users, node  # a check of the inputs
         elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             enabled, body, *arguments = node.args
-            inner = _attribute(source, str(body.target))
+            inner = attribute(source, str(body.target))
             places = [given for given in inner.graph.nodes if given.op == "placeholder"]
             own = {place: env.get(value, value) for place, value in zip(places, arguments, strict=True)}
             _inline(inner, graph, own, no_grad=not enabled)
@@ -292,10 +293,6 @@ def _by_call(module: nn.Module, graph: fx.Graph, whole: frozenset[str]) -> tuple
 def _output(graph: fx.Graph) -> fx.Node:
     found: fx.Node = next(node for node in graph.nodes if node.op == "output")
     return found
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    return getattr(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
 
 
 def _numbered(path: str, call: int) -> str:
