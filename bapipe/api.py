@@ -116,7 +116,6 @@ def plan(
     The other arguments are those of `bapipe.search.options.Options`.
     """
     known = by_kind(profiles)
-    cluster = cluster if isinstance(cluster, int) else cluster.one_at_a_time
     where = alike(known, cluster) if isinstance(cluster, int) else cluster
     options = Options(
         minibatch_size=minibatch_size,
@@ -143,7 +142,7 @@ def decide(
 ) -> Plan:
     """Returns what `plan` does, of profiles by device kind and options."""
     search = _along_orders if objective == "step" else _for_throughput
-    decided = search(profiles, cluster, options, stop=_deadline(time_limit_s), progress=progress)
+    decided = search(profiles, cluster.one_at_a_time, options, stop=_deadline(time_limit_s), progress=progress)
     return msgspec.structs.replace(decided, settings=common_settings(profiles.values()))
 
 
