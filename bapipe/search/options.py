@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from bapipe.cluster import Cluster
 
 Progress = Callable[[int, int, int], None]
 """(plans judged, best step time, lower bound), both in nanoseconds."""
+
+
+Objective = Literal["step", "throughput"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class Options:
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
         constraints: such as `conv1 with conv2`; see `bapipe.search.constraints`.
+        objective: the time of one step; or the work of the most loaded device, see `bapipe.search.throughput`.
         search_effort: about the seconds that the search of an order takes; see `search_order`.
     """
 
@@ -35,6 +40,7 @@ class Options:
     replicas: bool = True
     recompute: bool = True
     constraints: Sequence[str] = ()
+    objective: Objective = "step"
     search_effort: float = 10.0
 
     def limits(self, cluster: Cluster) -> list[int]:

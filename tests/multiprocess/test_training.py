@@ -11,7 +11,7 @@ import torch.distributed as dist
 from runtime_cases import make_plan, mlp
 from torch import nn
 
-from bapipe import api
+from bapipe.api.running import _optimizer
 from bapipe.errors import BapipeError
 from bapipe.runtime.optimizers import optimizer
 from bapipe.runtime.pipeline import Pipeline
@@ -108,12 +108,12 @@ def test_learning_rates() -> None:
     ],
 )
 def test_a_run_trains_with_what_was_profiled(measured: str, name: str | None, arguments: Any, trained: Any) -> None:
-    assert api._optimizer(Settings(optimizer=measured), name, arguments) == trained
+    assert _optimizer(Settings(optimizer=measured), name, arguments) == trained
 
 
 def test_another_optimizer_than_the_profiled_is_refused() -> None:
     with pytest.raises(BapipeError) as caught:
-        api._optimizer(Settings(), "adam", {})
+        _optimizer(Settings(), "adam", {})
     assert str(caught.value) == (
         "the plan is for a model that was measured with optimizer sgd-momentum; this run computes with optimizer adam: "
         "profile with the settings of the run, and plan again"

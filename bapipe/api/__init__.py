@@ -1,0 +1,28 @@
+"""What users and the command line call: profile a model, plan it, judge the plan, run it."""
+
+from bapipe.api.given import ASSUMED_LINK, Tell, alike, by_kind, local_cluster, probed_cluster
+from bapipe.api.planning import certify, decide, explain, kept_plan, pareto, plan, simulate, unit_timeline
+from bapipe.api.profiling import kept_profile, profile, profile_model
+from bapipe.api.running import export, run
+
+__all__ = [
+    "ASSUMED_LINK",
+    "Tell",
+    "alike",
+    "by_kind",
+    "certify",
+    "decide",
+    "explain",
+    "export",
+    "kept_plan",
+    "kept_profile",
+    "local_cluster",
+    "pareto",
+    "plan",
+    "probed_cluster",
+    "profile",
+    "profile_model",
+    "run",
+    "simulate",
+    "unit_timeline",
+]

@@ -1,0 +1,165 @@
+"""Train a plan, and export what was trained."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bapipe.api.door import load_torch
+from bapipe.errors import BapipeError
+from bapipe.outcome import StepReport, TrainResult
+from bapipe.plan import Plan
+from bapipe.settings import Settings, check_same
+from bapipe.training import MOMENTUM, Training
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def run(
+    plan: Plan,
+    *,
+    factory: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+    data: str = "synthetic",
+    steps: int = 20,
+    learning_rate: float | None = None,
+    optimizer: str | None = None,
+    optimizer_arguments: Mapping[str, object] | None = None,
+    learning_rate_schedule: str = "constant",
+    warmup_steps: int = 0,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 100,
+    keep: int = 3,
+    resume: bool = False,
+    timeout_s: float = 600.0,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> TrainResult:
+    """Trains a plan's model, one process a device, or as a part of a torchrun job.
+
+    Args:
+        factory: `module.path:function` that returns a `bapipe.Example`; the plan's own where None.
+        arguments: what the factory is called with; the plan's own where None.
+        steps: in all, those before the checkpoint that it goes on from included.
+        learning_rate: the example's own where None.
+        optimizer, optimizer_arguments: a class of `torch.optim`, and what it takes besides; SGD has momentum 0.9. The
+            one that the plan's profile was measured with where None.
+        learning_rate_schedule: constant, linear or cosine, after `warmup_steps` in which it grows.
+        clip_norm: the most that the norm of all gradients together may be.
+        checkpoint: a folder for checkpoints, one every `checkpoint_every` steps and one at the end; `keep` stay.
+        resume: goes on from the newest one there, where there is one, whatever plan it was made under.
+        timeout_s: how long a rank may wait for another before the run ends.
+        data: what the example's `data` opens, such as mnist, synthetic, or a folder.
+        on_step: called after every step; under torchrun in rank 0 only.
+
+    Raises:
+        BapipeError: the plan does not fit the model, the machine or the data.
+        RunFailed: a rank died.
+    """
+    factory = factory or plan.factory
+    if factory is None:
+        raise BapipeError(
+            f"the plan of {plan.model} names no factory, so there is nothing to build the model with: profile it as "
+            "module.path:function, or use bapipe.Pipeline in a script of your own"
+        )
+    load_torch()
+    _check_devices(plan)
+    planned = Settings() if plan.settings is msgspec.UNSET else plan.settings
+    optimizer, optimizer_arguments = _optimizer(planned, optimizer, optimizer_arguments or {})
+    from bapipe.runtime.checkpointing import Keeping
+    from bapipe.runtime.train import train
+    from bapipe.zoo.factory import build, current_folder_importable
+
+    given = dict(plan.arguments if arguments is None else arguments)
+    with current_folder_importable():
+        example = build(factory, given, meta=True)
+        if plan.settings is not msgspec.UNSET:
+            check_same(planned, msgspec.structs.replace(planned, dtype=_dtype(example.module)))
+        if example.data is None:
+            raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
+        return train(
+            plan,
+            partial(build, factory, given, meta=True),
+            example.data(data),
+            Training(
+                steps=steps,
+                learning_rate=example.learning_rate if learning_rate is None else learning_rate,
+                optimizer=optimizer,
+                optimizer_arguments=optimizer_arguments,
+                schedule=learning_rate_schedule,
+                warmup_steps=warmup_steps,
+                clip_norm=clip_norm,
+                autocast=planned.autocast,
+                seed=seed,
+            ),
+            keeping=Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resume)
+            if checkpoint is not None
+            else None,
+            timeout_s=timeout_s,
+            on_step=on_step,
+        )
+
+
+def _optimizer(
+    planned: Settings, name: str | None, arguments: Mapping[str, object]
+) -> tuple[str, Mapping[str, object]]:
+    """Returns the optimizer to train with; a profile measured with another, or settings not run, are refused.
+
+    Optimizers that profiles do not know are not compared.
+    """
+    if name is None:
+        name, own = _MEASURED.get(planned.optimizer, (planned.optimizer, {}))
+        arguments = {**own, **arguments}
+    measured = name.lower() if name.lower() in ("adam", "adamw") else planned.optimizer
+    if name.lower() == "sgd":
+        measured = "sgd-momentum" if arguments.get("momentum", 0 if arguments else MOMENTUM) else "sgd"
+    check_same(planned, Settings(dtype=planned.dtype, optimizer=measured, autocast=planned.autocast))
+    return name, arguments
+
+
+_MEASURED: dict[str, tuple[str, Mapping[str, object]]] = {
+    "sgd": ("sgd", {"momentum": 0}),
+    "sgd-momentum": ("sgd", {"momentum": MOMENTUM}),
+}
+"""What stands for the optimizers of profiles that have another name in torch."""
+
+
+def export(checkpoint: Path, output: Path) -> int:
+    """Writes the model's tensors of a checkpoint, or of the newest in a folder, as safetensors; returns how many.
+
+    They have the names of the original module's `state_dict()`.
+
+    Raises:
+        BapipeError: there is no checkpoint, it is damaged, or the file cannot be written.
+    """
+    load_torch()
+    from bapipe.runtime.export import export as write_state
+
+    return write_state(checkpoint, output)
+
+
+def _dtype(module: "nn.Module") -> str:
+    """Returns the type of a module's parameters, as profiles write it."""
+    return str(next(module.parameters()).dtype).removeprefix("torch.")
+
+
+def _check_devices(plan: Plan) -> None:
+    """Refuses a plan for more devices than there are here; a torchrun job counts its own."""
+    if "RANK" in os.environ:
+        return
+    from bapipe.machine import num_devices
+
+    used = {name for stage in plan.stages for name in stage.devices}
+    kinds = {device.kind for device in plan.cluster.devices if device.name in used}
+    for kind in sorted(kinds):
+        have = num_devices(kind)
+        if len(used) > have:
+            raise BapipeError(
+                f"the plan uses {len(used)} {kind} devices and this machine has {have}: plan with --devices {have}, "
+                "or start it on more machines with torchrun"
+            )

@@ -1,0 +1,97 @@
+"""Options that several commands have, and what their texts stand for."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapipe import api, report
+from bapipe.cli.console import err, note, parts_bar, planning_status, show_parts
+from bapipe.cluster import Cluster
+from bapipe.codec import read
+from bapipe.errors import BapipeError
+from bapipe.host import num_cores
+from bapipe.plan import Plan
+from bapipe.profile import ModelProfile
+from bapipe.search.options import Options
+from bapipe.zoo import resolve
+
+Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
+Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Number of devices, all alike, on this machine.")]
+Kind = Annotated[str, typer.Option("--device", help="Kind of device: cpu or cuda.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the model's factory; may be repeated."),
+]
+Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples in one optimizer step.")]
+Sizes = Annotated[str, typer.Option("--microbatch-size", help="Micro-batch sizes to measure, such as 1,2,4,8.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Returns what a list such as 1,2,4 says."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1 or len(set(values)) < len(values):
+        raise BapipeError(f"'{text}' is no list of different positive integers such as 1,2,4,8")
+    return values
+
+
+def key_values(pairs: list[str] | None, option: str = "--arg", such_as: str = "image_size=64") -> dict[str, object]:
+    """Returns KEY=VALUE pairs; a value that is JSON is read as such, anything else is text."""
+    arguments: dict[str, object] = {}
+    for pair in pairs or ():
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise BapipeError(f"{option} {pair}: want KEY=VALUE, such as {such_as}")
+        try:
+            arguments[key] = json.loads(text)
+        except json.JSONDecodeError:
+            arguments[key] = text
+    return arguments
+
+
+def is_file(source: str) -> bool:
+    """Returns whether a text names a file rather than a model."""
+    return source.endswith(".json") or Path(source).is_file()
+
+
+def profiles_of(sources: list[str], pairs: list[str] | None) -> dict[str, ModelProfile]:
+    """Returns profiles by device kind: of files, or of a model that is measured where it was not before."""
+    if len(sources) == 1 and not is_file(sources[0]):
+        resolve(sources[0])
+        with parts_bar() as tell:
+            return api.by_kind(api.kept_profile(sources[0], key_values(pairs), progress=tell))
+    if pairs:
+        raise BapipeError("--arg goes with a model; a profile holds its arguments already")
+    return api.by_kind(read(Path(source), ModelProfile) for source in sources)
+
+
+def this_machine(profiles: dict[str, ModelProfile], num_devices: int | None) -> Cluster:
+    """Returns devices like the profiled one: as many as asked for, or as this machine has cores."""
+    if num_devices is None:
+        if set(profiles) != {"cpu"}:
+            raise BapipeError("say what the devices are: --devices N like the profiled one, or --cluster FILE")
+        num_devices = num_cores()
+    if num_devices > 1:
+        rate, latency = api.ASSUMED_LINK.bytes_per_s / 1e9, api.ASSUMED_LINK.latency_ns / 1e3
+        note(f"no link was measured: assuming {rate:g} GB/s and {latency:g} us; `bapipe cluster` measures it")
+    return api.alike(profiles, num_devices)
+
+
+def plan_of(source: str, pairs: list[str] | None) -> Plan:
+    """Returns the plan of a file, or of a model that is profiled and planned for this machine."""
+    if is_file(source):
+        if pairs:
+            raise BapipeError("--arg goes with a model; a plan holds its arguments already")
+        return read(Path(source), Plan)
+    profiles = profiles_of([source], pairs)
+    with err.status("measuring the link between two ranks"):
+        where = api.local_cluster(None, next(iter(profiles)))
+    with planning_status() as progress:
+        decided = api.kept_plan(profiles, where, Options(minibatch_size=32), progress=progress)
+    show_parts(report.plan_parts(decided))
+    return decided

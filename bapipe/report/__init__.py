@@ -1,0 +1,24 @@
+"""What people look at: tables of plans and profiles, a text Gantt chart, a trace for Perfetto."""
+
+from bapipe.report.figures import empty_table, mib, ms, number
+from bapipe.report.outcomes import outcome_json, outcome_parts
+from bapipe.report.plans import pareto_table, plan_json, plan_parts
+from bapipe.report.profiles import cluster_parts, profile_parts
+from bapipe.report.timelines import NAME, gantt, trace
+
+__all__ = [
+    "NAME",
+    "cluster_parts",
+    "empty_table",
+    "gantt",
+    "mib",
+    "ms",
+    "number",
+    "outcome_json",
+    "outcome_parts",
+    "pareto_table",
+    "plan_json",
+    "plan_parts",
+    "profile_parts",
+    "trace",
+]

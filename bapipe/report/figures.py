@@ -1,0 +1,37 @@
+"""Figures and tables as people read them."""
+
+from math import floor, log10
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+def number(value: float) -> str:
+    """Returns a figure with three significant digits, all those before the point, and none for zero."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - floor(log10(abs(value))))
+    return f"{value:,.{digits}f}" if digits < 4 else "0.000"
+
+
+def ms(time_ns: float) -> str:
+    """Returns a time in milliseconds."""
+    return f"{number(time_ns / 1e6)} ms"
+
+
+def mib(num_bytes: float) -> str:
+    """Returns a size in MiB."""
+    return f"{number(num_bytes / 2**20)} MiB"
+
+
+def empty_table(title: str, *columns: str) -> Table:
+    """An empty table; a column whose name ends in > is of numbers."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for column in columns:
+        if column.endswith(">"):
+            table.add_column(column[:-1], justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold", min_width=min(len(column), 6))
+    return table

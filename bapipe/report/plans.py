@@ -1,0 +1,129 @@
+"""A plan in tables: stages, memory, alternatives, and the front of plans."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from rich.table import Table
+
+from bapipe.plan import Memory, Plan
+from bapipe.report.figures import empty_table, ms, number
+from bapipe.timeline import Timeline
+
+
+def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
+    """Yields what a plan decides, promises and was compared with."""
+    p = plan.prediction
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
+    yield (
+        f"{plan.model}: {stages}, {plan.schedule}, {plan.num_microbatches} micro-batches of {plan.microbatch_size}\n"
+        f"{ms(p.step_ns)} a step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
+    )
+    if p.load_ns is not msgspec.UNSET:
+        rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
+        yield f"once the pipeline is full: {ms(p.load_ns)} of work in a step on the busiest device, {rate} samples/s"
+    yield stage_table(plan)
+    yield memory_table(plan, timeline)
+    c = plan.certificate
+    proof = "proven optimal" if c.proven_optimal else f"within {c.gap:.2%} of the lower bound, {ms(c.lower_bound_ns)},"
+    yield f"{proof} over {c.space}"
+    if plan.alternatives:
+        yield alternatives_table(plan)
+
+
+def stage_table(plan: Plan) -> Table:
+    """Returns a row for each stage: its layers, its devices, and how long these compute and wait."""
+    table = empty_table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
+    ranks = {rank.device: rank for rank in plan.prediction.ranks}
+    for s, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            rank = ranks.get(device)
+            times = [rank.busy_ns, rank.sync_ns, rank.idle_ns] if rank else []
+            layers = (str(s), str(len(stage.layers)), stage.layers[0], stage.layers[-1])
+            table.add_row(*layers, device, *(number(t / 1e6) for t in times))
+    return table
+
+
+def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
+    """Returns a row for each device: what it holds at its peak, and during which action where a timeline tells."""
+    names = Memory.__struct_fields__
+    heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
+    table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
+    has = {device.name: device.memory_bytes for device in plan.cluster.devices}
+    for rank in plan.prediction.ranks:
+        parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
+        peak = timeline.peak_action(timeline.devices.index(rank.device)) if timeline else None
+        table.add_row(rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else []))
+    return table
+
+
+def alternatives_table(plan: Plan) -> Table:
+    """Returns the plan beside the other ways to train the same mini-batch."""
+    table = empty_table("alternatives", "strategy", "ms a step>", "samples/s>", "peak MiB>", "against this plan")
+    peak = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
+    rows = [
+        ("this plan", plan.prediction.step_ns, peak, ""),
+        *((a.name, a.step_ns, a.peak_bytes, a.why_not) for a in plan.alternatives),
+    ]
+    for name, step_ns, peak_bytes, why in rows:
+        rate = plan.minibatch_size * 1e9 / step_ns if step_ns else 0.0
+        table.add_row(name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
+    return table
+
+
+class FrontPoint(Protocol):
+    """A plan on the front of step time, peak memory and number of devices."""
+
+    @property
+    def step_ns(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def num_devices(self) -> int: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def pareto_table(front: Sequence[FrontPoint]) -> Table:
+    """Returns a row for each plan on the front."""
+    columns = (
+        "ms a step>",
+        "peak MiB>",
+        "devices>",
+        "gap at most>",
+        "devices of each stage",
+        "schedule",
+        "micro-batches",
+    )
+    table = empty_table("no plan found is better in step time, peak memory and devices at once", *columns)
+    for point in front:
+        plan = point.plan
+        widths = " + ".join(f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages)
+        figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
+        sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
+        table.add_row(*figures, f"{point.gap:.2%}", widths, plan.schedule, sizes)
+    return table
+
+
+def plan_json(plan: Plan, words: Sequence[str], front: Sequence[FrontPoint]) -> dict[str, object]:
+    """Returns what `bapipe plan --json` prints: prediction, certificate, alternatives, and what else was asked for."""
+    return {
+        "prediction": msgspec.to_builtins(plan.prediction),
+        "certificate": msgspec.to_builtins(plan.certificate),
+        "alternatives": msgspec.to_builtins(plan.alternatives),
+        "explanation": list(words),
+        "pareto": [
+            {
+                "step_ns": point.step_ns,
+                "peak_bytes": point.peak_bytes,
+                "devices": point.num_devices,
+                "gap": point.gap,
+                "schedule": point.plan.schedule,
+                "microbatch_size": point.plan.microbatch_size,
+                "stages": msgspec.to_builtins(point.plan.stages),
+            }
+            for point in front
+        ],
+    }

@@ -1,0 +1,94 @@
+"""A profile and a cluster in tables."""
+
+from collections.abc import Iterator
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from bapipe import shape
+from bapipe.cluster import Cluster
+from bapipe.profile import ModelProfile
+from bapipe.report.figures import empty_table, number
+
+
+def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
+    """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
+    yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
+    largest = max(profile.measurements, key=lambda m: m.microbatch_size)
+    title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
+    heads = "F>", "I>", "W>", "B>", "± %>", "update>", "params>", "stash>", "for W>", "output>"
+    table = empty_table(title, "layer", "kind", *heads)
+    for layer, m in zip(profile.layers, largest.layers, strict=True):
+        times = (m.forward_ns, m.input_grad_ns, m.weight_grad_ns, m.whole_backward_ns)
+        sizes = (layer.param_bytes, m.stash_bytes, m.left_by_input_grad_bytes, sum(m.output_bytes))
+        row = (
+            *(number(t / 1e6) for t in times),
+            "" if m.spread is msgspec.UNSET else f"{100 * m.spread:.1f}",
+            number(layer.update_ns / 1e6),
+            *(number(b / 2**20) for b in sizes),
+        )
+        table.add_row(layer.name, layer.kind, *row)
+    yield table
+    columns = "F ms>", "I ms>", "W ms>", "B ms>", "F + B a sample>", "stash MiB>"
+    totals = empty_table("the whole model", "micro-batch>", *columns)
+    for measured in sorted(profile.measurements, key=lambda m: m.microbatch_size):
+        f = sum(m.forward_ns for m in measured.layers)
+        i = sum(m.input_grad_ns for m in measured.layers)
+        w = sum(m.weight_grad_ns for m in measured.layers)
+        b = sum(m.whole_backward_ns for m in measured.layers)
+        stash = sum(m.stash_bytes for m in measured.layers)
+        size = measured.microbatch_size
+        totals.add_row(str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
+    yield totals
+    yield shape_table(profile)
+
+
+def shape_table(profile: ModelProfile) -> Table:
+    """What a cut after each layer would carry, beside the rails of the tensors that are alive."""
+    size = max(m.microbatch_size for m in profile.measurements)
+    found = shape.rows(profile)
+    largest = max(row.cut_bytes for row in found)
+    table = empty_table(
+        f"shape, micro-batches of {size}", "", "layer", "F + B ms>", "a cut here carries MiB>", "", "tensors>"
+    )
+    for row in found:
+        carried = number(row.cut_bytes / 2**20) if row.num_tensors else ""
+        table.add_row(
+            Text(row.rails, no_wrap=True),
+            row.layer.name,
+            number(row.forward_backward_ns / 1e6),
+            carried,
+            shape.bar(row.cut_bytes, largest),
+            str(row.num_tensors or ""),
+        )
+    return table
+
+
+def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
+    """Yields the devices and the links of a cluster."""
+    table = empty_table("devices", "device", "host", "kind", "memory MiB>", "speed>", "computes while it transfers")
+    for d in cluster.devices:
+        overlaps = "yes" if d.overlaps_transfers else "no"
+        overlaps += ", and F beside B" if d.side_by_side else ""
+        table.add_row(d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
+    yield table
+    links = empty_table("links", "link", "GB/s>", "latency µs>")
+    named = [(f"{own.source} to {own.target}", own.bytes_per_s, own.latency_ns) for own in cluster.links]
+    intra, inter = cluster.intra_host, cluster.inter_host
+    named += [
+        ("within a host", intra.bytes_per_s, intra.latency_ns),
+        ("between hosts", inter.bytes_per_s, inter.latency_ns),
+    ]
+    for name, bytes_per_s, latency_ns in named:
+        links.add_row(name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
+    yield links
+    if cluster.probe is not msgspec.UNSET:
+        yield (
+            f"both ways at once, {cluster.probe.both_ways:.0%} of a link's speed is left; computing takes "
+            f"{cluster.probe.compute_slowdown:.0%} longer while a device receives"
+        )
+        sums = empty_table("all-reduce over all devices", "KB>", "ms>")
+        for reduction in cluster.probe.all_reduce:
+            sums.add_row(number(reduction.num_bytes / 1e3), number(reduction.ns / 1e6))
+        yield sums
