@@ -15,6 +15,7 @@ from bapipe.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.draws import Draws
+from bapipe.runtime.evaluation import Evaluated, Evaluator, split_for_evaluation
 from bapipe.runtime.footprint import Footprint
 from bapipe.runtime.lower import LocalStage, Loss, Runner, subgroup
 from bapipe.runtime.materialize import materialize
@@ -22,12 +23,12 @@ from bapipe.runtime.measured import Measured, gather
 from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.shared import SharedGradients
-from bapipe.runtime.split import argument_names, split, stage_module, trained_layers
+from bapipe.runtime.split import Split, argument_names, split, stage_module, trained_layers
 from bapipe.runtime.transfers import with_transfers
 from bapipe.schedule import Action, Schedule
 from bapipe.simulate import judge
 from bapipe.timeline import Timeline
-from bapipe.trace import granularity, idle_state, state_names, trace
+from bapipe.trace import TracedModel, granularity, idle_state, state_names, trace
 
 
 class Pipeline:
@@ -55,6 +56,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         seed: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
+        evaluates: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`inputs` are examples of the model's inputs, of any batch size, on any device.
@@ -62,7 +64,8 @@ class Pipeline:
         `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
         of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
         where `torch.autocast` says so; tensors between stages keep their own. `initialize` sets the parameters of
-        one layer that is on the meta device, after its own `reset_parameters()`.
+        one layer that is on the meta device, after its own `reset_parameters()`. `evaluates` says that `evaluate` will
+        be called, for which the module is traced once more.
         """
         self._ranks = check_runnable(plan)
         self._plan, self._group, self._device = plan, group, torch.device(device)
@@ -78,6 +81,7 @@ class Pipeline:
         self._names = state_names(module)
         whole, fine = granularity(module, [name for stage in plan.stages for name in stage.layers])
         self._split = split(trace(module, inputs, whole=whole, fine=fine), plan, inputs)
+        evaluated = split_for_evaluation(module, plan, inputs, self._split) if evaluates else None
         self._footprint = Footprint(self._device)
         self._draws = Draws(seed, self._device)
         self._modules: dict[int, nn.Module] = {
@@ -90,9 +94,9 @@ class Pipeline:
         self._shared = self._connect_shared(schedule)
         self._replicas = self._connect(schedule)
         local = [self._local_stage(s) for s in sorted(self.stages)]
-        self._runner = Runner(
-            schedule, self._ranks, local, self._loss(loss), self._clock, self._draws, self._device, group
-        )
+        computed = self._loss(loss, self._split.model)
+        self._runner = Runner(schedule, self._ranks, local, computed, self._clock, self._draws, self._device, group)
+        self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
         self._optimizers = _optimizers(self._modules, optimizer or sgd())
         self._clip_norm = clip_norm
         self._updates: list[tuple[int, object, object]] = []
@@ -133,9 +137,9 @@ class Pipeline:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
         """
-        loaded = self._load(inputs)
+        loaded = self._load(inputs, self._plan.minibatch_size)
         if self.needs_target:
-            target = self._checked("target", target, None)
+            target = self._checked("target", target, None, self._plan.minibatch_size)
         first = self._split.stages[0].loaded if 0 in self.stages else ()
         later = dict.fromkeys(name for s in self.stages if s > 0 for name in self._split.stages[s].loaded)
         names = argument_names(self._split, tuple(later))
@@ -161,6 +165,32 @@ class Pipeline:
             return None
         last = self._replicas.get(len(self._plan.stages) - 1)
         return float((loss if last is None else last.total(loss)).item())
+
+    def evaluate(
+        self,
+        *inputs: Tensor | None,
+        target: Tensor | None = None,
+        num_samples: int | None = None,
+        keep: Callable[[Any], Any] = lambda output: output,
+    ) -> Evaluated | None:
+        """Passes a mini-batch through the model in evaluation mode; to be called by every rank, like `step`.
+
+        `num_samples` is how many samples it has, the plan's mini-batch where None; every rank says the same. Without a
+        target no loss is computed. `keep` says what to keep of what the model returns for a micro-batch. Returns what
+        a rank of the last stage knows, None elsewhere. Nothing of what training goes by changes.
+
+        Raises:
+            BapipeError: a tensor that this rank needs is missing or does not fit.
+            InvalidModel: the model takes no micro-batch of the size that the last one has.
+        """
+        if self._evaluator is None:
+            raise ValueError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
+        num = self._plan.minibatch_size if num_samples is None else num_samples
+        if not 1 <= num <= self._plan.minibatch_size:
+            raise ValueError(f"{num} samples to evaluate: want 1 to {self._plan.minibatch_size}, the plan's mini-batch")
+        loaded = self._load(inputs, num)
+        target = self._checked("target", target, None, num) if self.needs_target and target is not None else None
+        return self._evaluator.run(loaded, target, num, keep)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by their names in the original module; tied ones by all of them.
@@ -283,13 +313,9 @@ class Pipeline:
     def _local_stage(self, index: int) -> LocalStage:
         stage, examples = self._split.stages[index], self._split.examples
         taken = stage.received if index else stage.loaded
-        module = self._modules[index]
-        if self._autocast is not None:
-            types = [examples[name].dtype for name in stage.outputs]
-            module = Autocast(module, self._device, self._autocast, types)
         return LocalStage(
             index=index,
-            module=module,
+            module=self._computing(self._modules[index], [examples[name].dtype for name in stage.outputs]),
             received=tuple(examples[name] for name in taken),
             outputs=tuple(examples[name] for name in stage.outputs),
             arguments=argument_names(self._split, stage.loaded) if index else (),
@@ -297,9 +323,28 @@ class Pipeline:
             last_backward=self._replicas[index].gradients.last_backward if index in self._replicas else nullcontext,
         )
 
-    def _loss(self, loss: Loss) -> Loss:
+    def _computing(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:
+        """Returns a stage's module with the arithmetic that was asked for."""
+        return module if self._autocast is None else Autocast(module, self._device, self._autocast, outputs)
+
+    def _evaluator_of(self, parts: Split, loss: Loss) -> Evaluator:
+        modules = {s: stage_module(parts, s, self._device) for s in self.stages}
+        types = {s: [parts.examples[name].dtype for name in parts.stages[s].outputs] for s in self.stages}
+        last = self._replicas.get(len(self._plan.stages) - 1)
+        return Evaluator(
+            parts,
+            self._plan,
+            self._ranks,
+            {s: self._computing(module, types[s]) for s, module in modules.items()},
+            self._loss(loss, parts.model),
+            last.total if last is not None else lambda part: part,
+            self._device,
+            self._group,
+        )
+
+    def _loss(self, loss: Loss, model: TracedModel) -> Loss:
         """The last stage gives a tuple of tensors; the loss wants what the model returns."""
-        rebuild = self._split.model.result.rebuild
+        rebuild = model.result.rebuild
 
         def computed(output: Any, target: Tensor) -> Tensor:
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
@@ -307,18 +352,21 @@ class Pipeline:
 
         return computed
 
-    def _load(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def _load(self, inputs: Sequence[Tensor | None], num_samples: int) -> dict[str, Tensor]:
         if len(inputs) > len(self.input_names):
             raise ValueError(f"{len(inputs)} inputs for a model that takes {len(self.input_names)}")
         given = dict(zip(self.input_names, inputs, strict=False))
-        return {name: self._checked(name, given.get(name), self._split.examples[name]) for name in self.needs}
+        examples = self._split.examples
+        return {name: self._checked(name, given.get(name), examples[name], num_samples) for name in self.needs}
 
-    def _checked(self, name: str, tensor: Tensor | None, example: Tensor | None) -> Tensor:
+    def _checked(self, name: str, tensor: Tensor | None, example: Tensor | None, num_samples: int) -> Tensor:
         """Returns a tensor on the device, when it is there and like the example."""
         if tensor is None:
             raise BapipeError(f"this rank runs a stage that needs '{name}', which is missing")
         size = tensor.shape[0] if tensor.dim() else 0
-        if size != self._plan.minibatch_size:
+        if size != num_samples:
+            if num_samples != self._plan.minibatch_size:
+                raise BapipeError(f"'{name}' has {size} samples; num_samples is {num_samples}")
             raise BapipeError(
                 f"'{name}' has {size} samples; the plan's mini-batch is {self._plan.minibatch_size}: "
                 "drop or pad a last, smaller batch"

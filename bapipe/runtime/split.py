@@ -88,6 +88,17 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     return Split(model=model, stages=stages, examples=examples, shared=shared)
 
 
+def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
+    """Returns the examples of a split for micro-batches of another size.
+
+    Raises:
+        InvalidModel: the model takes none of that size.
+    """
+    given = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
+    inputs = [parts.examples[name] for name in parts.model.inputs]
+    return _examples(parts.model, given, inputs, microbatch_size)
+
+
 def stage_module(
     parts: Split,
     index: int,
