@@ -154,6 +154,10 @@ def test_command_line_options() -> None:
             "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",
             "--recompute", "--replicas", "--schedule", "--stages", "--time-limit",
         ],
+        "compare": [
+            "--arg", "--cluster", "--devices", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
+            "--recompute", "--replicas", "--schedule", "--time-limit",
+        ],
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],
         "run": [

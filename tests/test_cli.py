@@ -63,6 +63,37 @@ def test_the_same_input_gives_the_same_bytes(folder: Path) -> None:
     assert (folder / "plan.json").read_bytes() == first
 
 
+def test_compare_sets_the_best_plan_of_each_schedule_beside_the_others(folder: Path) -> None:
+    where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"
+    done = bapipe(folder, "compare", *where, "--schedule", "1f1b,gpipe,zb-v", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["plans"]) == ["1f1b", "gpipe", "zb-v", "any of them, with replicas"]
+    assert {other["name"] for other in found["others"]} >= {"one-device", "data-parallel"}
+    assert found["failed"] == {}
+    for schedule in ("1f1b", "gpipe", "zb-v"):
+        assert (
+            found["plans"][schedule]["step_ns"]
+            == planned(folder, "--schedule", schedule, "--no-replicas").prediction.step_ns
+        )
+    least = min(plan["step_ns"] for plan in found["plans"].values())
+    assert found["plans"]["any of them, with replicas"]["step_ns"] == least
+    shown = bapipe(folder, "compare", *where, "--schedule", "gpipe").stdout
+    assert "any of them, with replicas" in shown
+    assert "data-parallel" in shown
+
+
+def test_compare_says_which_strategies_do_not_fit(folder: Path) -> None:
+    where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"
+    limit = str(planned(folder, "--schedule", "1f1b", "--no-replicas").prediction.ranks[0].peak_bytes)
+    done = bapipe(folder, "compare", *where, "--memory-limit", "1")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: no plan fits in memory; the closest is ")
+    some = json.loads(bapipe(folder, "compare", *where, "--memory-limit", limit, "--json", "--no-recompute").stdout)
+    assert some["plans"]
+    assert all(plan["peak_bytes"] <= int(limit) for plan in some["plans"].values())
+
+
 def test_simulate_repeats_the_plan(folder: Path) -> None:
     plan = planned(folder)
     done = bapipe(folder, "simulate", "plan.json", "profile.json", "--json", "--trace", "trace.json")

@@ -1,5 +1,6 @@
 """What users and the command line call: profile a model, plan it, judge the plan, run it."""
 
+from bapipe.api.comparing import Comparison, compare
 from bapipe.api.given import ASSUMED_LINK, Tell, alike, by_kind, local_cluster, probed_cluster
 from bapipe.api.planning import certify, decide, explain, kept_plan, pareto, plan, simulate, unit_timeline
 from bapipe.api.profiling import kept_profile, profile, profile_model
@@ -7,10 +8,12 @@ from bapipe.api.running import export, run
 
 __all__ = [
     "ASSUMED_LINK",
+    "Comparison",
     "Tell",
     "alike",
     "by_kind",
     "certify",
+    "compare",
     "decide",
     "explain",
     "export",

@@ -26,6 +26,14 @@ Arguments = Annotated[
 ]
 Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples in one optimizer step.")]
 Sizes = Annotated[str, typer.Option("--microbatch-size", help="Micro-batch sizes to measure, such as 1,2,4,8.")]
+Sources = Annotated[
+    list[str], typer.Argument(metavar="PROFILE...|MODEL", help="Profiles, one a device kind, or a model to profile.")
+]
+ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="Cluster file; else this machine.")]
+Microbatch = Annotated[int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size.")]
+MemoryLimit = Annotated[int | None, typer.Option("--memory-limit", min=1, help="Bytes a device may hold at most.")]
+Replicas = Annotated[bool, typer.Option("--replicas/--no-replicas", help="Let stages have several devices.")]
+Recompute = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Let stages that do not fit recompute.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -70,7 +78,18 @@ def profiles_of(sources: list[str], pairs: list[str] | None) -> dict[str, ModelP
     return api.by_kind(read(Path(source), ModelProfile) for source in sources)
 
 
-def this_machine(profiles: dict[str, ModelProfile], num_devices: int | None) -> Cluster:
+def check_said_once(cluster: Path | None, num_devices: int | None) -> None:
+    """Raises BapipeError where two options say what the devices are."""
+    if cluster is not None and num_devices is not None:
+        raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+
+
+def cluster_of(profiles: dict[str, ModelProfile], cluster: Path | None, num_devices: int | None) -> Cluster:
+    """Returns the devices of a cluster file, or of this machine."""
+    return read(cluster, Cluster) if cluster is not None else _this_machine(profiles, num_devices)
+
+
+def _this_machine(profiles: dict[str, ModelProfile], num_devices: int | None) -> Cluster:
     """Returns devices like the profiled one: as many as asked for, or as this machine has cores."""
     if num_devices is None:
         if set(profiles) != {"cpu"}:

@@ -12,7 +12,22 @@ import typer
 from bapipe import api, report
 from bapipe.changes import change_parts
 from bapipe.cli.console import err, note, out, pareto_front, planning_status, show_parts
-from bapipe.cli.given import Arguments, AsJson, Devices, Minibatch, Output, profiles_of, this_machine
+from bapipe.cli.given import (
+    Arguments,
+    AsJson,
+    ClusterFile,
+    Devices,
+    MemoryLimit,
+    Microbatch,
+    Minibatch,
+    Output,
+    Recompute,
+    Replicas,
+    Sources,
+    check_said_once,
+    cluster_of,
+    profiles_of,
+)
 from bapipe.cluster import Cluster
 from bapipe.codec import check_writable, fingerprint, read, read_any, write, write_bytes
 from bapipe.errors import BapipeError
@@ -20,8 +35,11 @@ from bapipe.page import page, profile_page
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.recorded import read_trace
-from bapipe.schedules import ALL
+from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.search.options import Options
+
+RUNNABLE = ",".join(name for name in ALL if name not in SIDE_BY_SIDE)
+"""The schedules that torch can run."""
 
 
 class Objective(StrEnum):
@@ -32,33 +50,24 @@ class Objective(StrEnum):
 
 
 def plan(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="PROFILE...|MODEL", help="Profiles, one a device kind, or a model to profile."),
-    ],
-    cluster: Annotated[Path | None, typer.Option("--cluster", help="Cluster file; else this machine.")] = None,
+    sources: Sources,
+    cluster: ClusterFile = None,
     devices: Devices = None,
     minibatch_size: Minibatch = 32,
-    microbatch_size: Annotated[
-        int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size.")
-    ] = None,
+    microbatch_size: Microbatch = None,
     schedule: Annotated[str, typer.Option("--schedule", help=f"From: {', '.join(ALL)}; search looks for an order.")] = (
         "1f1b,gpipe"
     ),
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
-    memory_limit: Annotated[
-        int | None, typer.Option("--memory-limit", min=1, help="Bytes a device may hold at most.")
-    ] = None,
+    memory_limit: MemoryLimit = None,
     objective: Annotated[
         Objective, typer.Option("--objective", help="The time of one step, or the work of the most loaded device.")
     ] = Objective.STEP,
     memory_margin: Annotated[
         float, typer.Option("--memory-margin", min=0.0, max=0.99, help="Share of each device's memory to leave free.")
     ] = 0.0,
-    replicas: Annotated[bool, typer.Option("--replicas/--no-replicas", help="Let stages have several devices.")] = True,
-    recompute: Annotated[
-        bool, typer.Option("--recompute/--no-recompute", help="Let stages that do not fit recompute.")
-    ] = True,
+    replicas: Replicas = True,
+    recompute: Recompute = True,
     constraint: Annotated[
         list[str] | None,
         typer.Option("--constraint", help="'LAYER with|without LAYER' or 'LAYER on DEVICE,DEVICE'; may be repeated."),
@@ -78,8 +87,7 @@ def plan(
     output: Output = Path("plan.json"),
 ) -> None:
     """Find the fastest plan and prove how good it is."""
-    if cluster is not None and devices is not None:
-        raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+    check_said_once(cluster, devices)
     if pin is not None and (cluster is not None or devices is not None):
         raise BapipeError("a pinned plan holds its cluster: leave --cluster and --devices out")
     if objective is not Objective.STEP and (pin is not None or explain or pareto):
@@ -87,10 +95,7 @@ def plan(
     check_writable(output)
     profiles = profiles_of(sources, arg)
     pinned = read(pin, Plan) if pin is not None else None
-    if pinned is not None:
-        where = pinned.cluster
-    else:
-        where = read(cluster, Cluster) if cluster is not None else this_machine(profiles, devices)
+    where = cluster_of(profiles, cluster, devices) if pinned is None else pinned.cluster
     options = Options(
         minibatch_size=minibatch_size if pinned is None else pinned.minibatch_size,
         microbatch_size=microbatch_size,
@@ -125,6 +130,44 @@ def plan(
     if front:
         show_parts([report.pareto_table(front)])
     out.print(f"wrote {output}", highlight=False)
+
+
+def compare(
+    sources: Sources,
+    cluster: ClusterFile = None,
+    devices: Devices = None,
+    minibatch_size: Minibatch = 32,
+    microbatch_size: Microbatch = None,
+    schedule: Annotated[str, typer.Option("--schedule", help=f"From: {', '.join(ALL)}.")] = RUNNABLE,
+    memory_limit: MemoryLimit = None,
+    replicas: Replicas = True,
+    recompute: Recompute = True,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", min=0.0, help="Seconds for each search; else as long as takes some.")
+    ] = None,
+    as_json: AsJson = False,
+    arg: Arguments = None,
+) -> None:
+    """Set every strategy side by side: the best plan of each schedule, one device, data parallelism, equal layers."""
+    check_said_once(cluster, devices)
+    profiles = profiles_of(sources, arg)
+    where = cluster_of(profiles, cluster, devices)
+    options = Options(
+        minibatch_size=minibatch_size,
+        microbatch_size=microbatch_size,
+        schedules=[name.strip() for name in schedule.split(",")],
+        memory_limit_bytes=memory_limit,
+        replicas=replicas,
+        recompute=recompute,
+    )
+    with err.status("planning") as status:
+        found = api.compare(
+            profiles, where, options, time_limit_s=time_limit, tell=lambda name: status.update(f"planning: {name}")
+        )
+    if as_json:
+        sys.stdout.write(json.dumps(report.comparison_json(found.plans, found.others, found.failed)) + "\n")
+        return
+    show_parts(report.comparison_parts(found.plans, found.others, found.failed))
 
 
 def simulate(

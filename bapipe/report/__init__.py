@@ -1,5 +1,6 @@
 """What people look at: tables of plans and profiles, a text Gantt chart, a trace for Perfetto."""
 
+from bapipe.report.comparisons import comparison_json, comparison_parts
 from bapipe.report.figures import empty_table, mib, ms, number
 from bapipe.report.outcomes import outcome_json, outcome_parts
 from bapipe.report.plans import pareto_table, plan_json, plan_parts
@@ -9,6 +10,8 @@ from bapipe.report.timelines import NAME, gantt, trace
 __all__ = [
     "NAME",
     "cluster_parts",
+    "comparison_json",
+    "comparison_parts",
     "empty_table",
     "gantt",
     "mib",

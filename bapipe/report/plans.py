@@ -100,11 +100,16 @@ def pareto_table(front: Sequence[FrontPoint]) -> Table:
     table = empty_table("no plan found is better in step time, peak memory and devices at once", *columns)
     for point in front:
         plan = point.plan
-        widths = " + ".join(f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages)
         figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
         sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
-        table.add_row(*figures, f"{point.gap:.2%}", widths, plan.schedule, sizes)
+        table.add_row(*figures, f"{point.gap:.2%}", widths(plan), plan.schedule, sizes)
     return table
+
+
+def widths(plan: Plan) -> str:
+    """Returns how many devices each stage has, and r where it recomputes."""
+    each = [f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages]
+    return " + ".join(each) if len(set(each)) > 1 or len(each) < 3 else f"{len(each)} x {each[0]}"
 
 
 def plan_json(plan: Plan, words: Sequence[str], front: Sequence[FrontPoint]) -> dict[str, object]:

@@ -1,0 +1,62 @@
+"""Strategies side by side, the fastest first."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from rich.table import Table
+
+from bapipe.plan import Alternative, Plan
+from bapipe.report.figures import empty_table, number
+from bapipe.report.plans import widths
+
+
+def comparison_parts(
+    plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str]
+) -> Iterator[Table | str]:
+    """Yields a row for each strategy that has a plan or was judged, then why the others have none."""
+    first = next(iter(plans.values()))
+    yield f"{first.model}: mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
+    columns = "ms a step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"
+    table = empty_table("strategies; stages: devices of each, r: recomputes; of: micro-batches", "strategy", *columns)
+    fastest = min(plan.prediction.step_ns for plan in plans.values())
+
+    def row(name: str, step_ns: int, peak_bytes: int, bubble: str, gap: str, stages: str, sizes: str) -> list[str]:
+        against = f"{step_ns / fastest - 1:+.1%}" if step_ns != fastest else ""
+        rate = number(first.minibatch_size * 1e9 / step_ns)
+        return [name, number(step_ns / 1e6), against, rate, bubble, number(peak_bytes / 2**20), gap, stages, sizes]
+
+    rows = [(other.step_ns, row(other.name, other.step_ns, other.peak_bytes, "", "", "", "")) for other in others]
+    rows = [(step_ns, cells) for (step_ns, cells), other in zip(rows, others, strict=True) if other.feasible]
+    for name, plan in plans.items():
+        p = plan.prediction
+        peak = max(rank.peak_bytes for rank in p.ranks)
+        sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
+        cells = row(name, p.step_ns, peak, f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}", widths(plan), sizes)
+        rows.append((p.step_ns, cells))
+    for _, cells in sorted(rows, key=lambda timed: timed[0]):
+        table.add_row(*cells)
+    yield table
+    yield from (f"{name}: {why}" for name, why in failed.items())
+    yield from (f"{other.name}: {other.why_not}" for other in others if not other.feasible)
+
+
+def comparison_json(
+    plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str]
+) -> dict[str, object]:
+    """Returns what `bapipe compare --json` prints."""
+    return {
+        "plans": {
+            name: {
+                "step_ns": plan.prediction.step_ns,
+                "peak_bytes": max(rank.peak_bytes for rank in plan.prediction.ranks),
+                "bubble": plan.prediction.bubble,
+                "gap": plan.certificate.gap,
+                "schedule": plan.schedule,
+                "microbatch_size": plan.microbatch_size,
+                "stages": msgspec.to_builtins(plan.stages),
+            }
+            for name, plan in plans.items()
+        },
+        "others": msgspec.to_builtins(others),
+        "failed": dict(failed),
+    }
