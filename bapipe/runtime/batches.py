@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -65,18 +64,26 @@ def _load(
     pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], chosen: Sequence[int], rows: Sequence[int], after: Position
 ) -> Batch:
     needs, names = pipeline.needs, pipeline.input_names
-    stack = partial(_stack, rows, plan.minibatch_size)
-    items = [dataset[chosen[row]] for row in rows] if needs or pipeline.needs_target else []
-    columns = [given if isinstance(given, tuple | list) else (given,) for given, _ in items]
-    if any(len(column) != len(names) for column in columns):
-        raise BapipeError(f"the model takes {len(names)} inputs; the data gives {len(columns[0])} a sample")
-    return Batch(
-        tuple(
-            stack([column[place] for column in columns]) if name in needs else None for place, name in enumerate(names)
-        ),
-        stack([target for _, target in items]) if pipeline.needs_target else None,
-        after,
-    )
+    wanted = [place for place, name in enumerate(names) if name in needs]
+    if pipeline.needs_target:
+        wanted.append(len(names))
+    columns = _columns(dataset, [chosen[row] for row in rows], wanted, len(names)) if wanted else {}
+    stacked = {place: _stack(rows, plan.minibatch_size, column) for place, column in columns.items()}
+    return Batch(tuple(stacked.get(place) for place in range(len(names))), stacked.get(len(names)), after)
+
+
+def _columns(
+    dataset: Dataset[Any], indices: Sequence[int], wanted: Sequence[int], num_inputs: int
+) -> dict[int, list[Any]]:
+    """Returns some parts of items; the target's place is after the inputs'. Loads no other, where the data can."""
+    part = getattr(dataset, "part", None)
+    if part is not None:
+        return {place: [part(index, place) for index in indices] for place in wanted}
+    items = [dataset[index] for index in indices]
+    rows = [(*given, target) if isinstance(given, tuple | list) else (given, target) for given, target in items]
+    if any(len(row) != num_inputs + 1 for row in rows):
+        raise BapipeError(f"the model takes {num_inputs} inputs; the data gives {len(rows[0]) - 1} a sample")
+    return {place: [row[place] for row in rows] for place in wanted}
 
 
 def _stack(rows: Sequence[int], minibatch_size: int, values: list[Any]) -> Tensor:

@@ -1,6 +1,5 @@
 """Sentences and their translations from the message catalogues of the programs on this machine."""
 
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,8 @@ _MAGIC = 0x950412DE
 _MIN_WORDS = 5
 
 
-def catalogue_pairs(language: str, root: Path = ROOT) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields messages of five words or more in English and in another language, as words and signs.
+def catalogue_pairs(language: str, root: Path = ROOT) -> Iterator[tuple[str, str]]:
+    """Yields messages of five words or more in English and in another language, each on a line.
 
     Messages that have plurals are left out, and so are catalogues that are not in UTF-8.
     """
@@ -26,7 +25,7 @@ def catalogue_pairs(language: str, root: Path = ROOT) -> Iterator[tuple[list[str
         for english, other in messages:
             if "\0" not in english and len(english.split()) >= _MIN_WORDS and english not in seen:
                 seen.add(english)
-                yield _words(english), _words(other)
+                yield " ".join(english.split()), " ".join(other.split())
 
 
 def _messages(content: bytes) -> Iterator[tuple[str, str]]:
@@ -40,7 +39,3 @@ def _messages(content: bytes) -> Iterator[tuple[str, str]]:
 
     for index in range(count):
         yield text(messages, index).rpartition("\4")[2], text(translations, index)  # what is before \4 is context
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+|[^\w\s]", text)

@@ -17,7 +17,9 @@ class Example:
         inputs: example inputs, batch first, of any batch size.
         target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch, a scalar.
-        data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs.
+        data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs. The
+            data may have `part(index, place)`, which gives input `place` of an item, or its target where `place` is
+            the number of inputs, so that a rank loads no more than it uses; and `held_out`, other data to evaluate on.
         learning_rate: one that trains the model with SGD, momentum 0.9, where nothing else is said.
         initialize: sets the parameters of one layer's module in place; None takes its `reset_parameters()`.
     """

@@ -27,7 +27,7 @@ def build(factory: str, arguments: Mapping[str, object], meta: bool = False) -> 
             than an Example.
     """
     with current_folder_importable():
-        function = _find(factory)
+        function = find(factory, "factory")
         _check_arguments(factory, function, arguments)
         try:
             with torch.device("meta") if meta else nullcontext():
@@ -44,14 +44,21 @@ def build(factory: str, arguments: Mapping[str, object], meta: bool = False) -> 
     return example
 
 
-def _find(factory: str) -> Callable[..., object]:
-    path, _, name = factory.partition(":")
+def is_path(text: str) -> bool:
+    """Whether a text has the form `module.path:function`."""
+    path, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in path.split("."))
+
+
+def find(where: str, what: str) -> Callable[..., object]:
+    """Returns the function at `module.path:function`; `what` is what messages call it."""
+    path, _, name = where.partition(":")
     try:
         module = importlib.import_module(path)
     except Exception as error:  # importing runs the module's own code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{path}.".startswith(f"{error.name}."):
             raise InvalidModel(
-                f"no module '{path}' for factory '{factory}': it must be installed, or lie in the current folder"
+                f"no module '{path}' for {what} '{where}': it must be installed, or lie in the current folder"
             ) from None
         raise InvalidModel(f"module '{path}' cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., object] | None = getattr(module, name, None)

@@ -20,11 +20,32 @@ _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", 
 _NUM_DIGITS = 10
 
 
-def images(spec: str, *, image_size: int, num_classes: int) -> Dataset[tuple[Tensor, Tensor]]:
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs of an image, part 0, and its class, part 1; `held_out` are others to evaluate on, where there are any."""
+
+    __slots__ = ()
+
+    @property
+    def held_out(self) -> "Images | None":
+        return None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def part(self, index: int, place: int) -> Tensor:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.part(index, 0), self.part(index, 1)
+
+
+def images(spec: str, *, image_size: int, num_classes: int) -> Images:
     """Returns pairs of a normalised image [3, image_size, image_size] and its class, an int64 scalar.
 
     `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (made up, the same everywhere), or a
-    folder with one subfolder of images a class, classes in the order of their names.
+    folder with one subfolder of images a class, classes in the order of their names. A folder with a `train` and a
+    `val` folder of this kind has what is in `val` as its `held_out`. Either part of a pair can be had alone, see
+    `bapipe.zoo.example.Example`.
 
     Raises:
         BapipeError: no such data, or more classes than the model has.
@@ -37,7 +58,7 @@ def images(spec: str, *, image_size: int, num_classes: int) -> Dataset[tuple[Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Digits(Dataset[tuple[Tensor, Tensor]]):
+class _Digits(Images):
     """MNIST; pixels are uint8 [n, 28, 28], classes int64 [n]."""
 
     pixels: Tensor
@@ -47,15 +68,17 @@ class _Digits(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.classes)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def part(self, index: int, place: int) -> Tensor:
+        if place:
+            return self.classes[index]
         pixels = (self.pixels[index] / 255 - 0.1307) / 0.3081  # mean and standard deviation of MNIST
         shape = (self.image_size, self.image_size)
         image = functional.interpolate(pixels[None, None], shape, mode="bilinear", align_corners=False)
-        return image[0].expand(3, -1, -1).contiguous(), self.classes[index]
+        return image[0].expand(3, -1, -1).contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
+class _Synthetic(Images):
     """Normal noise and uniform classes, each with a pattern of its own in the noise; item i depends on i alone."""
 
     image_size: int
@@ -64,13 +87,13 @@ class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return NUM_SYNTHETIC
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def part(self, index: int, place: int) -> Tensor:
         if not 0 <= index < NUM_SYNTHETIC:
             raise IndexError(index)
         generator = torch.Generator().manual_seed(index)
         noise = torch.randn(3, self.image_size, self.image_size, generator=generator)
         label = torch.randint(self.num_classes, (), generator=generator)
-        return noise + self._pattern(int(label)), label
+        return label if place else noise + self._pattern(int(label))
 
     def _pattern(self, label: int) -> Tensor:
         generator = torch.Generator().manual_seed(NUM_SYNTHETIC + label)
@@ -79,18 +102,23 @@ class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Folder(Dataset[tuple[Tensor, Tensor]]):
+class _Folder(Images):
     """Image files and their classes, read when asked for."""
 
     files: tuple[tuple[Path, int], ...]
     image_size: int
+    others: "_Folder | None" = None
+
+    @property
+    def held_out(self) -> Images | None:
+        return self.others
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def part(self, index: int, place: int) -> Tensor:
         path, label = self.files[index]
-        return _read(path, self.image_size), torch.tensor(label)
+        return torch.tensor(label) if place else _read(path, self.image_size)
 
 
 def _mnist(image_size: int, num_classes: int) -> _Digits:
@@ -112,23 +140,39 @@ def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:
     root = Path(spec)
     if not root.is_dir():
         raise BapipeError(f"data '{spec}' is not a folder: want mnist, synthetic, or a folder with a subfolder a class")
-    classes = sorted(path for path in root.iterdir() if path.is_dir())
+    apart = any(path.is_dir() for path in root.glob("train/*"))
+    training = root / "train" if apart else root
+    classes = [path.name for path in sorted(training.iterdir()) if path.is_dir()]
     if len(classes) > num_classes:
         raise BapipeError(
             f"data '{spec}' has {len(classes)} classes, the model {num_classes}: "
             f"build it with num_classes={len(classes)} or more"
         )
+    held_out = _files(root / "val", classes) if apart and (root / "val").is_dir() else ()
+    return _Folder(
+        files=_files(training, classes),
+        image_size=image_size,
+        others=_Folder(files=held_out, image_size=image_size) if held_out else None,
+    )
+
+
+def _files(root: Path, classes: list[str]) -> tuple[tuple[Path, int], ...]:
+    number = {name: label for label, name in enumerate(classes)}
+    folders = sorted(path for path in root.iterdir() if path.is_dir())
+    for folder in folders:
+        if folder.name not in number:
+            raise BapipeError(f"data '{root}' has class '{folder.name}', which {root.parent / 'train'} has not")
     files = tuple(
-        (path, label)
-        for label, folder in enumerate(classes)
+        (path, number[folder.name])
+        for folder in folders
         for path in sorted(folder.rglob("*"))
         if path.suffix.lower() in _SUFFIXES
     )
     if not files:
         raise BapipeError(
-            f"data '{spec}' holds no images: want a subfolder a class with {', '.join(sorted(_SUFFIXES))} files in it"
+            f"data '{root}' holds no images: want a subfolder a class with {', '.join(sorted(_SUFFIXES))} files in it"
         )
-    return _Folder(files=files, image_size=image_size)
+    return files
 
 
 def _read(path: Path, image_size: int) -> Tensor:
@@ -142,7 +186,7 @@ def _read(path: Path, image_size: int) -> Tensor:
     try:
         with Image.open(path) as image:
             square = ImageOps.fit(image.convert("RGB"), (image_size, image_size), Image.Resampling.BILINEAR)
-    except OSError as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what pillow's readers raise
         raise BapipeError(f"{path}: cannot be read as an image: {error}; mend or remove it") from None
     pixels = torch.from_numpy(numpy.array(square)).permute(2, 0, 1) / 255
     mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])

@@ -1,15 +1,13 @@
 """Pictures, each with a question, to train a model on that needs to see and to read."""
 
-from collections.abc import Sized
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bapipe.zoo.images import images
+from bapipe.zoo.images import Images, images
 
 PAD, SHOWN, NAMED = range(3)
 """The words that a vocabulary begins with: padding, and what a question asks for."""
@@ -25,7 +23,7 @@ def num_words(num_answers: int) -> int:
     return NAMED + 1 + _NUM_FILLERS + num_answers
 
 
-def questions(spec: str, *, image_size: int, length: int, num_answers: int) -> Dataset[Pair]:
+def questions(spec: str, *, image_size: int, length: int, num_answers: int) -> "_Questions":
     """Returns the images of `spec`, see `images`, with questions of up to `length` words and their answers.
 
     Half of the questions ask what the image shows, the others which class the question itself names.
@@ -41,15 +39,26 @@ def questions(spec: str, *, image_size: int, length: int, num_answers: int) -> D
 class _Questions(Dataset[Pair]):
     """The question of item i depends on i alone."""
 
-    shown: Dataset[tuple[Tensor, Tensor]]
+    shown: Images
     length: int
     num_answers: int
 
+    @property
+    def held_out(self) -> "_Questions | None":
+        others = self.shown.held_out
+        if others is None:
+            return None
+        return _Questions(shown=others, length=self.length, num_answers=self.num_answers)
+
     def __len__(self) -> int:
-        return len(cast(Sized, self.shown))
+        return len(self.shown)
 
     def __getitem__(self, index: int) -> Pair:
-        image, shown = self.shown[index]
+        return (self.part(index, 0), self.part(index, 1)), self.part(index, 2)
+
+    def part(self, index: int, place: int) -> Tensor:
+        if place == 0:
+            return self.shown.part(index, 0)
         generator = torch.Generator().manual_seed(index)
 
         def draw(low: int, high: int) -> Tensor:
@@ -61,5 +70,6 @@ class _Questions(Dataset[Pair]):
         named, asked = draw(0, self.num_answers), draw(SHOWN, NAMED + 1)
         question[0] = asked
         question[int(draw(1, count))] = first_name + named
-        answer = torch.where(asked == SHOWN, shown, named)
-        return (image, functional.pad(question, (0, self.length - count), value=PAD)), answer
+        if place == 1:
+            return functional.pad(question, (0, self.length - count), value=PAD)
+        return torch.where(asked == SHOWN, self.shown.part(index, 1), named)

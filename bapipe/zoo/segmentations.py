@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
-from bapipe.zoo.images import images
+from bapipe.zoo.images import Images, images
 
 Pair = tuple[Tensor, Tensor]
 """(image [channels, *shape], classes [*shape] int64)"""
@@ -75,14 +75,14 @@ class _Balls(Dataset[Pair]):
 class _Outlined(Dataset[Pair]):
     """Digits in noise, and which pixels are theirs."""
 
-    digits: Dataset[tuple[Tensor, Tensor]]
+    digits: Images
     channels: int
 
     def __len__(self) -> int:
-        return len(self.digits)  # type: ignore[arg-type]
+        return len(self.digits)
 
     def __getitem__(self, index: int) -> Pair:
-        digit = self.digits[index][0][0]
+        digit = self.digits.part(index, 0)[0]
         noise = torch.randn(self.channels, *digit.shape, generator=_generator(index))
         return digit + noise, (digit > 1).long()
 

