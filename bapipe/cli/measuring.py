@@ -29,9 +29,9 @@ def profile(
     channels_last: Annotated[bool, typer.Option("--channels-last", help="Lay images out pixel by pixel.")] = False,
     tf32: Annotated[bool, typer.Option("--tf32", help="Let CUDA round float32 factors to tf32.")] = False,
     layer_by_layer: Annotated[
-        bool, typer.Option("--layer-by-layer", help="Hold one layer at a time, and measure equal ones once.")
+        bool, typer.Option("--layer-by-layer", help="Hold one layer at a time, for models that do not fit.")
     ] = False,
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Layer by layer, measure equal ones too.")] = False,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Measure each of equal layers by itself.")] = False,
     whole: Annotated[
         list[str] | None,
         typer.Option("--whole", metavar="PATH", help="Take a module as one layer, such as 'encoder.*'; repeatable."),
@@ -51,8 +51,6 @@ def profile(
         channels_last=channels_last,
         tf32=tf32,
     )
-    if exhaustive and not layer_by_layer:
-        raise BapipeError("--exhaustive goes with --layer-by-layer; else every layer is measured as it is")
     with parts_bar() as tell:
         measured = api.profile_model(
             model,

@@ -1,22 +1,22 @@
 """Layers measured one by one, equal ones once, for models that do not fit as a whole."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bapipe.errors import BapipeError
-from bapipe.measure.memory import LayerMemory, storage, usage
-from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, now_ns, spread
-from bapipe.measure.watch import Subject, TensorFacts, check_loss, layer_failed
-from bapipe.profile import LOSS
-from bapipe.trace import extract
+from bapipe.measure.clocks import now_ns, synchronize
+from bapipe.measure.memory import LayerMemory, usage, waiting_bytes
+from bapipe.measure.parts import parts_of, signature, storage, walk
+from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, spread
+from bapipe.measure.watch import Subject, TensorFacts, layer_failed
 
 T = TypeVar("T")
 
@@ -48,10 +48,8 @@ class _Figures:
     has_gradient: tuple[bool, ...]
 
 
-def measure_alone(
-    subject: Subject, seconds: float, target: float, exhaustive: bool
-) -> tuple[LayerTimes, LayerMemory, int]:
-    """Returns times and bytes of every layer and the loss, and how many layers were measured.
+def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: bool) -> tuple[LayerTimes, LayerMemory]:
+    """Returns times and bytes of every layer and the loss.
 
     Layers of the same code, shapes, types and settings are measured once, unless `exhaustive`. Each runs on the real
     inputs, which come from a forward that keeps only what later layers use. Times are those of a layer whose input is
@@ -65,28 +63,28 @@ def measure_alone(
     facts: dict[str, TensorFacts] = {}
     stash: list[int] = []
     charged: set[int] = set()
-    parts = list(_parts(subject))
+    parts = list(parts_of(subject))
     num_measured = 0
-    for index, (name, module, inputs, outputs, living) in enumerate(_walk(subject, parts)):
-        charged &= living
-        graded = tuple(source in facts and facts[source].has_gradient for source in parts[index][1])
-        key = (_signature(module, inputs), graded)
+    for call in walk(subject, parts):
+        charged &= call.living
+        graded = tuple(source in facts and facts[source].has_gradient for source in call.part.inputs)
+        key = (signature(call.part.module, call.inputs), graded)
         if exhaustive or key not in known:
             num_measured += 1
             try:
-                known[key] = _figures(subject, module, inputs, graded, seconds / len(parts), target)
+                known[key] = _figures(subject, call.part.module, call.inputs, graded, seconds / len(parts), target)
             except BapipeError:
                 raise
             except Exception as error:  # whatever a layer raises
-                raise layer_failed(name, "forward or backward", subject, error) from error
+                raise layer_failed(call.part.name, "forward or backward", subject, error) from error
         figures = known[key]
         found.append(figures)
-        saved = [inputs[i] for i in figures.saved_inputs] + [outputs[i] for i in figures.saved_outputs]
+        saved = [call.inputs[i] for i in figures.saved_inputs] + [call.outputs[i] for i in figures.saved_outputs]
         new = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved if storage(tensor) not in charged}
         charged |= new.keys()
         stash.append(figures.own_stash_bytes + sum(new.values()))
-        for tensor_name, tensor, graded_output in zip(parts[index][2], outputs, figures.has_gradient, strict=True):
-            facts[tensor_name] = TensorFacts(num_bytes=tensor.nbytes, has_gradient=graded_output)
+        for name, tensor, has_gradient in zip(call.part.outputs, call.outputs, figures.has_gradient, strict=True):
+            facts[name] = TensorFacts(num_bytes=tensor.nbytes, has_gradient=has_gradient)
     times = LayerTimes(
         forward_ns=tuple(f.forward_ns for f in found),
         input_grad_ns=tuple(f.input_grad_ns for f in found),
@@ -95,77 +93,18 @@ def measure_alone(
         spreads=tuple(f.spread for f in found),
         num_passes=min(f.num_repeats for f in found),
         sum_over_whole=None,
+        num_kinds=num_measured,
     )
     memory = LayerMemory(
         stash_bytes=tuple(stash),
         gradient_stash_bytes=tuple(f.left_bytes for f in found),
-        workspace_bytes=tuple(f.workspace_bytes for f in found),
+        workspace_bytes=tuple(
+            f.workspace_bytes + 2 * waiting  # the gradient that waits, and its sum with the layer's own
+            for f, waiting in zip(found, (*waiting_bytes(subject.model), 0), strict=True)
+        ),
         tensors=facts,
     )
-    return times, memory, num_measured
-
-
-_Part = tuple[str, tuple[str, ...], tuple[str, ...], Callable[..., Any]]
-"""Name, inputs, outputs, and what maps one to a tuple of the other."""
-
-
-def _parts(subject: Subject) -> Iterator[_Part]:
-    model = subject.model
-    for layer in model.layers:
-        module = extract(model, [layer.name], layer.inputs, layer.outputs)
-        yield layer.name, layer.inputs, layer.outputs, module.train()
-
-    def loss(*given: Tensor) -> tuple[Tensor]:
-        *outputs, target = given
-        value = subject.loss(model.result.rebuild(outputs), target)
-        if torch.is_grad_enabled():
-            check_loss(value)
-        return (value,)
-
-    yield LOSS, (*model.outputs, "target of the loss"), (LOSS,), loss
-
-
-def _walk(
-    subject: Subject, parts: Sequence[_Part]
-) -> Iterator[tuple[str, Callable[..., Any], list[Tensor], tuple[Tensor, ...], set[int]]]:
-    """Yields each part with its inputs and outputs, and the storages that were there before it.
-
-    A tensor lives until the last part that uses it.
-    """
-    last_use = {source: index for index, part in enumerate(parts) for source in part[1]}
-    alive = dict(zip(subject.model.inputs, subject.inputs, strict=True)) | {"target of the loss": subject.target}
-    for index, (name, sources, outputs, module) in enumerate(parts):
-        inputs = [alive[source] for source in sources]
-        try:
-            with torch.no_grad(), subject.computing():
-                made = module(*inputs)
-        except Exception as error:  # whatever a layer raises
-            raise layer_failed(name, "forward", subject, error) from error
-        yield name, module, inputs, made, {storage(tensor) for tensor in alive.values()}
-        alive |= zip(outputs, made, strict=True)
-        for source in list(alive):
-            if last_use.get(source, -1) <= index:
-                del alive[source]
-
-
-def _signature(module: Callable[..., Any], inputs: Sequence[Tensor]) -> object:
-    """What two layers have in common where their times are the same."""
-    shapes = tuple((tuple(x.shape), x.dtype, x.stride()) for x in inputs)
-    if not isinstance(module, fx.GraphModule):
-        return id(module)
-    place = {node: index for index, node in enumerate(module.graph.nodes)}
-    steps = []
-    for node in module.graph.nodes:
-        target = str(node.target)
-        if node.op == "call_module":
-            inner = module.get_submodule(target)
-            target = f"{type(inner).__module__}.{inner!r}"
-        elif node.op in ("placeholder", "get_attr", "output"):
-            target = ""
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")
-        steps.append((node.op, target, repr(arguments)))
-    held = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
-    return tuple(steps), held, shapes
+    return times, memory
 
 
 def _figures(
@@ -289,10 +228,8 @@ def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]
 
 def _timed(device: torch.device, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
     flush()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = now_ns(device)
     result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return result, now_ns(device) - start

@@ -13,7 +13,8 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.machine import describe, environment, prepare_cpu
 from bapipe.measure.alone import measure_alone
 from bapipe.measure.memory import LayerMemory, layer_memory
-from bapipe.measure.timing import LayerTimes, time_layers, time_updates
+from bapipe.measure.timing import LayerTimes, time_layers
+from bapipe.measure.updates import time_updates
 from bapipe.measure.watch import Subject, batch, parameters_of
 from bapipe.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.settings import Settings
@@ -41,7 +42,7 @@ def measure(
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
     settings: Settings = Settings(),  # noqa: B008
-    seconds_per_size: float = 10.0,
+    seconds_per_size: float = 20.0,
     spread: float = 0.03,
     layer_by_layer: bool = False,
     exhaustive: bool = False,
@@ -62,7 +63,8 @@ def measure(
         seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
             after about this time.
         whole, fine: what is a layer, see `bapipe.trace.trace`.
-        layer_by_layer, exhaustive: see `measure_alone`; without, all layers are measured in passes of the whole model.
+        layer_by_layer: see `measure_alone`; without, layers are measured in passes of the whole model.
+        exhaustive: whether each layer has figures of its own, those of equal layers too.
         so_far: a profile of the same model on the same machine; its sizes are not measured again.
         keep: called with the profile so far after each size.
 
@@ -92,10 +94,10 @@ def measure(
             subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
             if layer_by_layer:
                 tell(done, num_parts, f"layers one by one at micro-batch size {size}")
-                times, memory, num_measured = measure_alone(subject, seconds_per_size, spread, exhaustive)
+                times, memory = measure_alone(subject, seconds_per_size, spread, exhaustive)
             else:
                 tell(done, num_parts, f"times at micro-batch size {size}")
-                times, num_measured = time_layers(subject, seconds_per_size, spread), len(model.layers) + 1
+                times = time_layers(subject, seconds_per_size, spread, exhaustive)
                 tell(done + 1, num_parts, f"memory at micro-batch size {size}")
                 memory = layer_memory(subject)
             done += 2
@@ -118,7 +120,7 @@ def measure(
             else:
                 every = (*made.measurements, measured)
                 made = structs.replace(made, measurements=tuple(sorted(every, key=lambda m: m.microbatch_size)))
-            made = _with_check(made, size, times, num_measured)
+            made = _with_check(made, size, times)
             if keep is not None:
                 keep(made)
     tell(num_parts, num_parts, "done")
@@ -126,12 +128,10 @@ def measure(
     return structs.replace(made, measurements=tuple(m for m in made.measurements if m.microbatch_size in sizes))
 
 
-def _with_check(profile: ModelProfile, size: int, times: LayerTimes, num_measured: int) -> ModelProfile:
+def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
     """Notes how often a size was repeated, and how the sum of its layers compares with the model alone."""
-    found: dict[str, object] = {"passes": times.num_passes}
-    if times.sum_over_whole is None:
-        found["layers_measured_alone"] = num_measured
-    else:
+    found: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_kinds}
+    if times.sum_over_whole is not None:
         found["sum_over_whole"] = round(times.sum_over_whole, 4)
     notes: dict[str, Any] = {
         key: {**profile.environment.get(key, {}), str(size): value} for key, value in found.items()

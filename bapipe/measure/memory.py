@@ -1,6 +1,7 @@
 """What layers keep for their backward, and what they need only while they run."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import record_function
 
-from bapipe.measure.watch import Subject, TensorFacts, Watched
+from bapipe.measure.parts import storage
+from bapipe.measure.watch import Subject, TensorFacts, Watched, parameters_of
+from bapipe.trace import TracedModel
 
 T = TypeVar("T")
 
@@ -41,7 +44,7 @@ def layer_memory(subject: Subject) -> LayerMemory:
     leaves for W: every storage of a gradient that arrives where W begins, for the first layer that W works on; torch
     keeps the whole stash until the end of W as well.
     Workspace: forward, the most allocated while a layer runs beyond the larger of before and after; backward, the most
-    beyond before, and the gradients of its outputs, which are there before.
+    beyond before, and what is there before for it: the gradients of its outputs, and what `waiting_bytes` says.
     """
     stash, left, tensors = _stash(subject)
     forward, backward = (_cuda_usage if subject.device.type == "cuda" else _cpu_usage)(subject)
@@ -49,8 +52,8 @@ def layer_memory(subject: Subject) -> LayerMemory:
     for use in forward:
         workspace[use.layer] = max(workspace[use.layer], use.peak_bytes - max(use.before_bytes, use.after_bytes))
     gradients = [
-        sum(tensors[name].num_bytes for name in layer.outputs if name in tensors and tensors[name].has_gradient)
-        for layer in subject.model.layers
+        waiting + sum(tensors[name].num_bytes for name in layer.outputs if tensors[name].has_gradient)
+        for waiting, layer in zip(waiting_bytes(subject.model), subject.model.layers, strict=True)
     ]
     for use in backward:
         given = gradients[use.layer] if use.layer < len(gradients) else 0
@@ -61,6 +64,22 @@ def layer_memory(subject: Subject) -> LayerMemory:
         workspace_bytes=tuple(workspace[:-1]),
         tensors=tensors,
     )
+
+
+def waiting_bytes(model: TracedModel) -> tuple[int, ...]:
+    """Returns for each layer the bytes of gradients that wait for it, from later layers that use its parameters too.
+
+    Autograd adds what layers give to the gradient of one parameter up before it goes anywhere, so from the backward of
+    the last layer that uses the parameter to that of the first one a whole gradient is held.
+    """
+    users = Counter(id(parameter) for own in parameters_of(model) for parameter in own)
+    seen: set[int] = set()
+    waiting = []
+    for own in parameters_of(model):
+        new = [p for p in own if id(p) not in seen]
+        seen.update(map(id, new))
+        waiting.append(sum(p.nbytes for p in new if p.requires_grad and users[id(p)] > 1))
+    return tuple(waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +114,6 @@ def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFact
             for gradient in group.kept:
                 count(gradient, left, watched.layer_of(group))
     return stash, left, tensors
-
-
-def storage(tensor: Tensor) -> int:
-    """Returns what tells a storage that lives from others."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def usage(device: torch.device, run: Callable[[], T]) -> tuple[T, Use]:

@@ -157,6 +157,8 @@ def test_shared_parameters_count_once() -> None:
     assert b.weight_grad_ns == max(b.whole_backward_ns - b.input_grad_ns, 0)
     assert (found["a"][0].shares, found["b"][0].shares, found["head"][0].shares) == (("b",), ("a",), ())
     assert (found["a"][0].shared_bytes, found["b"][0].shared_bytes) == (0, 4 * 36)
+    # a backward: the gradient of its output, b's gradient of the weights that waits for a's, a's own; and of the bias.
+    assert 4 * 4 * 6 + 2 * 4 * 36 <= a.workspace_bytes <= 4 * 4 * 6 + 2 * 4 * 36 + 2 * 4 * 6
 
 
 class Masked(nn.Module):
@@ -453,8 +455,9 @@ def test_layers_one_by_one_take_the_bytes_of_the_whole(make: Callable[[], nn.Mod
     assert all(m.input_grad_ns > 0 for m in at_alone[1:])
 
 
-@pytest.mark.parametrize(("exhaustive", "num_measured"), [(False, 8), (True, 14)])
-def test_equal_layers_are_measured_once(exhaustive: bool, num_measured: int) -> None:
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+@pytest.mark.parametrize(("exhaustive", "num_kinds"), [(False, 8), (True, 14)])
+def test_equal_layers_are_measured_once(exhaustive: bool, num_kinds: int, layer_by_layer: bool) -> None:
     """Of the three blocks only the first convolution, norm and ReLU with its sum; four more layers and the loss."""
     made = measure(
         Blocks(),
@@ -464,13 +467,13 @@ def test_equal_layers_are_measured_once(exhaustive: bool, num_measured: int) -> 
         microbatch_sizes=(4,),
         name="small",
         seconds_per_size=0.0,
-        layer_by_layer=True,
+        layer_by_layer=layer_by_layer,
         exhaustive=exhaustive,
     )
     assert len(made.layers) == 14
-    assert made.environment["layers_measured_alone"] == {"4": num_measured}
-    found = layers(made)
-    same = found["convolutions.0"][1] == found["convolutions.2"][1]
+    assert made.environment["kinds_of_layers"] == {"4": num_kinds}
+    a, b = (layers(made)[f"convolutions.{i}"][1] for i in (0, 2))
+    same = (a.forward_ns, a.backward_ns, a.spread) == (b.forward_ns, b.backward_ns, b.spread)
     assert same is not exhaustive
 
 
