@@ -14,6 +14,7 @@ from bapipe.errors import BapipeError
 from bapipe.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import clock_for
+from bapipe.runtime.conditions import check_optimizers, check_settings
 from bapipe.runtime.draws import Draws
 from bapipe.runtime.evaluation import Evaluated, Evaluator, split_for_evaluation
 from bapipe.runtime.footprint import Footprint
@@ -40,7 +41,8 @@ class Pipeline:
     stage start from the first one's values.
 
     Raises:
-        BapipeError: the plan is not for this model or this group, or cannot run.
+        BapipeError: the plan is not for this model or this group, was made from a profile of other settings, or cannot
+            run.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Pipeline:
                 f"the plan runs on {len(self._ranks)} devices but this group has {dist.get_world_size(group)} "
                 f"processes: start {len(self._ranks)}, or plan for {dist.get_world_size(group)} devices"
             )
+        check_settings(plan, module, self._device, autocast)
         self.rank = self._ranks[dist.get_rank(group)]
         schedule = plan.table
         self.stages = _in_order_of_updates(schedule, self.rank)
@@ -98,6 +101,7 @@ class Pipeline:
         self._runner = Runner(schedule, self._ranks, local, computed, self._clock, self._draws, self._device, group)
         self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
         self._optimizers = _optimizers(self._modules, optimizer or sgd())
+        check_optimizers(plan, self._optimizers.values())
         self._clip_norm = clip_norm
         self._updates: list[tuple[int, object, object]] = []
         self._start: object | None = None
