@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from bapipe.errors import BapipeError
 from bapipe.measure.clocks import now_ns, synchronize
 from bapipe.measure.memory import LayerMemory, usage, waiting_bytes
-from bapipe.measure.parts import parts_of, signature, storage, walk
+from bapipe.measure.parts import Part, parts_of, signature, storage, walk
 from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 from bapipe.measure.watch import Subject, TensorFacts, layer_failed
 
@@ -72,7 +72,7 @@ def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: b
         if exhaustive or key not in known:
             num_measured += 1
             try:
-                known[key] = _figures(subject, call.part.module, call.inputs, graded, seconds / len(parts), target)
+                known[key] = _figures(subject, call.part, call.inputs, graded, seconds / len(parts), target)
             except BapipeError:
                 raise
             except Exception as error:  # whatever a layer raises
@@ -109,19 +109,20 @@ def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: b
 
 def _figures(
     subject: Subject,
-    module: Callable[..., Any],
+    part: Part,
     inputs: Sequence[Tensor],
     graded: tuple[bool, ...],
     seconds: float,
     target: float,
 ) -> _Figures:
     device = subject.device
+    module = part.module
     parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
 
     def forward() -> tuple[list[Tensor], tuple[Tensor, ...]]:
         leaves = [x.detach().requires_grad_(g) for x, g in zip(inputs, graded, strict=True)]
         with subject.computing():
-            return leaves, module(*leaves)
+            return leaves, part.run(leaves)
 
     leaves, outputs = forward()
     has_gradient = tuple(o.requires_grad for o in outputs)

@@ -152,13 +152,19 @@ def _check_examples(inputs: Sequence[object], target: object) -> None:
     for name, example in (*named, ("the target", target)):
         if not isinstance(example, Tensor):
             raise InvalidModel(
-                f"{name} is {example!r} ({type(example).__name__}); examples must be tensors, batch first: keep what "
-                "is no tensor inside the module"
+                f"{name} is {_shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
+                "first: keep what is no tensor inside the module"
             )
         if example.dim() == 0 or len(example) == 0:
             raise InvalidModel(
                 f"{name} has shape {tuple(example.shape)}: want an example of one sample or more, batch first"
             )
+
+
+def _shortened(text: str, length: int = 60) -> str:
+    """Returns a text on one line, its end left out where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."
 
 
 def _check_trainable(module: nn.Module) -> None:

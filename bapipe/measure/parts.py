@@ -25,6 +25,11 @@ class Part:
     outputs: tuple[str, ...]
     module: Callable[..., Any]
 
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Returns what it maps the inputs to."""
+        call = self.module.forward if isinstance(self.module, nn.Module) else self.module
+        return call(*inputs)  # torch.fx writes to stderr where a module that is called fails
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -73,7 +78,7 @@ def walk(subject: Subject, parts: Sequence[Part]) -> Iterator[Call]:
         inputs = [alive[source] for source in part.inputs]
         try:
             with torch.no_grad(), subject.computing():
-                made = part.module(*inputs)
+                made = part.run(inputs)
         except Exception as error:  # whatever a layer raises
             raise layer_failed(part.name, "forward", subject, error) from error
         yield Call(part=part, inputs=inputs, outputs=made, living={storage(tensor) for tensor in alive.values()})

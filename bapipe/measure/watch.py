@@ -35,8 +35,8 @@ class Subject:
 
     def loss_of(self, module: nn.Module) -> Tensor:
         """Returns the loss of the batch by a module that gives a tuple of the model's outputs."""
-        with self.computing():
-            return self.loss(self.model.result.rebuild(module(*self.inputs)), self.target)
+        with self.computing():  # not by a call: torch.fx would write to stderr where a layer fails
+            return self.loss(self.model.result.rebuild(module.forward(*self.inputs)), self.target)
 
     def whole_loss(self) -> Tensor:
         """Returns the loss of the batch by the model's own code."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import logging
 import re
 import warnings
@@ -219,7 +220,7 @@ def _silence() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

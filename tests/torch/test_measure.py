@@ -217,6 +217,22 @@ class Sized(nn.Module):
         return z
 
 
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.sum() > 0:
+            y = y * 2
+        z: Tensor = self.b(y)
+        return z
+
+
+BRANCH = Branching.forward.__code__.co_firstlineno + 2
+
+
 class FailsBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -248,12 +264,19 @@ def meta() -> nn.Module:
         (meta, "Sequential is on the meta device, so it cannot run: build it on a real one"),
         (nn.ReLU, "ReLU has no parameter to train: set requires_grad on those to train"),
         (
+            Branching,
+            "Branching cannot be traced: symbolically traced variables cannot be used as inputs to control flow "
+            f"({__name__}, line {BRANCH}); torch.export fails too: Could not guard on data-dependent expression "
+            "Eq(u0, 1) (unhinted: Eq(u0, 1)). (Size-like symbols: none); its forward is traced without values, so it "
+            "cannot branch on tensors: put such code into a module of its own, which is then one layer",
+        ),
+        (
             lambda: nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 3)),
             "layer 'loss' failed in its forward at micro-batch size 4: IndexError: Target 4 is out of bounds.",
         ),
     ],
 )
-def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str) -> None:
+def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidModel) as error:
         measure(
             make(),
@@ -265,6 +288,7 @@ def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str) -> N
             seconds_per_size=0.0,
         )
     assert str(error.value) == message
+    assert capsys.readouterr().err == ""  # nothing of torch's own
 
 
 @pytest.mark.parametrize(
