@@ -1,6 +1,7 @@
 # make demo: set up, then profile, plan and train VGG-16 as a two-stage pipeline on this machine's CPU, on real images
 # make test: set up, then lint, type-check and run every test
-# make profiles: measure four models into profiles/cpu, about 10 minutes on a machine with nothing else to do
+# make profiles: measure five models into profiles/cpu, about 10 minutes on a machine with nothing else to do; files that
+#   are there stay, and what was interrupted goes on
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,12 +21,17 @@ test: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-profiles: .venv/ready
+SIZES_vgg16 := 1,2,4,8,16
+SIZES_resnet50 := 1,2,4,8,16
+SIZES_gnmt8 := 1,2,4 --arg source_length=12 --arg target_length=12
+SIZES_gnmt16 := 1,2 --arg source_length=12 --arg target_length=12
+SIZES_gpt2 := 1,2
+
+profiles: $(patsubst %,profiles/cpu/%.json,vgg16 resnet50 gnmt8 gnmt16 gpt2)
+
+profiles/cpu/%.json: | .venv/ready
 	mkdir -p profiles/cpu
-	$(BIN)/bapipe profile vgg16 --microbatch-size 1,2,4,8,16 -o profiles/cpu/vgg16.json
-	$(BIN)/bapipe profile resnet50 --microbatch-size 1,2,4,8,16 -o profiles/cpu/resnet50.json
-	$(BIN)/bapipe profile gnmt8 --microbatch-size 1,2,4 -o profiles/cpu/gnmt8.json
-	$(BIN)/bapipe profile gnmt16 --microbatch-size 1,2 -o profiles/cpu/gnmt16.json
+	$(BIN)/bapipe profile $* --microbatch-size $(SIZES_$*) -o $@
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
