@@ -18,7 +18,6 @@ def test_there_are_some() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_they_are_whole(path: Path) -> None:
     profile = codec.read(path, ModelProfile)
-
     for size in profile.microbatch_sizes:
         layers = profile.at(size)
         assert sum(m.forward_ns for m in layers) > 0
