@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from bapipe.zoo.example import Example
 from bapipe.zoo.places import places
-from bapipe.zoo.sizes import check_sizes
 from bapipe.zoo.texts import IGNORED, masked
-from bapipe.zoo.transformer import PostNormBlock, check_heads
+from bapipe.zoo.transformer import PostNormBlock, check_texts
 
 _DROPOUT = 0.1
 
@@ -63,17 +62,8 @@ def bert_base(
         ValueError: heads that do not divide the hidden size, texts longer than there are positions, or a vocabulary
             without words.
     """
-    check_sizes(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        vocabulary_size=vocabulary_size,
-        num_positions=num_positions,
-        length=length,
-    )
-    check_heads(hidden_size, num_heads)
-    if length > num_positions:
-        raise ValueError(f"length is {length}; there are {num_positions} positions, so want at most that")
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "vocabulary_size": vocabulary_size}
+    check_texts(length, num_positions, num_layers=num_layers, **sizes)
     if vocabulary_size < 3:
         raise ValueError(f"vocabulary_size is {vocabulary_size}; 2 words are marks, so want at least 3")
     return Example(

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from bapipe.zoo.example import Example
 from bapipe.zoo.places import places
-from bapipe.zoo.sizes import check_sizes
 from bapipe.zoo.texts import continued
-from bapipe.zoo.transformer import PreNormBlock, check_heads
+from bapipe.zoo.transformer import PreNormBlock, check_texts
 
 _DROPOUT = 0.1
 
@@ -53,17 +52,8 @@ def gpt2(
     Raises:
         ValueError: heads that do not divide the hidden size, or texts longer than there are positions.
     """
-    check_sizes(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        vocabulary_size=vocabulary_size,
-        num_positions=num_positions,
-        length=length,
-    )
-    check_heads(hidden_size, num_heads)
-    if length > num_positions:
-        raise ValueError(f"length is {length}; there are {num_positions} positions, so want at most that")
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "vocabulary_size": vocabulary_size}
+    check_texts(length, num_positions, num_layers=num_layers, **sizes)
     start = partial(initialize, hidden_size=hidden_size, num_branches=2 * num_layers)
     module = GPT2(num_layers, hidden_size, num_heads, vocabulary_size, num_positions)
     return Example(

@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from bapipe.zoo.sizes import check_sizes
+
 
 class SelfAttention(nn.Module):
     """Maps [n, length, hidden_size] to the same shape; every place looks at all, or at itself and those before.
@@ -70,3 +72,15 @@ def check_heads(hidden_size: int, num_heads: int) -> None:
     """Raises ValueError unless heads of equal size make up the hidden size."""
     if hidden_size % num_heads:
         raise ValueError(f"hidden_size {hidden_size} does not divide into {num_heads} heads; want a multiple of it")
+
+
+def check_texts(length: int, num_positions: int, **sizes: int) -> None:
+    """Raises ValueError unless sizes are integers of at least 1, heads suit, and texts have a position for each word.
+
+    Args:
+        sizes: with `hidden_size` and `num_heads` among them.
+    """
+    check_sizes(**sizes, num_positions=num_positions, length=length)
+    check_heads(sizes["hidden_size"], sizes["num_heads"])
+    if length > num_positions:
+        raise ValueError(f"length is {length}; there are {num_positions} positions, so want at most that")
