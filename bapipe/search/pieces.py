@@ -24,8 +24,9 @@ class Piece:
         recompute: whether they hold it with recomputation only.
         forward, back: least time over its devices of F, and of what the stage before waits for (B, or I alone).
         after: what must follow `back` of the last micro-batch: W where it is apart, all-reduces, the update.
-        turn: most time a device needs for F and `back` of all its micro-batches.
-        work: for some devices, given by number, the time from their first F to the end of their update.
+        turns: for some devices, how many micro-batches they run, and the time of F and `back` of all of them.
+        work: for the same devices, their number in the slot, and the time of F, I, W and all that follows the last.
+        spent: the most of that without F.
         both: F, I and W of a micro-batch, least over the devices.
     """
 
@@ -34,9 +35,25 @@ class Piece:
     forward: Numbers
     back: Numbers
     after: Numbers
-    turn: Numbers
+    turns: tuple[tuple[int, Numbers], ...]
     work: tuple[tuple[int, Numbers], ...]
+    spent: Numbers
     both: Numbers
+
+    def only(self, j: int) -> "Piece":
+        """Returns the j-th run of layers alone."""
+        at = slice(j, j + 1)
+        return Piece(
+            fits=self.fits[at],
+            recompute=self.recompute[at],
+            forward=self.forward[at],
+            back=self.back[at],
+            after=self.after[at],
+            turns=tuple((n, own[at]) for n, own in self.turns),
+            work=tuple((k, own[at]) for k, own in self.work),
+            spent=self.spent[at],
+            both=self.both[at],
+        )
 
 
 class Pieces:
@@ -83,14 +100,16 @@ class Pieces:
         backs = [part.back + part.forward * again for part in parts]
         boths = [part.forward + part.back + part.rest + part.forward * again for part in parts]
         shares = [part.num_microbatches for part in parts]
+        work = [n * both + part.end for n, part, both in zip(shares, parts, boths, strict=True)]
         return Piece(
             fits=fits,
             recompute=again,
             forward=_least(part.forward for part in parts),
             back=_least(backs),
             after=_least(part.rest + part.end for part in parts),
-            turn=_most(n * (part.forward + back) for n, part, back in zip(shares, parts, backs, strict=True)),
-            work=tuple((part.number, n * both + part.end) for n, part, both in zip(shares, parts, boths, strict=True)),
+            turns=tuple((n, n * (part.forward + back)) for n, part, back in zip(shares, parts, backs, strict=True)),
+            work=tuple((part.number, own) for part, own in zip(parts, work, strict=True)),
+            spent=_most(own - n * part.forward for n, part, own in zip(shares, parts, work, strict=True)),
             both=_least(boths),
         )
 
@@ -115,6 +134,19 @@ class Pieces:
         times = {pair: self._transfer_ns(link, num_bytes) for pair, (link,) in links.items()}
         busiest = [count * times[p if forward else p[::-1]] for p, count in counts.items()]
         return _least(times.values()), _most(busiest)
+
+    def stalls(self, slot: Slot) -> bool:
+        """Returns whether no device of a slot with one stage a device computes while it transfers."""
+        return slot.place is None and not any(self.classes[c].device.overlaps_transfers for c in slot.devices)
+
+    def entry(self, slot: Slot, num_bytes: Numbers, forward: bool) -> Numbers:
+        """Returns the least time of a transfer from any stage before a slot (or back); nothing at the start."""
+        others = range(len(self.classes))
+        links = self.links.between(others, slot.devices) if forward else self.links.between(slot.devices, others)
+        times = _least(self._transfer_ns(link, num_bytes) for link in links) if links else np.zeros_like(num_bytes)
+        times = times.copy()
+        times[0] = 0
+        return times
 
     def _transfer_ns(self, link: Bandwidth, num_bytes: Numbers) -> Numbers:
         key = (link, id(num_bytes))

@@ -153,6 +153,58 @@ def test_bounds_never_exceed_the_judge(schedule: str) -> None:
     assert checked > 150
 
 
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
+def test_bounds_never_exceed_the_judge_of_many_microbatches(schedule: str) -> None:
+    checked = late = 0
+    for seed in range(60):
+        random = Random(seed)
+        problem = random_pipeline(random, schedule)
+        if not problem.starts:
+            continue
+        for _ in range(6):
+            start = random.choice(problem.starts)
+            bound_ns, prefix = random.choice([*problem.bounds.starts(start.first, start.num_places)] or [(0, None)])
+            bounds_ns = [bound_ns]
+            while prefix is not None and not prefix.whole:
+                children = [child for child in zip(*problem.bounds.children(prefix), strict=True) if child[0] < 2**60]
+                if not children:
+                    prefix = None
+                    break
+                bound_ns, place, number = random.choice(children)
+                prefix = problem.bounds.extend(prefix, int(place), int(number))
+                bounds_ns.append(int(bound_ns))
+            if prefix is not None:
+                step_ns = problem.judge(problem.layout(prefix.places, prefix.slots)).step_ns
+                assert max(bounds_ns) <= step_ns, (seed, prefix.places, [slot.devices for slot in prefix.slots])
+                checked += 1
+                late += max(bounds_ns) > 0.98 * step_ns
+    assert checked > 150
+    assert late > 20
+
+
+def random_pipeline(random: Random, schedule: str) -> Problem:
+    """Up to five devices on two hosts, many micro-batches, and at times slow links, all-reduces or devices that stall."""
+    profile, cluster = random_profile(random, random.randint(3, 7), splits_badly=random.random() < 0.3), None
+    cluster = random_cluster(random, random.randint(2, 5))
+    stalls = random.random() < 0.5
+    devices = tuple(replace(d, overlaps_transfers=not stalls, memory_bytes=2**32) for d in cluster.devices)
+    cluster = replace(cluster, devices=devices)
+    if random.random() < 0.4:
+        profile, cluster = heavy(profile), heavy_duty(cluster)
+    num = random.randint(1, 24)
+    (problem,) = space(
+        {"a": profile},
+        cluster,
+        minibatch_size=num,
+        sizes=[1],
+        schedules=[schedule],
+        limits=[2**32] * len(devices),
+        replicas=True,
+        recompute=False,
+    ).problems
+    return problem
+
+
 def test_what_fits_a_slot_fits_by_the_judges_count() -> None:
     seen = [0, 0]
     for seed in range(60):
