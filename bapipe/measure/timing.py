@@ -75,7 +75,7 @@ def time_layers(subject: Subject, seconds: float, target: float, exhaustive: boo
     def wants_more() -> bool:
         kept, elapsed = _undisturbed(passes), time.monotonic() - start
         if len(kept) < MIN_PASSES:
-            return len(passes) < MIN_PASSES or elapsed < 2 * seconds
+            return len(passes) < MIN_PASSES or (len(passes) < 2 * MAX_PASSES and elapsed < 2 * seconds)
         return len(passes) < MAX_PASSES and elapsed < seconds and _widest(kept) > target
 
     while wants_more():
