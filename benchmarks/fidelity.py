@@ -1,17 +1,19 @@
 """How well profiles add up: layers against the whole step, predicted memory against the allocator, time to measure.
 
-    python benchmarks/fidelity.py [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--json]
+    python benchmarks/fidelity.py [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--device cuda] [--json]
 
 For each model and micro-batch size, with one thread on a CPU, or on CUDA where asked for:
 
 - layers / step: what F + B of the layers add up to, relative to F + B of the model without anything watching it; the
-  two take turns, and both figures are medians. ± is the widest spread of a layer that takes a two-hundredth or more.
+  two take turns, and both figures are medians.
+- ± and most: half the width of the 95 % confidence interval of a layer's median, relative to it: the mean over layers,
+  weighted by their time, and the widest of those that take a two-hundredth or more.
 - (I + W) / B: what it costs to run I and W apart.
 - stash: what the profile says is kept from F to B, relative to what the allocator has given out after F.
 - peak: parameters, gradients, optimizer state, and the most that a layer's workspace and the stash of it and the layers
   before it take, relative to the same state plus the most that the allocator has given out in F and B.
 - judge: the same with the whole stash and the largest workspace, which is what plans reckon with: never less.
-- time to measure, by micro-batch size and for all of them.
+- time to measure all sizes, tracing and memory included.
 """  # fmt: skip
 
 import argparse
@@ -33,19 +35,28 @@ from bapipe.measure.layers import measure
 from bapipe.profile import ModelProfile
 from bapipe.sharing import Sharing
 from bapipe.zoo import resolve
+from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 
 MODELS: dict[str, tuple[dict[str, object], str]] = {
     "vgg16": ({}, "1,2,4,8,16"),
     "resnet50": ({}, "1,2,4,8,16"),
     "gnmt8": ({"source_length": 12, "target_length": 12}, "1,4"),
-    "gpt2": ({"num_layers": 6}, "1,2"),
+    "gpt2": ({"num_layers": 6}, "1,4"),
 }
 """Arguments, and micro-batch sizes where none are given."""
 
 
-def allocated(run: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that the CPU allocator has given out at the end of `run`, and at most, beyond what it had before."""
+def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes that the allocator has given out at the end of `run`, and at most, beyond what it had before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        kept = run()
+        held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        del kept
+        return held - before, most - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         kept = run()
@@ -66,8 +77,8 @@ def memory(profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], 
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to
-    stash, _ = allocated(lambda: loss(module(*inputs), target))
-    _, most = allocated(lambda: loss(module(*inputs), target).backward())
+    stash, _ = allocated(lambda: loss(module(*inputs), target), target.device)
+    _, most = allocated(lambda: loss(module(*inputs), target).backward(), target.device)
     parameters = sum(p.nbytes for p in module.parameters())
     state = parameters + sum(p.grad.nbytes for p in module.parameters() if p.grad is not None) + cost.optimizer_bytes
     held = 2 * cost.param_bytes + cost.optimizer_bytes
@@ -79,43 +90,42 @@ def memory(profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], 
     return (cost.stash_bytes, stash + loaded), (peak, reckoned, state + most + loaded)
 
 
-def fidelity(name: str, sizes: tuple[int, ...], device: str) -> list[dict[str, object]]:
+def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[dict[str, object]]:
     """One row a micro-batch size."""
-    arguments = MODELS[name][0]
-    example = build(resolve(name), arguments)
-    rows = []
-    for size in sizes:
-        start = time.monotonic()
-        profile = measure(
-            example.module, example.inputs, example.target, example.loss, microbatch_sizes=(size,), name=name,
-            device=torch.device(device),
-        )  # fmt: skip
-        took_s = time.monotonic() - start
-        layers = profile.measurements[0].layers
-        whole = sum(m.forward_ns + m.whole_backward_ns for m in layers)
-        wide = [m.spread for m in layers if m.forward_ns + m.whole_backward_ns >= whole / 200]
-        row: dict[str, object] = {
-            "model": name,
-            "size": size,
-            "step_ns": whole,
-            "layers_over_step": profile.environment["sum_over_whole"][str(size)],
-            "spread": max(wide),
-            "passes": profile.environment["passes"][str(size)],
-            "split_over_whole": sum(m.input_grad_ns + m.weight_grad_ns for m in layers)
-            / sum(m.whole_backward_ns for m in layers),
-            "measured_in_s": took_s,
-        }
-        if device == "cpu":
-            batch = tuple(x[torch.arange(size) % len(x)].contiguous() for x in (*example.inputs, example.target))
-            stash, peak = memory(profile, example.module, batch, example.loss, size)
-            row |= {
-                "stash_over_allocated": stash[0] / stash[1],
-                "peak_over_allocated": peak[0] / peak[2],
-                "judge_over_allocated": peak[1] / peak[2],
-            }
-        rows.append(row)
-        print(json.dumps(row), file=sys.stderr)
-    return rows
+    example = build(resolve(name), MODELS[name][0])
+    start = time.monotonic()
+    profile = measure(
+        example.module, example.inputs, example.target, example.loss, microbatch_sizes=sizes, name=name, device=device,
+        progress=lambda done, total, what: print(f"{name}: {done} of {total}: {what}", file=sys.stderr),
+    )  # fmt: skip
+    took_s = time.monotonic() - start
+    return [figures(example, profile, size, device) | {"measured_in_s": took_s} for size in sizes]
+
+
+def figures(example: Example, profile: ModelProfile, size: int, device: torch.device) -> dict[str, object]:
+    layers = profile.at(size)
+    whole = sum(m.forward_ns + m.whole_backward_ns for m in layers)
+    shares = [(m.forward_ns + m.whole_backward_ns) / whole for m in layers]
+    batch = tuple(
+        x[torch.arange(size) % len(x)].contiguous().to(device) for x in (*example.inputs, example.target)
+    )  # fmt: skip
+    stash, peak = memory(profile, example.module, batch, example.loss, size)
+    return {
+        "model": profile.model,
+        "size": size,
+        "step_ns": whole,
+        "layers_over_step": profile.environment["sum_over_whole"][str(size)],
+        "mean_spread": sum(share * m.spread for share, m in zip(shares, layers, strict=True)),
+        "most_spread": max(m.spread for share, m in zip(shares, layers, strict=True) if share >= 0.005),
+        "passes": profile.environment["passes"][str(size)],
+        "layers": len(layers),
+        "kinds": profile.environment["kinds_of_layers"][str(size)],
+        "split_over_whole": sum(m.input_grad_ns + m.weight_grad_ns for m in layers)
+        / sum(m.whole_backward_ns for m in layers),
+        "stash_over_allocated": stash[0] / stash[1],
+        "peak_over_allocated": peak[0] / peak[2],
+        "judge_over_allocated": peak[1] / peak[2],
+    }
 
 
 def main() -> None:
@@ -129,23 +139,38 @@ def main() -> None:
     rows = []
     for name in given.models:
         sizes = tuple(int(size) for size in (given.microbatch_size or MODELS[name][1]).split(","))
-        rows += fidelity(name, sizes, given.device)
+        rows += fidelity(name, sizes, torch.device(given.device))
     if given.json:
         print(json.dumps(rows))
         return
-    heads = "model", "size", "F + B ms", "layers / step", "± %", "passes", "(I + W) / B", "stash", "peak", "s"
+    heads = (
+        "model",
+        "size",
+        "F + B ms",
+        "layers / step",
+        "± %",
+        "most %",
+        "passes",
+        "(I + W) / B",
+        "stash",
+        "peak",
+        "judge",
+    )
     table = Table(*heads, box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(
             str(row["model"]), str(row["size"]), f"{row['step_ns'] / 1e6:,.1f}", f"{row['layers_over_step']:.3f}",
-            f"{100 * row['spread']:.1f}", str(row["passes"]), f"{row['split_over_whole']:.2f}",
-            *(f"{row[key]:.3f}" if key in row else "" for key in ("stash_over_allocated", "peak_over_allocated")),
-            f"{row['measured_in_s']:.0f}",
+            f"{100 * row['mean_spread']:.1f}", f"{100 * row['most_spread']:.1f}", str(row["passes"]),
+            f"{row['split_over_whole']:.2f}",
+            *(f"{row[f'{key}_over_allocated']:.3f}" for key in ("stash", "peak", "judge")),
         )  # fmt: skip
     Console(width=120).print(table)
     for name in given.models:
-        took = sum(row["measured_in_s"] for row in rows if row["model"] == name)
-        print(f"{name}: {took:.0f} s for {sum(row['model'] == name for row in rows)} micro-batch sizes")
+        own = [row for row in rows if row["model"] == name]
+        print(
+            f"{name}: {own[0]['measured_in_s']:.0f} s for {len(own)} micro-batch sizes, {own[0]['layers']} layers of "
+            f"{own[0]['kinds']} kinds"
+        )
 
 
 if __name__ == "__main__":
