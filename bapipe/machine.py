@@ -41,6 +41,14 @@ def describe(device: torch.device) -> DeviceKind:
     return DeviceKind(kind="cpu", name=cpu_name(), memory_bytes=memory_bytes())
 
 
+def framework_bytes(device: torch.device) -> int:
+    """Returns what torch and its libraries have taken of a CUDA device besides tensors, or others have; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def environment() -> dict[str, object]:
     """Returns the software that times depend on."""
     return {

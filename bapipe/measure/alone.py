@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bapipe.errors import BapipeError
-from bapipe.measure.clocks import now_ns, synchronize
+from bapipe.measure.clocks import Clock, clock_of
 from bapipe.measure.memory import LayerMemory, usage, waiting_bytes
 from bapipe.measure.parts import Part, parts_of, signature, storage, walk
 from bapipe.measure.timing import MAX_PASSES, MIN_PASSES, LayerTimes, spread
@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 _FLUSH_BYTES = 2**26
 """Written between repeats, so that a layer finds in the caches what it would find there in training: its input."""
+
+_CUDA_WRITES = 32
+"""How often, so that a CUDA device is busy until a layer's operators wait in its queue, as they do in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,7 @@ def _figures(
     leaves, outputs = forward()
     has_gradient = tuple(o.requires_grad for o in outputs)
     gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
-    flush = _flush(device, inputs)
+    clock, flush = clock_of(device), _flush(device, inputs)
 
     def backward(outputs: Sequence[Tensor]) -> None:
         if gradients:
@@ -140,19 +143,19 @@ def _figures(
     while len(repeats) < MIN_PASSES or (
         len(repeats) < MAX_PASSES and time.monotonic() < end and _wide(repeats, target)
     ):
-        (_, outputs), forward_ns = _timed(device, flush, forward)
-        _, backward_ns = _timed(device, flush, lambda made=outputs: backward(made))  # type: ignore[misc]
+        (_, outputs), forward_ns = _timed(clock, flush, forward)
+        _, backward_ns = _timed(clock, flush, lambda made=outputs: backward(made))  # type: ignore[misc]
         input_ns, weight_ns = 0, backward_ns
         if any(graded):
             leaves, outputs = forward()
             own = [o.clone() if o._is_view() else o for o in outputs if o.requires_grad]  # torch detaches in place
             (_, groups), input_ns = _timed(
-                device,
+                clock,
                 flush,
                 lambda own=own, leaves=leaves: stage_backward_input(own, gradients, leaves, iter(parameters)),  # type: ignore[misc]
             )
             left_bytes = _left_bytes(groups)
-            _, weight_ns = _timed(device, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
+            _, weight_ns = _timed(clock, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
             weight_ns = weight_ns if parameters else 0
         repeats.append((forward_ns, input_ns, weight_ns, backward_ns))
     if not any(graded) and parameters:
@@ -218,19 +221,20 @@ def _left_bytes(groups: Sequence[dict[str, Any]]) -> int:
 
 def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]:
     filler = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    num_writes = _CUDA_WRITES if device.type == "cuda" else 1
 
     def flush() -> None:
-        filler.fill_(1)
+        for _ in range(num_writes):
+            filler.fill_(1)
         for x in inputs:
             x.count_nonzero()
 
     return flush
 
 
-def _timed(device: torch.device, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
+def _timed(clock: Clock, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
+    clock.intervals()
     flush()
-    synchronize(device)
-    start = now_ns(device)
+    clock.stamp(0)
     result = run()
-    synchronize(device)
-    return result, now_ns(device) - start
+    return result, sum(length_ns for _, length_ns in clock.intervals())

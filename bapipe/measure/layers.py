@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.machine import describe, environment, prepare_cpu
+from bapipe.machine import describe, environment, framework_bytes, prepare_cpu
 from bapipe.measure.alone import measure_alone
 from bapipe.measure.memory import LayerMemory, layer_memory
 from bapipe.measure.timing import LayerTimes, time_layers
@@ -113,7 +113,7 @@ def measure(
                     dtype=settings.dtype,
                     optimizer=settings.optimizer,
                     settings=settings,
-                    environment=environment(),
+                    environment=environment() | _framework(device),
                     layers=(*_layers(model, memory, settings.optimizer), _loss_layer(model, loss)),
                     measurements=(measured,),
                 )
@@ -126,6 +126,10 @@ def measure(
     tell(num_parts, num_parts, "done")
     assert made is not None
     return structs.replace(made, measurements=tuple(m for m in made.measurements if m.microbatch_size in sizes))
+
+
+def _framework(device: torch.device) -> dict[str, object]:
+    return {"framework_bytes": framework_bytes(device)} if device.type == "cuda" else {}
 
 
 def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:

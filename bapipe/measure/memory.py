@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _MARK = "bapipe:layer:"
 
+_CUDA_BLOCK_BYTES = 512
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMemory:
@@ -101,7 +103,7 @@ def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFact
     def count(tensor: Tensor, into: list[int], layer: int) -> None:
         if storage(tensor) not in counted:
             counted.add(storage(tensor))
-            into[layer] += tensor.untyped_storage().nbytes()
+            into[layer] += given_out(tensor.untyped_storage().nbytes(), subject.device)
 
     def pack(tensor: Tensor) -> Tensor:
         count(tensor, stash, watched.running)
@@ -114,6 +116,11 @@ def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFact
             for gradient in group.kept:
                 count(gradient, left, watched.layer_of(group))
     return stash, left, tensors
+
+
+def given_out(num_bytes: int, device: torch.device) -> int:
+    """Returns what an allocator gives out for a storage: on CUDA whole blocks of 512 bytes."""
+    return -(-num_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES if device.type == "cuda" else num_bytes
 
 
 def usage(device: torch.device, run: Callable[[], T]) -> tuple[T, Use]:
@@ -199,16 +206,17 @@ def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[Use]:
 
 def _cuda_usage(subject: Subject) -> tuple[list[Use], list[Use]]:
     """Reads the caching allocator's counters at marks."""
+    device = subject.device
     stretches: list[tuple[int, int]] = []  # (layer that begins, bytes before)
     uses: list[Use] = []
 
     def mark(layer: int) -> None:
-        held = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_allocated(device)
         if stretches:
             running, before = stretches[-1]
-            peak = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated(device)
             uses.append(Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held))
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
         stretches.append((layer, held))
 
     watched = Watched(subject=subject, enter=mark)

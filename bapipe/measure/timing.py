@@ -121,14 +121,14 @@ class _Runner:
         self.called_ns, self.hooked_ns = watching_ns(watched.subject.device)
 
     def warm_up(self) -> None:
-        """Runs passes until one finds the memory that it needs; the first one makes the gradients to add to.
+        """Runs two passes or more, until one finds the memory that it needs; the first makes the gradients to add to.
 
         New memory is slow, and a long training soon takes no more of it.
         """
-        for _ in range(MAX_WARM_UPS):
+        for index in range(MAX_WARM_UPS):
             before = pages_taken()
             self.run()
-            if pages_taken() - before < MANY_PAGES:
+            if index and pages_taken() - before < MANY_PAGES:
                 return
 
     def run(self) -> _Pass:

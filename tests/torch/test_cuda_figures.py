@@ -1,0 +1,55 @@
+"""What is reckoned for CUDA devices, where none is needed to say it."""
+
+import pytest
+import torch
+
+from bapipe.machine import framework_bytes
+from bapipe.measure.clocks import CudaClock, watching_ns
+from bapipe.measure.memory import given_out
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "on_cpu", "on_cuda"), [(0, 0, 0), (1, 1, 512), (512, 512, 512), (513, 513, 1024), (5120, 5120, 5120)]
+)
+def test_storages_take_whole_blocks(num_bytes: int, on_cpu: int, on_cuda: int) -> None:
+    assert (given_out(num_bytes, CPU), given_out(num_bytes, CUDA)) == (on_cpu, on_cuda)
+
+
+def test_the_framework_takes_what_is_neither_free_nor_kept_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1800))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    assert framework_bytes(CUDA) == 500
+    assert framework_bytes(CPU) == 0
+
+
+class Event:
+    """An event of a device that does a millisecond of work between any two."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        Event.recorded += 1
+        self.at_ms = float(Event.recorded)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_intervals_are_those_between_events_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    clock = CudaClock(CUDA)
+    for layer in (3, 1, 3):
+        clock.stamp(layer)
+    assert waits == []  # nothing waits for the device before all is queued
+    assert list(clock.intervals()) == [(3, 10**6), (1, 10**6), (3, 10**6)]
+    assert waits == [CUDA]
+    assert list(clock.intervals()) == []
+    assert watching_ns(CUDA) == (0, 0)
