@@ -12,12 +12,40 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step that is done: its mean loss, the time of its slowest rank, and the share of it that ranks were idle."""
+    """A step that is done.
+
+    Attributes:
+        loss: the mean over the mini-batch, before the update.
+        step_ns: of its slowest rank.
+        bubble: the share of it that ranks were idle.
+        learning_rate: of its update.
+        peak_bytes: of each rank, the most memory its stages have taken so far; None where the system does not tell.
+    """
 
     step: int
     loss: float
     step_ns: int
     bubble: float
+    learning_rate: float
+    peak_bytes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How the model does on data that it is not trained on.
+
+    Attributes:
+        steps: how many were done when it was evaluated.
+        loss: the mean over the samples.
+        metrics: (name, value), such as the share of samples in ("top-1", 0.9), or a score in ("BLEU", 23.5).
+        elapsed_ns: how long it took.
+    """
+
+    steps: int
+    num_samples: int
+    loss: float
+    metrics: tuple[tuple[str, float], ...]
+    elapsed_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +58,7 @@ class TrainResult:
         peak_bytes: of each of them, the most memory its stages took; None where the system does not tell.
         timeline: of the last step.
         order: what each of them ran in the last step, in order.
+        evaluations: those that were asked for, in order.
     """
 
     losses: tuple[float, ...]
@@ -38,6 +67,7 @@ class TrainResult:
     peak_bytes: tuple[int | None, ...]
     timeline: Timeline
     order: tuple[tuple[Action, ...], ...]
+    evaluations: tuple[Evaluation, ...] = ()
 
     @property
     def typical_step_ns(self) -> int:

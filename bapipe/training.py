@@ -21,6 +21,10 @@ class Training:
         warmup_steps: steps in which it grows evenly to its full value.
         clip_norm: the most that the norm of all gradients together may be; None does not look at it.
         autocast: the type that `torch.autocast` computes in; None computes in the model's own.
+        evaluate_every: steps after which the model is evaluated on held-out data, and so it is after the last; None
+            does not, and holds no data out.
+        evaluate_samples: how many held-out samples are looked at, where there are more; else all, or a tenth of data
+            that holds none out by itself.
 
     Raises:
         BapipeError: a value out of range, or an unknown schedule.
@@ -35,6 +39,8 @@ class Training:
     clip_norm: float | None = None
     autocast: str | None = None
     seed: int = 0
+    evaluate_every: int | None = None
+    evaluate_samples: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -45,8 +51,17 @@ class Training:
             raise BapipeError(f"autocast to {self.autocast}: only bfloat16 is run, because others need scaled losses")
         if self.warmup_steps < 0:
             raise BapipeError(f"a warm-up of {self.warmup_steps} steps: want 0 or more")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise BapipeError(f"evaluation every {self.evaluate_every} steps: want 1 or more")
+        if self.evaluate_samples is not None and self.evaluate_samples < 1:
+            raise BapipeError(f"evaluation of {self.evaluate_samples} samples: want 1 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise BapipeError(f"gradients cannot be clipped to a norm of {self.clip_norm}: want more than 0")
+
+    def evaluates_after(self, steps: int) -> bool:
+        """Whether the model is evaluated when so many steps are done."""
+        every = self.evaluate_every
+        return every is not None and (steps % every == 0 or steps == self.steps)
 
     def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0."""

@@ -48,6 +48,7 @@ HEAVY = {
     "numpy": {"zoo", "search"},
     "PIL": {"zoo"},
     "sentencepiece": {"zoo"},
+    "sacrebleu": {"zoo"},
     "ortools": {"search"},
     "networkx": set[str](),
 }
@@ -168,9 +169,10 @@ def test_command_line_options() -> None:
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],
         "run": [
-            "--arg", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--json", "--keep", "--lr",
-            "--lr-schedule", "--optimizer", "--optimizer-arg", "--resume", "--seed", "--steps", "--timeout", "--trace",
-            "--warmup",
+            "--arg", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--eval-every", "--eval-samples",
+            "--json", "--keep", "--lr",
+            "--lr-schedule", "--optimizer", "--optimizer-arg", "--resume", "--seed", "--steps",
+            "--tensorboard", "--timeout", "--trace", "--warmup",
         ],
         "export": ["--output"],
     }  # fmt: skip

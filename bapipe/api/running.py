@@ -1,7 +1,8 @@
 """Train a plan, and export what was trained."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +11,19 @@ import msgspec
 
 from bapipe.api.door import load_torch
 from bapipe.errors import BapipeError
-from bapipe.outcome import StepReport, TrainResult
+from bapipe.outcome import Evaluation, StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.settings import Settings, check_same
 from bapipe.training import MOMENTUM, Training
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+OnStep = Callable[[StepReport], None]
+
+OnEvaluation = Callable[[int, int, Evaluation | None], None]
+"""(held-out samples done, all of them, what was found when all are)"""
 
 
 def run(
@@ -38,7 +45,11 @@ def run(
     keep: int = 3,
     resume: bool = False,
     timeout_s: float = 600.0,
-    on_step: Callable[[StepReport], None] | None = None,
+    evaluate_every: int | None = None,
+    evaluate_samples: int | None = None,
+    tensorboard: Path | None = None,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
 ) -> TrainResult:
     """Trains a plan's model, one process a device, or as a part of a torchrun job.
 
@@ -56,7 +67,14 @@ def run(
         timeout_s: how long a rank may wait for another before the run ends.
         data: what the example's `data` opens, such as mnist, synthetic, or a folder; or `module.path:function`, which
             returns a data set whose items are as those of `bapipe.Example.data`.
+        evaluate_every: steps after which the model is evaluated on held-out data, and so it is after the last; None
+            does not, and holds no data out.
+        evaluate_samples: how many held-out samples are looked at, drawn from the seed; else all that the data holds
+            out, or a tenth of data that holds none out, which is then not trained on.
+        tensorboard: a folder for TensorBoard's scalars of every step and evaluation.
         on_step: called after every step; under torchrun in rank 0 only.
+        on_evaluation: called with how many held-out samples are done, how many there are, and what was found when all
+            are; under torchrun in rank 0 only.
 
     Raises:
         BapipeError: the plan does not fit the model, the machine or the data.
@@ -78,7 +96,7 @@ def run(
     from bapipe.zoo.sources import open_data
 
     given = dict(plan.arguments if arguments is None else arguments)
-    with current_folder_importable():
+    with current_folder_importable(), _reporting(plan, tensorboard, on_step, on_evaluation) as (stepped, evaluated):
         example = build(factory, given, meta=True)
         if plan.settings is not msgspec.UNSET:
             check_same(planned, msgspec.structs.replace(planned, dtype=_dtype(example.module)))
@@ -96,13 +114,44 @@ def run(
                 clip_norm=clip_norm,
                 autocast=planned.autocast,
                 seed=seed,
+                evaluate_every=evaluate_every,
+                evaluate_samples=evaluate_samples,
             ),
             keeping=Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resume)
             if checkpoint is not None
             else None,
             timeout_s=timeout_s,
-            on_step=on_step,
+            on_step=stepped,
+            on_evaluation=evaluated,
         )
+
+
+@contextmanager
+def _reporting(
+    plan: Plan, folder: Path | None, on_step: OnStep | None, on_evaluation: OnEvaluation | None
+) -> Iterator[tuple[OnStep | None, OnEvaluation | None]]:
+    """Has what is reported written for TensorBoard too, where there is a folder for it."""
+    if folder is None:
+        yield on_step, on_evaluation
+        return
+    from bapipe.runtime.board import board
+
+    used = {name for stage in plan.stages for name in stage.devices}
+    names = [device.name for device in plan.cluster.devices if device.name in used]
+    with board(folder, plan.minibatch_size, names) as written:
+
+        def stepped(report: StepReport) -> None:
+            written.step(report)
+            if on_step is not None:
+                on_step(report)
+
+        def evaluated(done: int, total: int, found: Evaluation | None) -> None:
+            if found is not None:
+                written.evaluation(found)
+            if on_evaluation is not None:
+                on_evaluation(done, total, found)
+
+        yield stepped, evaluated
 
 
 def _optimizer(

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bapipe import api, report
 from bapipe.cluster import Cluster
-from bapipe.outcome import StepReport, TrainResult
+from bapipe.outcome import Evaluation, StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.search.options import Options
@@ -89,20 +89,28 @@ def train_with_bar(decided: Plan, steps: int, **options: Any) -> TrainResult:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"starting {len(decided.stages)} stages", total=steps)
-        spoke_s, first = 0.0, None
+        spoke_s, first, latest = 0.0, None, ""
 
         def on_step(done: StepReport) -> None:
             nonlocal spoke_s, first
             rate, now_s = decided.minibatch_size * 1e9 / done.step_ns, time.monotonic()
-            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s  bubble {done.bubble:.0%}"
+            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s  bubble {done.bubble:.0%}{latest}"
             first = first or (done.step, now_s)
             bar.update(task, completed=done.step + 1, description=text)
             if not err.is_terminal and (now_s - spoke_s > 2 or done.step + 1 == steps):
                 spoke_s = now_s
                 note(f"step {done.step + 1}/{steps}  {text}{time_left(done.step, steps, first, now_s)}")
 
+        def on_evaluation(done: int, total: int, found: Evaluation | None) -> None:
+            nonlocal latest
+            if found is None:
+                bar.update(task, description=f"evaluating: {done} of {total} samples")
+            else:
+                latest = f"  {report.evaluation_words(found)}"
+                note(f"step {found.steps}/{steps}{latest}, {total} samples in {report.ms(found.elapsed_ns)}")
+
         try:
-            return api.run(decided, steps=steps, on_step=on_step, **options)
+            return api.run(decided, steps=steps, on_step=on_step, on_evaluation=on_evaluation, **options)
         except KeyboardInterrupt:
             bar.stop()
             note("interrupted: all ranks have ended")

@@ -47,6 +47,17 @@ def run(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="Seconds that a rank may wait for another before the run ends.")
     ] = 600.0,
+    eval_every: Annotated[
+        int | None,
+        typer.Option("--eval-every", min=1, help="Evaluate on held-out data after so many steps, and at the end."),
+    ] = None,
+    eval_samples: Annotated[
+        int | None,
+        typer.Option(
+            "--eval-samples", min=1, help="How many to evaluate on; else all held out, or a tenth of the data."
+        ),
+    ] = None,
+    tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard's scalars.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights, the order of the data, and dropout.")] = 0,
     arg: Arguments = None,
     trace: Annotated[
@@ -59,6 +70,8 @@ def run(
         check_writable(trace)
     if resume and checkpoint is None:
         raise BapipeError("--resume needs --checkpoint FOLDER, the one to go on from")
+    if eval_samples is not None and eval_every is None:
+        raise BapipeError("--eval-samples goes with --eval-every STEPS, which says when to evaluate")
     decided = plan_of(source, arg)
     result = train_with_bar(
         decided,
@@ -76,6 +89,9 @@ def run(
         keep=keep,
         resume=resume,
         timeout_s=timeout,
+        evaluate_every=eval_every,
+        evaluate_samples=eval_samples,
+        tensorboard=tensorboard,
     )
     if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
         return

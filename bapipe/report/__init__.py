@@ -2,7 +2,7 @@
 
 from bapipe.report.comparisons import comparison_json, comparison_parts
 from bapipe.report.figures import empty_table, mib, ms, number
-from bapipe.report.outcomes import outcome_json, outcome_parts
+from bapipe.report.outcomes import evaluation_words, outcome_json, outcome_parts
 from bapipe.report.plans import pareto_table, plan_json, plan_parts
 from bapipe.report.profiles import cluster_parts, profile_parts
 from bapipe.report.timelines import NAME, gantt, trace
@@ -13,6 +13,7 @@ __all__ = [
     "comparison_json",
     "comparison_parts",
     "empty_table",
+    "evaluation_words",
     "gantt",
     "mib",
     "ms",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from bapipe.outcome import TrainResult
+from bapipe.outcome import Evaluation, TrainResult
 from bapipe.plan import Plan
 from bapipe.report.figures import empty_table, mib, ms, number
 
@@ -12,12 +12,25 @@ from bapipe.report.figures import empty_table, mib, ms, number
 def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     """Yields a run's losses, and its prediction beside what was measured."""
     yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
+    if result.evaluations:
+        first, last = result.evaluations[0], result.evaluations[-1]
+        once = f"after {first.steps} steps: {evaluation_words(first)}"
+        again = f"; after {last.steps}: {evaluation_words(last)}" if last is not first else ""
+        yield f"{once}{again}, on {last.num_samples} samples that it was not trained on"
     table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
     for name, (predicted, measured) in outcome_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
         off = f"{predicted / measured - 1:+.1%}" if measured else ""
         table.add_row(name, show(predicted), show(measured) if measured is not None else "unknown", off)
     yield table
+
+
+def evaluation_words(found: Evaluation) -> str:
+    """Returns loss and metrics on held-out data in a line; shares of samples in per cent, scores as they are."""
+    shown = (
+        f"{name} {value:.1%}" if name.startswith("top-") else f"{name} {value:.1f}" for name, value in found.metrics
+    )
+    return ", ".join((f"held-out loss {found.loss:.4f}", *shown))
 
 
 def outcome_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
@@ -43,6 +56,10 @@ def outcome_json(plan: Plan, result: TrainResult) -> dict[str, object]:
         "step_ns": result.step_ns,
         "predicted_step_ns": plan.prediction.step_ns,
         "measured_step_ns": result.typical_step_ns,
+        "evaluations": [
+            {"steps": found.steps, "num_samples": found.num_samples, "loss": found.loss, **dict(found.metrics)}
+            for found in result.evaluations
+        ],
         "ranks": [
             {
                 "device": device,

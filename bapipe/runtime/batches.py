@@ -40,8 +40,6 @@ def check_enough(plan: Plan, dataset: Dataset[Any]) -> None:
 
 def batches(pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int, start: Position) -> Iterator[Batch]:
     """Yields mini-batches without end; each pass over the data is another order, whose incomplete rest is left out."""
-    size = plan.microbatch_size
-    rows = [row for m in pipeline.microbatches for row in range(m * size, (m + 1) * size)]
     position, drawn, order = start, -1, []
     while True:
         if position.offset + plan.minibatch_size > num_samples(dataset):
@@ -51,7 +49,7 @@ def batches(pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int, st
         end = position.offset + plan.minibatch_size
         chosen = order[position.offset : end]
         position = Position(step=position.step + 1, epoch=position.epoch, offset=end)
-        yield _load(pipeline, plan, dataset, chosen, rows, position)
+        yield Batch(*load(pipeline, plan, dataset, chosen), position)
 
 
 def _order(num: int, seed: int, epoch: int) -> list[int]:
@@ -60,16 +58,19 @@ def _order(num: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _load(
-    pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], chosen: Sequence[int], rows: Sequence[int], after: Position
-) -> Batch:
+def load(
+    pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], chosen: Sequence[int]
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """Returns what this rank uses of the inputs and the target of some items, a mini-batch of them or fewer."""
+    size, num = plan.microbatch_size, len(chosen)
+    rows = [row for m in pipeline.microbatches for row in range(m * size, min((m + 1) * size, num))]
     needs, names = pipeline.needs, pipeline.input_names
     wanted = [place for place, name in enumerate(names) if name in needs]
     if pipeline.needs_target:
         wanted.append(len(names))
-    columns = _columns(dataset, [chosen[row] for row in rows], wanted, len(names)) if wanted else {}
-    stacked = {place: _stack(rows, plan.minibatch_size, column) for place, column in columns.items()}
-    return Batch(tuple(stacked.get(place) for place in range(len(names))), stacked.get(len(names)), after)
+    columns = _columns(dataset, [chosen[row] for row in rows or [0]], wanted, len(names)) if wanted else {}
+    stacked = {place: _stack(rows or [0], num, column) for place, column in columns.items()}
+    return tuple(stacked.get(place) for place in range(len(names))), stacked.get(len(names))
 
 
 def _columns(
@@ -86,11 +87,11 @@ def _columns(
     return {place: [row[place] for row in rows] for place in wanted}
 
 
-def _stack(rows: Sequence[int], minibatch_size: int, values: list[Any]) -> Tensor:
+def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
     """Returns a mini-batch with values in some rows and anything in the others."""
     batch = default_collate(values)
     if not isinstance(batch, Tensor):
         raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
-    if len(rows) == minibatch_size:
+    if len(rows) == num_samples:
         return batch
-    return batch.new_empty(minibatch_size, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)
+    return batch.new_empty(num_samples, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)

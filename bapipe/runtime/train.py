@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
@@ -16,16 +16,18 @@ from torch.utils.data import Dataset
 
 from bapipe.checkpoint import Manifest, Position, check_model, checkpoints, read_manifest
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.outcome import StepReport, TrainResult
+from bapipe.outcome import Evaluation, StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.runtime.batches import Batch, batches, check_enough, num_samples
 from bapipe.runtime.checkpointing import Keeping, Writer, kinds_of, load
+from bapipe.runtime.held_out import hold_out
 from bapipe.runtime.launch import launch
 from bapipe.runtime.lower import Loss
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.optimizers import optimizer
 from bapipe.runtime.pipeline import Pipeline, check_runnable
 from bapipe.runtime.rank import Rank
+from bapipe.runtime.validate import HeldOut, Metric, Writing, check_scores, validate
 from bapipe.schedule import Action
 from bapipe.training import Training
 
@@ -41,15 +43,20 @@ class Trainable(Protocol):
     def loss(self) -> Loss: ...
     @property
     def initialize(self) -> Callable[[nn.Module], None] | None: ...
+    @property
+    def metrics(self) -> Mapping[str, Metric]: ...
+    @property
+    def writing(self) -> Writing | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What every rank gets; `resumed` is the checkpoint to go on from."""
+    """What every rank gets; `held_out` is what to evaluate on, `resumed` the checkpoint to go on from."""
 
     plan: Plan
     build: Callable[[], Trainable]
     dataset: Dataset[Any]
+    held_out: Dataset[Any] | None
     training: Training
     keeping: Keeping | None
     resumed: Path | None
@@ -68,6 +75,19 @@ class _Job:
         )
 
 
+OnEvaluation = Callable[[int, int, Evaluation | None], None]
+"""(held-out samples done, all of them, what was found when all are)"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluating:
+    """What rank 0 says of an evaluation."""
+
+    done: int
+    total: int
+    evaluation: Evaluation | None = None
+
+
 def train(
     plan: Plan,
     build: Callable[[], Trainable],
@@ -77,13 +97,15 @@ def train(
     keeping: Keeping | None = None,
     timeout_s: float = 600.0,
     on_step: Callable[[StepReport], None] | None = None,
+    on_evaluation: OnEvaluation | None = None,
 ) -> TrainResult:
     """Trains a model by a plan, in processes of its own or as part of a job of torchrun.
 
     `build` is called in every process and should give the module on the meta device, so that no process holds more
     than its stages. Items of `dataset` are (input, target), or ((input, ...), target) for several inputs; each epoch
     is another permutation, drawn from the seed, and what does not fill a mini-batch is left out. `build` and `dataset`
-    must be picklable. `on_step` is called in this process; under torchrun in rank 0's.
+    must be picklable. `on_step` and `on_evaluation` are called in this process; under torchrun in rank 0's. What is
+    held out of the data, where the model is evaluated, is not trained on.
 
     All random numbers of a step are drawn from the seed and the step, so a run that goes on from a
     checkpoint does what one that never stopped would have done.
@@ -95,6 +117,10 @@ def train(
             checkpoint cannot be written.
     """
     ranks = check_runnable(plan)
+    held_out = None
+    if training.evaluate_every is not None:
+        dataset, held_out = hold_out(dataset, training.seed, training.evaluate_samples)
+        check_scores(_held_out(build(), held_out))
     check_enough(plan, dataset)
     optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments)
     devices = [plan.cluster.devices[rank] for rank in ranks]
@@ -103,12 +129,15 @@ def train(
         raise BapipeError(
             f"the plan's devices are of kind {', '.join(kinds)}; torch can run a plan of cpu or of cuda devices"
         )
-    job = _Job(plan, build, dataset, training, keeping, _newest(keeping), timeout_s)
+    job = _Job(plan, build, dataset, held_out, training, keeping, _newest(keeping), timeout_s)
     if job.resumed is not None:
         _check_resumed(job, job.resumed)
 
-    def receive(_: int, report: StepReport) -> None:
-        if on_step is not None:
+    def receive(_: int, report: StepReport | _Evaluating) -> None:
+        if isinstance(report, _Evaluating):
+            if on_evaluation is not None:
+                on_evaluation(report.done, report.total, report.evaluation)
+        elif on_step is not None:
             on_step(report)
 
     names = tuple(device.name for device in devices)
@@ -156,29 +185,55 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         device=rank.device,
         seed=training.seed,
         initialize=example.initialize,
+        evaluates=job.held_out is not None,
     )
+    held_out = _held_out(example, job.held_out) if job.held_out is not None else None
     names = tuple(plan.cluster.devices[r].name for r in check_runnable(plan))
     writer = Writer(job.keeping, timedelta(seconds=job.timeout_s), names) if job.keeping is not None else None
     start = _resume(pipeline, job.resumed)
     pipeline.start_at(start.step)
     _seed(training.seed, rank.index, start.step)
     feed = batches(pipeline, plan, job.dataset, training.seed, start)
-    reports = []
+    reports, evaluations = [], []
     for step in range(start.step, training.steps):
         rank.enter_step(step)
         _seed(training.seed, rank.index, step)
-        pipeline.set_learning_rate(training.learning_rate_at(step))
+        rate = training.learning_rate_at(step)
+        pipeline.set_learning_rate(rate)
         batch = next(feed)
-        reports.append(_step(pipeline, rank, names, step, batch))
+        reports.append(_step(pipeline, rank, names, step, rate, batch))
         if rank.index == 0:
             rank.report(reports[-1])
         if writer is not None and job.keeping is not None:
             last = step + 1 == training.steps
             if last or (step + 1) % job.keeping.every == 0:
                 writer.save(job.manifest(batch.after), pipeline.state_dict(), pipeline.optimizer_tensors())
+        if held_out is not None and training.evaluates_after(step + 1):
+            evaluations.append(_evaluate(pipeline, plan, held_out, rank, step + 1))
     if writer is not None:
         writer.wait()
-    return _gather(pipeline, rank, names, reports)
+    return replace(_gather(pipeline, rank, names, reports), evaluations=tuple(evaluations))
+
+
+def _held_out(example: Trainable, dataset: Dataset[Any]) -> HeldOut:
+    writing = example.writing
+    length = 0 if writing is None else example.inputs[writing.place].shape[1]
+    return HeldOut(dataset=dataset, metrics=example.metrics, writing=writing, text_length=length)
+
+
+def _evaluate(pipeline: Pipeline, plan: Plan, held_out: HeldOut, rank: Rank, steps: int) -> Evaluation:
+    total = num_samples(held_out.dataset)
+
+    def tell(done: int) -> None:
+        rank.enter_step(steps - 1)  # this rank is alive
+        if rank.index == 0:
+            rank.report(_Evaluating(done, total))
+
+    tell(0)
+    found = validate(pipeline, plan, held_out, rank.device, steps, tell)
+    if rank.index == 0:
+        rank.report(_Evaluating(total, total, found))
+    return found
 
 
 def _resume(pipeline: Pipeline, path: Path | None) -> Position:
@@ -196,14 +251,17 @@ def _seed(seed: int, rank: int, step: int) -> None:
     random.seed(value)
 
 
-def _step(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, batch: Batch) -> StepReport:
+def _step(
+    pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, learning_rate: float, batch: Batch
+) -> StepReport:
     dist.barrier()
     start_ns = time.perf_counter_ns()
     loss = pipeline.step(*batch.inputs, target=batch.target)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     elapsed_ns = time.perf_counter_ns() - start_ns
-    row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns()]
+    peak = pipeline.peak_bytes()
+    row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns(), -1 if peak is None else peak]
     own = torch.tensor(row, dtype=torch.float64, device=rank.device)
     everyone = [torch.empty_like(own) for _ in range(rank.size)]
     dist.all_gather(everyone, own)
@@ -211,7 +269,14 @@ def _step(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, bat
     step_ns = int(max(row[0] for row in rows))
     bubble = 1 - sum(row[3] for row in rows) / (len(rows) * step_ns)
     mean = next(row[1] for row in rows if row[2])
-    report = StepReport(step=step, loss=mean, step_ns=step_ns, bubble=bubble)
+    report = StepReport(
+        step=step,
+        loss=mean,
+        step_ns=step_ns,
+        bubble=bubble,
+        learning_rate=learning_rate,
+        peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
+    )
     if not isfinite(report.loss):
         raise RunFailed(_why_not_finite(pipeline, names, report))
     return report

@@ -1,11 +1,30 @@
 """A model with what it takes to train it; what a factory named on the command line returns."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How a model that is given the words so far, and scores the next ones, writes a text, and how that is scored.
+
+    The data then has `text(words)`, the text that words are, and `reference(index)`, what an item's should be.
+
+    Attributes:
+        place: number of the input that holds the words so far, [n, length]; the output is [n, length, vocabulary].
+        begin, end, pad: words that every text begins and ends with, and that stand behind it.
+        scores: by name, (texts, references) -> a score of all of them.
+    """
+
+    place: int
+    begin: int
+    end: int
+    pad: int
+    scores: Mapping[str, Callable[[Sequence[str], Sequence[str]], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +39,8 @@ class Example:
         data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs. The
             data may have `part(index, place)`, which gives input `place` of an item, or its target where `place` is
             the number of inputs, so that a rank loads no more than it uses; and `held_out`, other data to evaluate on.
+        metrics: by name, (output, target) -> a value for each sample, whose mean over held-out samples is reported.
+        writing: how the model writes text word by word, for models that do.
         learning_rate: one that trains the model with SGD, momentum 0.9, where nothing else is said.
         initialize: sets the parameters of one layer's module in place; None takes its `reset_parameters()`.
     """
@@ -31,3 +52,5 @@ class Example:
     data: Callable[[str], Dataset[Any]] | None = None
     initialize: Callable[[nn.Module], None] | None = None
     learning_rate: float = 0.01
+    metrics: Mapping[str, Callable[[Any, Tensor], Tensor]] = field(default_factory=dict)
+    writing: Writing | None = None

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.zoo.example import Example
+from bapipe.zoo.example import Example, Writing
+from bapipe.zoo.metrics import bleu
 from bapipe.zoo.places import places
 from bapipe.zoo.sizes import check_sizes
-from bapipe.zoo.translations import PAD, translations
+from bapipe.zoo.translations import BEGIN, END, PAD, translations
 
 _UNIFORM = 0.1
 """Weights start uniform in ±0.1."""
@@ -179,6 +180,7 @@ def gnmt(
         data=opened,
         initialize=initialize,
         learning_rate=0.01,
+        writing=Writing(place=2, begin=BEGIN, end=END, pad=PAD, scores={"BLEU": bleu}),
     )
 
 

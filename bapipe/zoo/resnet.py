@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from bapipe.zoo.example import Example
 from bapipe.zoo.images import images
+from bapipe.zoo.metrics import top_1
 from bapipe.zoo.sizes import check_sizes
 
 _NUM_BLOCKS = (3, 4, 6, 3)
@@ -84,6 +85,7 @@ def resnet50(image_size: int = 64, num_classes: int = 1000, width: int = 64) -> 
         loss=functional.cross_entropy,
         data=partial(images, image_size=image_size, num_classes=num_classes),
         initialize=initialize,
+        metrics={"top-1": top_1},
         learning_rate=0.02,
     )
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.zoo.example import Example
+from bapipe.zoo.metrics import top_1
 from bapipe.zoo.places import places
 from bapipe.zoo.questions import PAD, num_words, questions
 from bapipe.zoo.sizes import check_sizes
@@ -114,6 +115,7 @@ def two_tower(
         loss=functional.cross_entropy,
         data=partial(questions, image_size=image_size, length=length, num_answers=num_answers),
         initialize=initialize,
+        metrics={"top-1": top_1},
         learning_rate=0.02,
     )
 

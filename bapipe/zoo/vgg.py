@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from bapipe.zoo.example import Example
 from bapipe.zoo.images import images
+from bapipe.zoo.metrics import top_1
 from bapipe.zoo.sizes import check_sizes
 
 _BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
@@ -69,6 +70,7 @@ def _example(image_size: int, num_classes: int, width: int, batch_norm: bool) ->
         loss=functional.cross_entropy,
         data=partial(images, image_size=image_size, num_classes=num_classes),
         initialize=initialize,
+        metrics={"top-1": top_1},
         learning_rate=0.002,
     )
 

@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ class Small:
     inputs: tuple[Tensor, ...]
     loss: Callable[[Tensor, Tensor], Tensor]
     initialize: Callable[[nn.Module], None] | None = None
+    metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
+    writing: None = None
 
 
 def small() -> Small:

@@ -1,5 +1,6 @@
 """Training by a plan learns, is repeatable, and measures what it says."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from launch_cases import clusters, small
 from runtime_cases import make_plan, named_order
 
 from bapipe.errors import BapipeError
-from bapipe.outcome import StepReport
+from bapipe.outcome import Evaluation, StepReport
 from bapipe.plan import Plan
 from bapipe.runtime.train import train
 from bapipe.trace import trace
@@ -25,7 +26,18 @@ def _plan(cuts: tuple[int, ...]) -> Plan:
 
 def test_training_does_not_depend_on_the_cut() -> None:
     reports: list[StepReport] = []
-    two = train(_plan((3,)), small, clusters(), TRAINING, timeout_s=60, on_step=reports.append)
+    told: list[tuple[int, int, Evaluation | None]] = []
+    data = clusters()
+    data.held_out = torch.utils.data.Subset(clusters(), range(19))  # type: ignore[attr-defined]
+    two = train(
+        _plan((3,)),
+        small,
+        data,
+        replace(TRAINING, evaluate_every=10),
+        timeout_s=60,
+        on_step=reports.append,
+        on_evaluation=lambda *what: told.append(what),
+    )
     one = train(_plan(()), small, clusters(), TRAINING, timeout_s=60)
     assert two.losses == pytest.approx(one.losses, abs=1e-5)
     assert two.losses[-1] < two.losses[0] / 2
@@ -33,6 +45,15 @@ def test_training_does_not_depend_on_the_cut() -> None:
     assert tuple(report.loss for report in reports) == two.losses
     assert tuple(report.step_ns for report in reports) == two.step_ns
     assert all(0 < report.bubble < 1 for report in reports)
+    assert [found.steps for found in two.evaluations] == [10, 20, 24]
+    assert two.evaluations[-1].loss < two.evaluations[0].loss
+    assert [found for _, _, found in told if found is not None] == list(two.evaluations)
+    assert [(done, of) for done, of, _ in told[:4]] == [(0, 19), (16, 19), (19, 19), (19, 19)]
+    assert {report.learning_rate for report in reports} == {0.1}
+    assert all(
+        a is not None and b is not None and 0 < a <= b
+        for a, b in zip(reports[-1].peak_bytes, two.peak_bytes, strict=True)
+    )
     assert two.devices == ("cpu0", "cpu1")
     assert tuple(tuple(map(str, order)) for order in two.order) == _plan((3,)).order
     assert all(peak is not None and 0 < peak < 2**30 for peak in two.peak_bytes)

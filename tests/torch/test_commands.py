@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapipe.codec import read, write
 from bapipe.plan import Plan
@@ -57,24 +58,20 @@ def test_the_profile_names_the_layers_and_the_loss(folder: Path) -> None:
 
 
 def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
-    done = bapipe(
-        folder,
-        "run",
-        "plan.json",
-        "--data",
-        "tiny:own",
-        "--steps",
-        "12",
-        "--lr",
-        "0.05",
-        "--json",
-        "--trace",
-        "measured.json",
-    )
+    training = ("--data", "tiny:own", "--steps", "12", "--lr", "0.05", "--eval-every", "5", "--eval-samples", "6")
+    done = bapipe(folder, "run", "plan.json", *training, "--tensorboard", "board", "--json", "--trace", "measured.json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     plan = read(folder / "plan.json", Plan)
     assert told["losses"][-1] < told["losses"][0]
+    assert [(found["steps"], found["num_samples"]) for found in told["evaluations"]] == [(5, 6), (10, 6), (12, 6)]
+    assert all(found["near"] * 6 in range(7) for found in told["evaluations"])
+    assert told["evaluations"][-1]["loss"] < told["evaluations"][0]["loss"]
+    last = told["evaluations"][-1]
+    assert f"step 12/12  held-out loss {last['loss']:.4f}, near {last['near']:.1f}, 6 samples in " in done.stderr
+    written = EventAccumulator(str(folder / "board")).Reload()
+    assert [event.value for event in written.Scalars("loss")] == pytest.approx(told["losses"])
+    assert [event.step for event in written.Scalars("held_out/near")] == [5, 10, 12]
     assert [rank["order"] for rank in told["ranks"]] == [list(order) for order in plan.order]
     assert told["predicted_step_ns"] == plan.prediction.step_ns
     names = {event["name"] for event in json.loads((folder / "measured.json").read_text())["traceEvents"]}

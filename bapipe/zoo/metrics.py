@@ -1,0 +1,29 @@
+"""How good what a model gives is."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from bapipe.errors import BapipeError
+
+
+def top_1(scores: Tensor, classes: Tensor) -> Tensor:
+    """Returns 1 for each sample whose class has the highest of its scores [n, classes], else 0."""
+    return (scores.argmax(dim=1) == classes).float()
+
+
+def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the BLEU of texts, 0 to 100, as sacrebleu splits and smooths by itself (Post 2018, arXiv:1804.08771).
+
+    Raises:
+        BapipeError: sacrebleu is not installed.
+    """
+    try:
+        import sacrebleu  # training does without
+    except ImportError:
+        raise BapipeError(
+            "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without "
+            "--eval-every"
+        ) from None
+    score: float = sacrebleu.corpus_bleu(list(texts), [list(references)], force=True).score
+    return score

@@ -1,0 +1,67 @@
+"""What is written for TensorBoard is what was reported."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bapipe.errors import BapipeError
+from bapipe.outcome import Evaluation, StepReport
+from bapipe.runtime.board import board
+
+
+def report(step: int, loss: float) -> StepReport:
+    return StepReport(step=step, loss=loss, step_ns=5 * 10**8, bubble=0.25, learning_rate=0.5, peak_bytes=(2**20, None))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    read = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def test_scalars(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "board"
+    with board(folder, 32, ["cpu0", "cpu1"]) as written:
+        for step in range(3):
+            written.step(report(step, 4.0 - step))
+        written.evaluation(
+            Evaluation(steps=2, num_samples=7, loss=1.5, metrics=(("top-1", 0.75), ("BLEU", 12.5)), elapsed_ns=1)
+        )
+    assert scalars(folder) == {
+        "loss": [(1, 4.0), (2, 3.0), (3, 2.0)],
+        "samples_per_s": [(1, 64.0), (2, 64.0), (3, 64.0)],
+        "learning_rate": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        "bubble": [(1, 0.25), (2, 0.25), (3, 0.25)],
+        "peak_bytes/cpu0": [(1, 2.0**20), (2, 2.0**20), (3, 2.0**20)],
+        "held_out/loss": [(2, 1.5)],
+        "held_out/top-1": [(2, 0.75)],
+        "held_out/BLEU": [(2, 12.5)],
+    }
+
+
+def test_steps_done_again_count_once(tmp_path: Path) -> None:
+    for losses in ({0: 4.0, 1: 3.0, 2: 9.0}, {1: 3.5, 2: 2.5}):
+        with board(tmp_path, 32, ["cpu0", "cpu1"]) as written:
+            for step, loss in losses.items():
+                written.step(report(step, loss))
+    assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
+
+
+def test_nothing_is_written_where_nothing_is_reported(tmp_path: Path) -> None:
+    with board(tmp_path, 32, ["cpu0"]):  # as on the other ranks of a torchrun job
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BapipeError) as error, board(tmp_path / "file" / "board", 32, ["cpu0"]):
+        pass
+    assert str(error.value) == f"{tmp_path / 'file' / 'board'}: cannot hold TensorBoard's files: Not a directory"
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(BapipeError) as error, board(tmp_path, 32, ["cpu0"]):
+        pass
+    assert str(error.value) == (
+        "--tensorboard needs the package tensorboard, which is not installed: pip install 'bapipe[tensorboard]'"
+    )

@@ -1,0 +1,99 @@
+"""Figures on held-out data: BLEU and top-1 worked out by hand, and what is held out."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.held_out import Chosen, hold_out
+from bapipe.runtime.validate import HeldOut, check_scores
+from bapipe.zoo.factory import build
+from bapipe.zoo.metrics import bleu, top_1
+
+
+def test_bleu_by_hand() -> None:
+    # 5 of 6 words, 3 of 5 pairs, 1 of 4 threes; of the 3 fours none, which counts as half a one
+    expected = 100 * (5 / 6 * 3 / 5 * 1 / 4 * (1 / 2) / 3) ** (1 / 4)
+    assert bleu(["the cat is on the mat"], ["the cat sat on the mat"]) == pytest.approx(expected)
+    # all of it right, but 5 words for 6
+    assert bleu(["a b c d e"], ["a b c d e f"]) == pytest.approx(100 * math.exp(1 - 6 / 5))
+    # over all sentences, not the mean of each: 9 of 10 words, 7 of 8 pairs, 5 of 6 threes, 3 of 4 fours
+    both = 100 * (9 / 10 * 7 / 8 * 5 / 6 * 3 / 4) ** (1 / 4)
+    assert bleu(["a b c d e", "f g h i x"], ["a b c d e", "f g h i j"]) == pytest.approx(both)
+    assert bleu(["same here now ok ."], ["same here now ok ."]) == pytest.approx(100)
+
+
+def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
+    example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
+    with pytest.raises(BapipeError) as error:
+        check_scores(HeldOut(dataset=[], metrics={}, writing=example.writing))  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without --eval-every"
+    )
+
+
+def test_data_without_texts_is_refused() -> None:
+    example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
+    with pytest.raises(BapipeError) as error:
+        check_scores(HeldOut(dataset=[], metrics={}, writing=example.writing))  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "what this model writes cannot be scored, because the data has no `text`: see bapipe.Example, or train without "
+        "--eval-every"
+    )
+
+
+def test_top_1() -> None:
+    scores = torch.tensor([[0.1, 0.9, 0.0], [3.0, 2.0, 1.0], [0.0, 0.0, 1.0]])
+    assert top_1(scores, torch.tensor([1, 2, 2])).tolist() == [1.0, 0.0, 1.0]
+
+
+class Items(list[Any]):
+    held_out: Any = None
+
+
+def numbers(data: Any) -> list[int]:
+    return [data[i] for i in range(len(data))]
+
+
+@pytest.mark.parametrize(("most", "size"), [(None, 4), (7, 7), (1, 1)])
+def test_a_part_of_the_data_is_held_out(most: int | None, size: int) -> None:
+    training, others = hold_out(Items(range(40)), 3, most)  # type: ignore[arg-type]
+    assert len(numbers(others)) == size
+    assert sorted(numbers(training) + numbers(others)) == list(range(40))
+    again = hold_out(Items(range(40)), 3, most)[1]  # type: ignore[arg-type]
+    assert numbers(again) == numbers(others)
+    if size > 1:
+        assert numbers(hold_out(Items(range(40)), 4, most)[1]) != numbers(others)  # type: ignore[arg-type]
+        assert max(numbers(others)) > size  # not the first ones, which may be all of a class
+
+
+def test_data_may_hold_out_its_own() -> None:
+    data = Items(range(20))
+    data.held_out = list(range(100, 130))
+    training, others = hold_out(data, 3, None)  # type: ignore[arg-type]
+    assert training is data
+    assert numbers(others) == list(range(100, 130))
+    training, others = hold_out(data, 3, 5)  # type: ignore[arg-type]
+    assert training is data
+    assert len(numbers(others)) == 5
+    assert set(numbers(others)) <= set(range(100, 130))
+
+
+def test_all_of_the_data_cannot_be_held_out() -> None:
+    with pytest.raises(BapipeError) as error:
+        hold_out(Items(range(40)), 3, 50)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "the data has 40 samples, and evaluation takes 40 of them away: give more data, or a smaller --eval-samples"
+    )
+
+
+def test_parts_are_had_alone_where_the_data_can() -> None:
+    class Parted(Items):
+        def part(self, index: int, place: int) -> tuple[int, int]:
+            return index, place
+
+    assert Chosen(Parted(range(9)), [5, 7]).part(1, 2) == (7, 2)  # type: ignore[arg-type]
+    assert not hasattr(Chosen(Items(range(9)), [5, 7]), "part")  # type: ignore[arg-type]
