@@ -7,27 +7,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
 from bapipe.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.conditions import check_optimizers, check_settings
+from bapipe.runtime.connections import connect_replicas, connect_shared
 from bapipe.runtime.draws import Draws
 from bapipe.runtime.evaluation import Evaluated, Evaluator, split_for_evaluation
 from bapipe.runtime.footprint import Footprint
-from bapipe.runtime.lower import LocalStage, Loss, Runner, subgroup
+from bapipe.runtime.given import Expected
+from bapipe.runtime.lower import LocalStage, Loss, Runner
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.measured import Measured, gather
 from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
-from bapipe.runtime.replicas import Replicas
-from bapipe.runtime.shared import SharedGradients
-from bapipe.runtime.split import Split, argument_names, split, stage_module, trained_layers
-from bapipe.runtime.transfers import with_transfers
+from bapipe.runtime.runnable import check_runnable
+from bapipe.runtime.split import Split, argument_names, split, stage_module
+from bapipe.runtime.updates import Updates
 from bapipe.schedule import Action, Schedule
-from bapipe.simulate import judge
 from bapipe.timeline import Timeline
 from bapipe.trace import TracedModel, granularity, idle_state, state_names, trace
 
@@ -94,16 +92,25 @@ class Pipeline:
         materialize(self._split, self._state(), self._device, seed, initialize)
         self._autocast = autocast
         self._clock = clock_for(self._device)
-        self._shared = self._connect_shared(schedule)
-        self._replicas = self._connect(schedule)
+        place = schedule, self._ranks, self.rank
+        self._shared = connect_shared(self._split, *place, self._device, group)
+        self._replicas = connect_replicas(
+            self._split, *place, self._modules, self._shared.parameters, self._clock, self._device, group
+        )
         local = [self._local_stage(s) for s in sorted(self.stages)]
         computed = self._loss(loss, self._split.model)
         self._runner = Runner(schedule, self._ranks, local, computed, self._clock, self._draws, self._device, group)
         self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
-        self._optimizers = _optimizers(self._modules, optimizer or sgd())
-        check_optimizers(plan, self._optimizers.values())
+        self._updates = Updates(self._modules, optimizer or sgd(), self._clock)
+        check_optimizers(plan, self._updates.optimizers)
         self._clip_norm = clip_norm
-        self._updates: list[tuple[int, object, object]] = []
+        self._expected = Expected(
+            names=self.input_names,
+            needed=self.needs,
+            examples=self._split.examples,
+            minibatch_size=plan.minibatch_size,
+            device=self._device,
+        )
         self._start: object | None = None
 
     @property
@@ -141,15 +148,14 @@ class Pipeline:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
         """
-        loaded = self._load(inputs, self._plan.minibatch_size)
+        loaded = self._expected.load(inputs, self._plan.minibatch_size)
         if self.needs_target:
-            target = self._checked("target", target, None, self._plan.minibatch_size)
+            target = self._expected.checked("target", target, None, self._plan.minibatch_size)
         first = self._split.stages[0].loaded if 0 in self.stages else ()
         later = dict.fromkeys(name for s in self.stages if s > 0 for name in self._split.stages[s].loaded)
         names = argument_names(self._split, tuple(later))
         self._start = self._clock.stamp()
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=True)  # zeroing costs a pass to fill and one more to add
+        self._updates.begin()
         for replicas in self._replicas.values():
             replicas.begin()
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
@@ -162,7 +168,10 @@ class Pipeline:
         self._shared.sum()
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        self._updates = [self._update(stage) for stage in self.stages]
+        for stage in self.stages:
+            if stage in self._replicas:
+                self._replicas[stage].gradients.finish()
+            self._updates.update(stage)
         for replicas in self._replicas.values():
             replicas.buffers.finish()
         if loss is None:
@@ -192,8 +201,10 @@ class Pipeline:
         num = self._plan.minibatch_size if num_samples is None else num_samples
         if not 1 <= num <= self._plan.minibatch_size:
             raise ValueError(f"{num} samples to evaluate: want 1 to {self._plan.minibatch_size}, the plan's mini-batch")
-        loaded = self._load(inputs, num)
-        target = self._checked("target", target, None, num) if self.needs_target and target is not None else None
+        loaded = self._expected.load(inputs, num)
+        target = (
+            self._expected.checked("target", target, None, num) if self.needs_target and target is not None else None
+        )
         return self._evaluator.run(loaded, target, num, keep)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -215,9 +226,7 @@ class Pipeline:
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the steps to come."""
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = value
+        self._updates.set_learning_rate(value)
 
     def start_at(self, step: int) -> None:
         """Makes the next step draw what the step of this number, from 0, of a whole run draws."""
@@ -237,30 +246,15 @@ class Pipeline:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
-        return {
-            f"{name}:{key}": value
-            for name, parameter in self.named_parameters().items()
-            for optimizer in self._optimizers.values()
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
+        return self._updates.tensors(self.named_parameters())
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives this rank's optimizers the state that `optimizer_tensors` returned, under whatever plan."""
-        name_of = {id(parameter): name for name, parameter in self.named_parameters().items()}
-        for optimizer in self._optimizers.values():
-            names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-            state = {
-                place: found
-                for place, name in enumerate(names)
-                if (found := {k.rpartition(":")[2]: v for k, v in tensors.items() if k.rpartition(":")[0] == name})
-            }
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        self._updates.load(tensors, self.named_parameters())
 
     def busy_ns(self) -> int:
         """Returns how long this rank computed in the last step; the rest of it waited."""
-        updates = sum(self._clock.ns(end) - self._clock.ns(start) for _, start, end in self._updates)
-        return updates + sum(end - start for _, start, end in self._runner.spans())
+        return self._updates.busy_ns() + sum(end - start for _, start, end in self._runner.spans())
 
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
@@ -276,43 +270,11 @@ class Pipeline:
         own = Measured(
             start=self._start,
             spans=self._runner.spans(),
-            updates=self._updates,
+            updates=self._updates.ran,
             syncs=[(s, *sync) for s, replicas in self._replicas.items() for sync in replicas.gradients.syncs()],
             memory=self._memory(),
         )
         return gather(own, self._clock, self._plan, self._ranks, self._device, self._group)
-
-    def _connect(self, schedule: Schedule) -> dict[int, Replicas]:
-        """Returns this rank's place in each of its stages that has replicas."""
-        replicas = {}
-        for s, ranks in enumerate(schedule.devices):
-            if len(ranks) == 1:
-                continue
-            if self._group is not None:
-                raise BapipeError(f"stage {s} has replicas, which need the default process group: leave out `group`")
-            group = subgroup([self._ranks.index(rank) for rank in ranks], self._device)
-            if s in self.stages:
-                own = sum(schedule.rank_of(s, m) == self.rank for m in range(schedule.num_microbatches))
-                layers = trained_layers(self._split, s, without=self._shared.parameters)
-                replicas[s] = Replicas(self._modules[s], layers, group, own / schedule.num_microbatches, self._clock)
-        return replicas
-
-    def _connect_shared(self, schedule: Schedule) -> SharedGradients:
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        summed = []
-        for one in self._split.shared:
-            users = tuple(sorted({rank for s in one.stages for rank in schedule.devices[s]}))
-            if len(users) == 1 or not one.parameter.requires_grad:
-                continue
-            if self._group is not None:
-                raise BapipeError(
-                    f"'{one.name}' is in several stages, which need the default process group: leave out `group`"
-                )
-            if users not in groups:
-                groups[users] = subgroup([self._ranks.index(rank) for rank in users], self._device)
-            if self.rank in users:
-                summed.append((one.parameter, groups[users]))
-        return SharedGradients(summed)
 
     def _local_stage(self, index: int) -> LocalStage:
         stage, examples = self._split.stages[index], self._split.examples
@@ -356,31 +318,6 @@ class Pipeline:
 
         return computed
 
-    def _load(self, inputs: Sequence[Tensor | None], num_samples: int) -> dict[str, Tensor]:
-        if len(inputs) > len(self.input_names):
-            raise ValueError(f"{len(inputs)} inputs for a model that takes {len(self.input_names)}")
-        given = dict(zip(self.input_names, inputs, strict=False))
-        examples = self._split.examples
-        return {name: self._checked(name, given.get(name), examples[name], num_samples) for name in self.needs}
-
-    def _checked(self, name: str, tensor: Tensor | None, example: Tensor | None, num_samples: int) -> Tensor:
-        """Returns a tensor on the device, when it is there and like the example."""
-        if tensor is None:
-            raise BapipeError(f"this rank runs a stage that needs '{name}', which is missing")
-        size = tensor.shape[0] if tensor.dim() else 0
-        if size != num_samples:
-            if num_samples != self._plan.minibatch_size:
-                raise BapipeError(f"'{name}' has {size} samples; num_samples is {num_samples}")
-            raise BapipeError(
-                f"'{name}' has {size} samples; the plan's mini-batch is {self._plan.minibatch_size}: "
-                "drop or pad a last, smaller batch"
-            )
-        if example is not None and (tensor.shape[1:], tensor.dtype) != (example.shape[1:], example.dtype):
-            raise BapipeError(
-                f"'{name}' has samples of {_describe(tensor)}; the example inputs have {_describe(example)}"
-            )
-        return tensor.to(self._device, non_blocking=True)
-
     def _clip(self, max_norm: float) -> None:
         for replicas in self._replicas.values():
             replicas.gradients.finish()
@@ -388,52 +325,16 @@ class Pipeline:
         counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
         clip([p.grad for p in own if p.grad is not None], counted, max_norm, self._device, self._group)
 
-    def _update(self, stage: int) -> tuple[int, object, object]:
-        if stage in self._replicas:
-            self._replicas[stage].gradients.finish()
-        start = self._clock.stamp()
-        if stage in self._optimizers:
-            self._optimizers[stage].step()
-        return stage, start, self._clock.stamp()
-
     def _memory(self) -> Memory:
         parameters = list({id(p): p for module in self._modules.values() for p in module.parameters()}.values())
-        state = [v for o in self._optimizers.values() for held in o.state.values() for v in held.values()]
         return Memory(
             params=sum(p.nbytes for p in parameters),
             gradients=sum(p.grad.nbytes for p in parameters if p.grad is not None),
-            optimizer=sum(v.nbytes for v in state if isinstance(v, Tensor)),
+            optimizer=self._updates.state_bytes(),
             stash=0,
             workspace=0,
             buffers=0,
         )
-
-
-def check_runnable(plan: Plan) -> tuple[int, ...]:
-    """Returns the ranks of the plan that have a stage.
-
-    Raises:
-        InvalidSchedule: the plan's order is incomplete, misplaced or deadlocks.
-        BapipeError: a device runs side by side, neighbouring stages share some of their devices only, or a stage has
-            devices without micro-batches.
-    """
-    for device in plan.cluster.devices:
-        if device.side_by_side:
-            raise BapipeError(
-                f"device '{device.name}' runs forward and backward side by side, which torch cannot: plan with a "
-                "schedule other than fbp-as, or leave side_by_side out of the cluster"
-            )
-    for s, stage in enumerate(plan.stages):
-        if len(stage.devices) > plan.num_microbatches:
-            raise BapipeError(
-                f"stage {s} has {len(stage.devices)} devices for {plan.num_microbatches} micro-batches: plan with more "
-                "micro-batches, or fewer devices"
-            )
-    schedule = plan.table
-    unit = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1)
-    judge(schedule, [Stage(on=(unit,) * len(ranks)) for ranks in schedule.devices], plan.cluster)
-    with_transfers(schedule)
-    return tuple(sorted({rank for ranks in schedule.devices for rank in ranks}))
 
 
 def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:
@@ -441,19 +342,3 @@ def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:
     done = {action.stage: place for place, action in enumerate(schedule.order[rank])}
     own = [s for s, ranks in enumerate(schedule.devices) if rank in ranks]
     return tuple(sorted(own, key=lambda s: (s not in done, done.get(s, 0), s)))
-
-
-def _optimizers(modules: dict[int, nn.Module], make: MakeOptimizer) -> dict[int, Optimizer]:
-    """One optimizer a stage; a parameter of several belongs to the first."""
-    taken: set[int] = set()
-    made = {}
-    for s, module in modules.items():
-        trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
-        taken |= {id(p) for p in trained}
-        if trained:
-            made[s] = make(trained)
-    return made
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"shape {tuple(tensor.shape[1:])} and type {str(tensor.dtype).removeprefix('torch.')}"

@@ -25,8 +25,9 @@ from bapipe.runtime.launch import launch
 from bapipe.runtime.lower import Loss
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.optimizers import optimizer
-from bapipe.runtime.pipeline import Pipeline, check_runnable
+from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rank import Rank
+from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.validate import HeldOut, Metric, Writing, check_scores, validate
 from bapipe.schedule import Action
 from bapipe.training import Training

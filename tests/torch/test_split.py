@@ -13,7 +13,7 @@ from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
 from bapipe.plan import Plan, StagePlan
 from bapipe.profile import LOSS
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.pipeline import check_runnable
+from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import Split, split, stage_module
 from bapipe.trace import trace
 
