@@ -1,5 +1,6 @@
 """The devices and the links between them: the cluster/1 file."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -78,6 +79,11 @@ class Cluster(
 ):
     """Devices in rank order, and what links them.
 
+    Attributes:
+        intra_host_sum: where it is given, devices of one host sum gradients with their own compute. An all-reduce
+            among them then begins when the last backward of its stage has ended on each, and a message of it takes no
+            less than this says.
+
     Raises:
         InvalidFile: no device, a name used twice, or a link that joins no two devices.
     """
@@ -85,6 +91,7 @@ class Cluster(
     devices: tuple[Device, ...]
     intra_host: Bandwidth
     inter_host: Bandwidth
+    intra_host_sum: Bandwidth | msgspec.UnsetType = msgspec.UNSET
     links: tuple[Link, ...] = ()
     probe: Probe | msgspec.UnsetType = msgspec.UNSET
 
@@ -134,3 +141,9 @@ class Cluster(
             if link.source == a.name and link.target == b.name:
                 return Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
         return self.intra_host if a.host == b.host else self.inter_host
+
+    def own_sum(self, ranks: Sequence[int]) -> Bandwidth | None:
+        """Returns what a message of an all-reduce among ranks of one host takes at least, None where no compute."""
+        if self.intra_host_sum is msgspec.UNSET or len({self.devices[rank].host for rank in ranks}) > 1:
+            return None
+        return self.intra_host_sum

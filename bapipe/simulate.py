@@ -155,7 +155,10 @@ def _all_reduces(
     for s, stage in enumerate(stages):
         end_ns = 0
         for bucket, num_bytes in enumerate(stage.bucket_bytes):
-            ready_ns = max(_gradient_end_ns(s, stage, bucket, schedule, spans))
+            if cluster.own_sum(schedule.devices[s]) is None:
+                ready_ns = max(_gradient_end_ns(s, stage, bucket, schedule, spans))
+            else:
+                ready_ns = max(_end_ns(spans[rank], s) for rank in schedule.devices[s])
             start_ns = max(end_ns, ready_ns)
             end_ns = start_ns + ring_ns(num_bytes, schedule.devices[s], cluster)
             syncs.append(Sync(s, bucket, num_bytes, start_ns, end_ns))
@@ -210,10 +213,13 @@ def _gradient_end_ns(
 
 
 def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
-    """Ring all-reduce over the slowest link among `ranks`: 2(r-1) messages of a r-th of the bytes."""
-    share = -(-num_bytes // len(ranks))
+    """Ring all-reduce over the slowest link among `ranks`: 2(r-1) messages of a r-th of the bytes.
+
+    Where they sum with their own compute, a message takes no less than that.
+    """
+    share, own = -(-num_bytes // len(ranks)), cluster.own_sum(ranks)
     slowest = max(cluster.link(a, b).transfer_ns(share) for a in ranks for b in ranks if a != b)
-    return 2 * (len(ranks) - 1) * slowest
+    return 2 * (len(ranks) - 1) * (slowest if own is None else max(slowest, own.transfer_ns(share)))
 
 
 def _updates(

@@ -1,6 +1,7 @@
 """This machine as a cluster, its links measured."""
 
 import torch
+from msgspec import UNSET
 
 from bapipe.cluster import Cluster, Device
 from bapipe.errors import BapipeError
@@ -15,14 +16,14 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
     """Returns the first devices of a kind on this machine, all of them for None; a CPU device is one core.
 
     CPU devices share the machine's memory evenly. One machine knows no link between hosts: it gets the inner one's
-    figures.
+    figures. CPU devices sum gradients with their own compute.
 
     Raises:
         BapipeError: an unknown kind, or a number of devices that this machine does not have.
         RunFailed: the link cannot be measured.
     """
     count = check_devices(num_devices, kind)
-    link = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
+    link, own_sum = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
     return Cluster(
         devices=tuple(
             Device(name=f"{kind}{index}", host="host0", kind=kind, memory_bytes=_memory_bytes(kind, index, count))
@@ -30,6 +31,7 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
         ),
         intra_host=link,
         inter_host=link,
+        intra_host_sum=own_sum if kind == "cpu" else UNSET,
     )
 
 

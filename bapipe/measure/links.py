@@ -1,8 +1,8 @@
-"""What a message between two processes of this machine costs."""
+"""What messages between two processes of this machine cost, and summing with them."""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -16,16 +16,21 @@ MESSAGE_BYTES = tuple(2**exponent for exponent in (10, 12, 14, 16, 18, 20, 22, 2
 """1 KB to 32 MB."""
 
 
-def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> Bandwidth:
-    """Returns latency and bandwidth between two new processes: gloo over loopback, or nccl for `cuda`.
+SUM_BYTES = tuple(2**exponent for exponent in (16, 20, 22, 24, 25))
+"""64 KB to 32 MB."""
 
-    The processes, of one thread each, send messages to and fro into tensors that are there; see `fit`. It takes a few
-    seconds, most of it imports.
+
+def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth, Bandwidth]:
+    """Returns latency and bandwidth between two new processes, gloo over loopback or nccl for `cuda`, and of summing.
+
+    The processes, of one thread each, send messages to and fro into tensors that are there, and all-reduce others; an
+    all-reduce counts as two messages of half the tensor. See `fit`. It takes a few seconds, most of it imports.
 
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
     """
-    return fit(MESSAGE_BYTES, run_ranks(__name__, 2, kind, "the link", timeout_s))
+    found = run_ranks(__name__, 2, kind, "the link", timeout_s)
+    return fit(MESSAGE_BYTES, found["message"]), fit([n // 2 for n in SUM_BYTES], found["sum"])
 
 
 MOST_OF_FASTEST = 2
@@ -57,13 +62,24 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
 
 def _rank(rank: int, num_ranks: int, kind: str, folder: str) -> None:
     meet(rank, num_ranks, kind, folder)
-    part(rank, folder, [_one_way_ns(rank, torch.zeros(n // 4, device=kind)) for n in MESSAGE_BYTES])
+    messages = [_half_ns(_round_trip_ns, rank, torch.zeros(n // 4, device=kind)) for n in MESSAGE_BYTES]
+    sums = [_half_ns(_sum_ns, rank, torch.zeros(n // 4, device=kind)) for n in SUM_BYTES]
+    part(rank, folder, {"message": messages, "sum": sums})
 
 
-def _one_way_ns(rank: int, message: Tensor) -> int:
-    """Returns half the median time of a message to and fro."""
+def _half_ns(time_ns: Callable[[int, Tensor], int], rank: int, message: Tensor) -> int:
+    """Returns half the median time of a message to and fro, or of two that sum it."""
     num_repeats = 8 if message.nbytes > 2**20 else 40
-    return round(median([_round_trip_ns(rank, message) for _ in range(num_repeats + 2)][2:]) / 2)
+    return round(median([time_ns(rank, message) for _ in range(num_repeats + 2)][2:]) / 2)
+
+
+def _sum_ns(_: int, message: Tensor) -> int:
+    dist.barrier()
+    start = time.perf_counter_ns()
+    dist.all_reduce(message)
+    if message.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter_ns() - start
 
 
 def _round_trip_ns(rank: int, message: Tensor) -> int:

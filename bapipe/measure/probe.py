@@ -213,6 +213,7 @@ def _cluster(
         devices=tuple(devices),
         intra_host=_middle(inner or outer or alone),
         inter_host=_middle(outer or inner or alone),
+        intra_host_sum=_sum(devices, reductions),
         links=tuple(
             Link(
                 source=devices[a].name,
@@ -230,6 +231,14 @@ def _cluster(
         if found
         else msgspec.UNSET,
     )
+
+
+def _sum(devices: Sequence[Device], reductions: Sequence[AllReduce]) -> Bandwidth | msgspec.UnsetType:
+    """What a message of an all-reduce takes, of the 2(r-1) of an r-th, where CPU devices of one host sum themselves."""
+    size = len(devices)
+    if not reductions or {device.kind for device in devices} != {"cpu"} or len({d.host for d in devices}) > 1:
+        return msgspec.UNSET
+    return fit([-(-r.num_bytes // size) for r in reductions], [r.ns // (2 * (size - 1)) for r in reductions])
 
 
 def _middle(links: Sequence[Bandwidth]) -> Bandwidth:

@@ -80,6 +80,8 @@ def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
         ("within a host", intra.bytes_per_s, intra.latency_ns),
         ("between hosts", inter.bytes_per_s, inter.latency_ns),
     ]
+    if (own := cluster.intra_host_sum) is not msgspec.UNSET:
+        named.append(("summing within a host", own.bytes_per_s, own.latency_ns))
     for name, bytes_per_s, latency_ns in named:
         links.add_row(name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
     yield links

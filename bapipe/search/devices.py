@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from bapipe.cluster import Bandwidth, Cluster, Device
 
 
@@ -33,7 +35,7 @@ def classes_of(
     """
     named = {end for link in cluster.links for end in (link.source, link.target)}
     on_host = Counter(device.host for device in cluster.devices)
-    same_links = cluster.intra_host == cluster.inter_host
+    same_links = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
     found: dict[Hashable, list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         host = None if same_links or on_host[device.host] == 1 else device.host
@@ -52,6 +54,7 @@ class Links:
 
     def __init__(self, cluster: Cluster, classes: Sequence[DeviceClass]) -> None:
         self._links: dict[tuple[int, int], Bandwidth] = {}
+        self._cluster, self._classes = cluster, classes
         for a, own in enumerate(classes):
             for b, other in enumerate(classes):
                 if a != b or len(own.ranks) > 1:
@@ -63,9 +66,14 @@ class Links:
         return sorted({self._links[pair] for pair in pairs if pair in self._links}, key=_rate)
 
     def ring(self, devices: Sequence[int]) -> list[Bandwidth]:
-        """Returns the different links among devices of these classes."""
+        """Returns the different links among devices of these classes, and what summing on their host is like."""
         pairs = {(a, b) for i, a in enumerate(devices) for j, b in enumerate(devices) if i != j}
-        return sorted({self._links[pair] for pair in pairs}, key=_rate)
+        own = self.own_sum(devices)
+        return sorted({self._links[pair] for pair in pairs} | ({own} if own is not None else set()), key=_rate)
+
+    def own_sum(self, devices: Sequence[int]) -> Bandwidth | None:
+        """Returns what `Cluster.own_sum` does for devices of these classes."""
+        return self._cluster.own_sum([self._classes[c].ranks[0] for c in devices])
 
 
 def _rate(link: Bandwidth) -> tuple[int, int]:

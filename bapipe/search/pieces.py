@@ -202,9 +202,10 @@ class Pieces:
         for phase in sorted(slot.turns.ends):
             whole = phase is Phase.BACKWARD
             links = self.links.ring(slot.devices)
-            key = (id(times), len(slot.devices), *links, whole)
+            beside = self.links.own_sum(slot.devices) is None
+            key = (id(times), len(slot.devices), *links, whole, beside)
             if key not in self._reduced:
-                self._reduced[key] = times.reduced_ns(len(slot.devices), links, whole)
+                self._reduced[key] = times.reduced_ns(len(slot.devices), links, whole, beside)
             last = times.backward[rows] if whole else times.weight_grad[rows]
             found.append(np.maximum(self._reduced[key][rows] - last, 0))
         return _least(found)

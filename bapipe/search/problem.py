@@ -180,13 +180,13 @@ class Problem:
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequence[int], cluster: Cluster) -> int:
     """When the all-reduces of a stage are done, whose devices have no other stage."""
-    end_ns = 0
+    end_ns, beside = 0, cluster.own_sum(ranks) is None
     for bucket, num_bytes in enumerate(stage.bucket_bytes):
         ready_ns = 0
         for cost, rank in zip(stage.on, ranks, strict=True):
             if table.order[rank]:
                 phase = table.order[rank][-1].phase
-                after_ns = cost.gradient_done_ns[bucket][phase is Phase.WEIGHT_GRAD]
+                after_ns = cost.gradient_done_ns[bucket][phase is Phase.WEIGHT_GRAD] if beside else cost.ns(phase)
                 ready_ns = max(ready_ns, done[rank] - cost.ns(phase) + after_ns)
         end_ns = max(end_ns, ready_ns) + ring_ns(num_bytes, ranks, cluster)
     return end_ns

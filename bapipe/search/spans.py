@@ -112,11 +112,11 @@ class Times:
     def _part_ns(self, sums: Numbers, start: Numbers, stop: Numbers) -> Numbers:
         return at_speed(sums[stop] - sums[start], self._speed)
 
-    def reduced_ns(self, num_devices: int, links: Sequence[Bandwidth], whole: bool) -> Numbers:
+    def reduced_ns(self, num_devices: int, links: Sequence[Bandwidth], whole: bool, beside: bool) -> Numbers:
         """Returns when the all-reduces of every run are done, counted from the start of its last B, or W.
 
         Buckets fill from the last layer, so one pass down the layers serves all runs that end at the same place.
-        `links` are those among the devices.
+        `links` are those among the devices; `beside` says that they carry a bucket while B or W goes on.
         """
         grid, num_layers = self.grid, len(self.profile.layers)
         found = np.zeros((grid.num_places, grid.num_places), dtype=np.int64)
@@ -138,7 +138,7 @@ class Times:
                 at = np.full_like(stops, layer)
                 last = np.maximum(stops, at)
                 done = self._whole_ns(at, last) if whole else self._part_ns(self._weight_grad, at, last)
-                ready = np.where(inside, done, ready)
+                ready = np.where(inside, done, ready) if beside else ready
                 full = held >= BUCKET_BYTES
                 if full.any():
                     end = np.where(full, np.maximum(end, ready) + ring(held), end)
@@ -146,7 +146,7 @@ class Times:
             if layer in place_of:
                 found[place_of[layer]] = np.where(held > 0, np.maximum(end, ready) + ring(held), end)
         flat: Numbers = found[grid.starts, grid.ends]
-        return flat
+        return flat if beside else flat + (self.backward if whole else self.weight_grad)
 
 
 def _sums(values: Sequence[int]) -> Numbers:

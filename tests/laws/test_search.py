@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from bapipe.cluster import Cluster
+from bapipe.cluster import Bandwidth, Cluster
 from bapipe.cost import stages_of
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.plan import StagePlan
@@ -33,6 +33,7 @@ def random_problems(
     most_devices: int = 3,
     splits_badly: bool = False,
     buckets: bool = False,
+    own_sum: bool = False,
     limit: int = 2**40,
 ) -> tuple[Problem, ...]:
     """The whole space of some schedules at one or two micro-batch sizes."""
@@ -42,6 +43,8 @@ def random_problems(
     cluster = random_cluster(random, random.randint(1, most_devices))
     if buckets:
         profile, cluster = heavy(profile), heavy_duty(cluster)
+    if own_sum:
+        cluster = replace(cluster, intra_host_sum=Bandwidth(bytes_per_s=10**15 if buckets else 10**9, latency_ns=seed))
     num_samples = 4 * random.randint(1, 2)
     return space(
         {"a": profile},
@@ -83,6 +86,12 @@ def test_best_first_is_exact(block: int) -> None:
 
 def test_best_first_is_exact_where_all_reduces_take_several_buckets() -> None:
     assert sum(assert_exact(random_problems(seed, buckets=True), seed) for seed in range(30)) == 30
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_best_first_is_exact_where_devices_sum_with_their_own_compute(buckets: bool) -> None:
+    problems = [random_problems(seed, buckets=buckets, own_sum=True) for seed in range(30)]
+    assert sum(assert_exact(found, seed) for seed, found in enumerate(problems)) > 20
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bapipe.cluster import AllReduce, Bandwidth, Cluster, Device, Link
@@ -39,7 +40,16 @@ def test_each_ordered_pair_is_a_link() -> None:
     assert made.intra_host in (made.link(0, 1), made.link(1, 0))
     assert made.probe.both_ways == 1.0  # type: ignore[union-attr]  # of 0.5, 1, 1 the middle one
     assert made.probe.compute_slowdown == 0.5  # type: ignore[union-attr]
+    assert made.intra_host_sum is msgspec.UNSET  # the ranks that sum are on two hosts
     assert decode(encode(made)) == made
+
+
+def test_cores_of_one_host_sum_themselves() -> None:
+    there = line(10**9, 1000)
+    found = {(0, 1): {"there": there, "back": there, "both_ns": 1, "slowdown": 0.0}}
+    sums = [AllReduce(num_bytes=n, ns=2 * (700 + n)) for n in probe.MESSAGE_BYTES]  # two messages of half of it
+    made = probe._cluster(devices("a", "a"), found, sums)
+    assert made.intra_host_sum == Bandwidth(bytes_per_s=5 * 10**8, latency_ns=700)
 
 
 def test_one_device_has_no_links() -> None:

@@ -175,6 +175,24 @@ CASES["two replicas, two buckets"] = (
 )
 
 
+# -- 3a. The same, summed with the devices' own compute ------------------------------------------------------------------
+# A message takes no less than 40 + bytes / 2x10^11 bytes/s, and the sums wait for both last backwards, which end at 192.
+# Bucket 0: half 13631488, 40 + ⌈68157.44⌉ = 68198 > 27313. 2×68198 = 136396: 192-136588.
+# Bucket 1: half 12582912, 40 + ⌈62914.56⌉ = 62955 > 25216. 2×62955 = 125910: 136588-262498.
+# Updates: 262498-262603 on a, 262498-262708 on b. Step 262708; spans and memory as before.
+_beside, _profiles, _want = CASES["two replicas, two buckets"]
+CASES["two replicas, summed with their own compute"] = (
+    {**_beside, "cluster": {**_beside["cluster"], "intra_host_sum": link(2 * 10**11, 40)}},
+    _profiles,
+    {
+        **_want,
+        "step_ns": 262708,
+        "syncs": [(0, 27262976, 192, 136588), (0, 25165824, 136588, 262498)],
+        "updates": [("a", 0, 262498, 262603), ("b", 0, 262498, 262708)],
+    },
+)
+
+
 # -- 4. Recomputing, in the first stage and in another ----------------------------------------------------------------
 # Stage 0 on a: F 5, B 5 + 3 + 2 = 10. Stage 1 on b: F 7, B 7 + 4 + 1 = 12. Tensor 8 bytes, latency 2: 10.
 # a: 0F0 0-5, 0F1 5-10. a→b m0 5-15, m1 (ready 10) 15-25. b: 1F0 15-22, 1F1 25-32, 1B0 32-44, 1B1 44-56.

@@ -98,6 +98,8 @@ def random_cluster(rng, style, kinds):
         "intra_host": random_link(rng, style),
         "inter_host": random_link(rng, style),
     }
+    if rng.random() < 0.3:
+        cluster["intra_host_sum"] = random_link(rng, style)
     names = [device["name"] for device in devices]
     pairs = [(a, b) for a in names for b in names if a != b]
     if pairs and rng.random() < 0.5:

@@ -147,7 +147,15 @@ class Case:
         for entry in self.cluster.get("links", []):
             if entry["from"] == source and entry["to"] == target:
                 link = entry
+        return self.message_ns(link, size)
+
+    def message_ns(self, link, size):
         return link["latency_ns"] + ceil(Fraction(size * 10**9, link["bytes_per_s"]))
+
+    def own_sum(self, names):
+        """Rule 5: how devices of one host sum with their own compute, where the cluster says so."""
+        hosts = {self.devices[name]["host"] for name in names}
+        return self.cluster.get("intra_host_sum") if len(hosts) == 1 else None
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
@@ -441,6 +449,7 @@ def all_reduces(case, table, spans):
         if r == 1:
             continue
         free = 0  # the end of the bucket before
+        own = case.own_sum(stage["devices"])
         for size, k in buckets_of(case, s):
             ready = []
             for device in stage["devices"]:
@@ -449,6 +458,9 @@ def all_reduces(case, table, spans):
                     ready.append(0)
                     continue
                 last = backwards[-1]
+                if own is not None:  # the devices' compute sums, so it is free first
+                    ready.append(spans[last][3])
+                    continue
                 moment = spans[last][2]
                 after = case.stage_ns(s, device, "weight_grad_ns", last=k)
                 if last[1] == "B":
@@ -461,6 +473,8 @@ def all_reduces(case, table, spans):
                 ready.append(moment + after)
             part = ceil(Fraction(size, r))
             hop = max(case.link_ns(source, target, part) for source, target in permutations(stage["devices"], 2))
+            if own is not None:
+                hop = max(hop, case.message_ns(own, part))
             start = max(ready + [free])
             free = start + 2 * (r - 1) * hop
             syncs.append((s, size, start, free))
@@ -494,6 +508,8 @@ def shared_sums(case, table, spans, syncs):
         moments += [spans[action][3] for device in devices for action in table[device] if action[0] in stages]
         r = len(devices)
         hop = max(case.link_ns(a, b, ceil(Fraction(size, r))) for a, b in permutations(devices, 2))
+        if case.own_sum(devices) is not None:
+            hop = max(hop, case.message_ns(case.own_sum(devices), ceil(Fraction(size, r))))
         sums.append((stages, size, max(moments), max(moments) + 2 * (r - 1) * hop))
     return sums
 
