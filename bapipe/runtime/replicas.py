@@ -12,17 +12,28 @@ from torch import Tensor, nn
 from bapipe.cost import fill_buckets
 from bapipe.runtime.clock import Clock
 
+_LARGE_BYTES = 2**20
+"""Gradients of so many bytes are summed where they lie; copying them together would cost more than a message."""
+
 
 @dataclass(slots=True)
 class _Reduction:
-    """One all-reduce on its way: gradients of `parameters`, then for each whether any replica has one."""
+    """A bucket of one type on its way: `large` gradients of some parameters, and `flat` those of the others.
+
+    After them `flat` holds for each parameter, the large ones first, whether any replica has a gradient.
+    """
 
     bucket: int
     parameters: list[nn.Parameter]
+    large: list[Tensor]
     flat: Tensor
-    work: dist.Work
+    works: list[dist.Work]
     start: object
     end: object | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.nbytes + sum(grad.nbytes for grad in self.large)
 
 
 class GradientSum:
@@ -62,13 +73,14 @@ class GradientSum:
         while self._next < len(self._buckets):
             self._start(self._next)
         for reduction in self._started:
-            reduction.work.wait()
+            for work in reduction.works:
+                work.wait()
             reduction.end = self._clock.stamp()
             _take(reduction)
 
     def syncs(self) -> list[tuple[int, int, object, object]]:
         """Returns (bucket, bytes, start, end) of the last step's all-reduces; the end is when this rank saw it."""
-        return [(r.bucket, r.flat.nbytes, r.start, r.end) for r in self._started]
+        return [(r.bucket, r.num_bytes, r.start, r.end) for r in self._started]
 
     def begin(self) -> None:
         """Before a step: lets go of the last one."""
@@ -84,24 +96,27 @@ class GradientSum:
     def _start(self, bucket: int) -> None:
         self._next = bucket + 1
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._buckets[bucket]):
-            parameters = [parameter for parameter in self._buckets[bucket] if parameter.dtype == dtype]
+            own = [parameter for parameter in self._buckets[bucket] if parameter.dtype == dtype]
+            parameters = sorted(own, key=lambda parameter: parameter.nbytes < _LARGE_BYTES)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             has = torch.tensor([p.grad is not None for p in parameters]).to(grads[0])
+            num_large = sum(parameter.nbytes >= _LARGE_BYTES for parameter in parameters)
             with torch.no_grad():
-                flat = torch.cat([*(grad.reshape(-1) for grad in grads), has])
+                large = [grad.contiguous() for grad in grads[:num_large]]
+                flat = torch.cat([*(grad.reshape(-1) for grad in grads[num_large:]), has])
             start = self._clock.stamp()
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._started.append(_Reduction(bucket, parameters, flat, work, start))
+            works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in (*large, flat)]
+            self._started.append(_Reduction(bucket, parameters, large, flat, works, start))
 
 
 def _take(reduction: _Reduction) -> None:
     """A parameter that no replica has a gradient for keeps none, as in one process."""
-    end = 0
-    for place, parameter in enumerate(reduction.parameters):
-        begin, end = end, end + parameter.numel()
-        if parameter.grad is None and not reduction.flat[place - len(reduction.parameters)].item():
-            continue
-        parameter.grad = reduction.flat[begin:end].view_as(parameter)
+    small = reduction.parameters[len(reduction.large) :]
+    pieces = torch.split(reduction.flat, [*(parameter.numel() for parameter in small), len(reduction.parameters)])
+    summed = [*reduction.large, *(piece.view_as(own) for piece, own in zip(pieces, small, strict=False))]
+    for parameter, grad, has in zip(reduction.parameters, summed, pieces[-1].tolist(), strict=True):
+        if parameter.grad is not None or has:
+            parameter.grad = grad
 
 
 def _buckets(layers: Sequence[Sequence[nn.Parameter]]) -> list[list[nn.Parameter]]:
