@@ -21,6 +21,7 @@ class Training:
         warmup_steps: steps in which it grows evenly to its full value.
         clip_norm: the most that the norm of all gradients together may be; None does not look at it.
         autocast: the type that `torch.autocast` computes in; None computes in the model's own.
+        threads: compute threads of a rank on a CPU.
         evaluate_every: steps after which the model is evaluated on held-out data, and so it is after the last; None
             does not, and holds no data out.
         evaluate_samples: how many held-out samples are looked at, where there are more; else all, or a tenth of data
@@ -38,6 +39,7 @@ class Training:
     warmup_steps: int = 0
     clip_norm: float | None = None
     autocast: str | None = None
+    threads: int = 1
     seed: int = 0
     evaluate_every: int | None = None
     evaluate_samples: int | None = None

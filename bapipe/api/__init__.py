@@ -5,6 +5,7 @@ from bapipe.api.given import ASSUMED_LINK, Tell, alike, by_kind, local_cluster, 
 from bapipe.api.planning import certify, decide, explain, kept_plan, pareto, plan, simulate, unit_timeline
 from bapipe.api.profiling import kept_profile, profile, profile_model
 from bapipe.api.running import export, run
+from bapipe.api.threads import fewest_threads, used, ways
 
 __all__ = [
     "ASSUMED_LINK",
@@ -17,6 +18,7 @@ __all__ = [
     "decide",
     "explain",
     "export",
+    "fewest_threads",
     "kept_plan",
     "kept_profile",
     "local_cluster",
@@ -28,4 +30,6 @@ __all__ = [
     "run",
     "simulate",
     "unit_timeline",
+    "used",
+    "ways",
 ]

@@ -18,6 +18,13 @@ ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
 """About what gloo reaches over loopback at 1 to 10 MB on a small machine; for plans made where no link was measured."""
 
 
+def listed(profiles: Profiles) -> tuple[ModelProfile, ...]:
+    """Returns the profiles that are given."""
+    if isinstance(profiles, ModelProfile):
+        return (profiles,)
+    return tuple(profiles.values() if isinstance(profiles, Mapping) else profiles)
+
+
 def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     """Returns profiles by device kind.
 
@@ -26,9 +33,8 @@ def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     """
     if isinstance(profiles, Mapping):
         return dict(profiles)
-    given = [profiles] if isinstance(profiles, ModelProfile) else list(profiles)
     known: dict[str, ModelProfile] = {}
-    for one in given:
+    for one in listed(profiles):
         if one.device.kind in known:
             raise BapipeError(f"two profiles are of device kind '{one.device.kind}'; give one for each kind")
         known[one.device.kind] = one

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bapipe.api.given import Profiles, alike, by_kind
+from bapipe.api.threads import best_of, fewest_threads, ways
 from bapipe.cache import cached_plan, keep_plan, plan_path
 from bapipe.cluster import Cluster
 from bapipe.codec import fingerprint
@@ -45,6 +46,8 @@ def plan(
     """Returns the fastest plan of the space its certificate names; see `bapipe.search.explore.explore`.
 
     Args:
+        profiles: one for each kind of device; others of a kind, measured with more threads, are of several of the
+            cluster's devices taken together as one, and the faster way is chosen.
         cluster: the devices, or a number of devices like the profile's with assumed links.
         objective: the time of one step; or throughput, the least work for the most loaded device once the pipeline is
             full, see `bapipe.search.throughput`: its order is always 1F1B, and it chooses the number of stages.
@@ -53,8 +56,7 @@ def plan(
 
     The other arguments are those of `bapipe.search.options.Options`.
     """
-    known = by_kind(profiles)
-    where = alike(known, cluster) if isinstance(cluster, int) else cluster
+    where = alike(fewest_threads(profiles), cluster) if isinstance(cluster, int) else cluster
     options = Options(
         minibatch_size=minibatch_size,
         schedules=schedules,
@@ -67,7 +69,11 @@ def plan(
         constraints=constraints,
         objective=objective,
     )
-    return decide(known, where, options, time_limit_s=time_limit_s, progress=progress)
+
+    def search(known: Mapping[str, ModelProfile], seen: Cluster) -> Plan:
+        return decide(known, seen, options, time_limit_s=time_limit_s, progress=progress)
+
+    return best_of(ways(profiles, where), search)
 
 
 def decide(
@@ -85,7 +91,7 @@ def decide(
 
 
 def kept_plan(
-    profiles: Mapping[str, ModelProfile],
+    profiles: Profiles,
     cluster: Cluster,
     options: Options,
     *,
@@ -93,6 +99,21 @@ def kept_plan(
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
+
+    def search(known: Mapping[str, ModelProfile], seen: Cluster) -> Plan:
+        return _kept(known, seen, options, time_limit_s=time_limit_s, progress=progress)
+
+    return best_of(ways(profiles, cluster), search)
+
+
+def _kept(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    time_limit_s: float | None,
+    progress: Progress | None,
+) -> Plan:
     key = {
         "profiles": {kind: fingerprint(profile) for kind, profile in profiles.items()},
         "cluster": msgspec.to_builtins(cluster),

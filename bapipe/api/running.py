@@ -87,8 +87,8 @@ def run(
             "module.path:function, or use bapipe.Pipeline in a script of your own"
         )
     load_torch()
-    _check_devices(plan)
     planned = Settings() if plan.settings is msgspec.UNSET else plan.settings
+    _check_devices(plan, planned.threads)
     optimizer, optimizer_arguments = _optimizer(planned, optimizer, optimizer_arguments or {})
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
@@ -113,6 +113,7 @@ def run(
                 warmup_steps=warmup_steps,
                 clip_norm=clip_norm,
                 autocast=planned.autocast,
+                threads=planned.threads,
                 seed=seed,
                 evaluate_every=evaluate_every,
                 evaluate_samples=evaluate_samples,
@@ -167,7 +168,8 @@ def _optimizer(
     measured = name.lower() if name.lower() in ("adam", "adamw") else planned.optimizer
     if name.lower() == "sgd":
         measured = "sgd-momentum" if arguments.get("momentum", 0 if arguments else MOMENTUM) else "sgd"
-    check_same(planned, Settings(dtype=planned.dtype, optimizer=measured, autocast=planned.autocast))
+    run = Settings(dtype=planned.dtype, optimizer=measured, threads=planned.threads, autocast=planned.autocast)
+    check_same(planned, run)
     return name, arguments
 
 
@@ -197,7 +199,7 @@ def _dtype(module: "nn.Module") -> str:
     return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
-def _check_devices(plan: Plan) -> None:
+def _check_devices(plan: Plan, num_threads: int) -> None:
     """Refuses a plan for more devices than there are here; a torchrun job counts its own."""
     if "RANK" in os.environ:
         return
@@ -211,4 +213,9 @@ def _check_devices(plan: Plan) -> None:
             raise BapipeError(
                 f"the plan uses {len(used)} {kind} devices and this machine has {have}: plan with --devices {have}, "
                 "or start it on more machines with torchrun"
+            )
+        if kind == "cpu" and len(used) * num_threads > have:
+            raise BapipeError(
+                f"the plan uses {num_threads} threads on each of {len(used)} cpu devices and this machine has {have} "
+                f"cores: profile with --threads {max(have // len(used), 1)}, and plan again"
             )

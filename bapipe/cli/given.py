@@ -1,6 +1,7 @@
 """Options that several commands have, and what their texts stand for."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from bapipe.host import num_cores
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.search.options import Options
+from bapipe.settings import Settings
 from bapipe.zoo import resolve
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
@@ -69,13 +71,29 @@ def is_file(source: str) -> bool:
 
 def profiles_of(sources: list[str], pairs: list[str] | None) -> dict[str, ModelProfile]:
     """Returns profiles by device kind: of files, or of a model that is measured where it was not before."""
+    return api.by_kind(all_profiles_of(sources, pairs, num_threads=(1,)))
+
+
+def all_profiles_of(
+    sources: list[str], pairs: list[str] | None, num_threads: Sequence[int]
+) -> tuple[ModelProfile, ...]:
+    """Returns the profiles of files, or of a model that is measured with some numbers of threads."""
     if len(sources) == 1 and not is_file(sources[0]):
         resolve(sources[0])
-        with parts_bar() as tell:
-            return api.by_kind(api.kept_profile(sources[0], key_values(pairs), progress=tell))
+        found = []
+        for num in num_threads:
+            with parts_bar() as tell:
+                settings = Settings(threads=num)
+                found.append(api.kept_profile(sources[0], key_values(pairs), settings=settings, progress=tell))
+        return tuple(found)
     if pairs:
         raise BapipeError("--arg goes with a model; a profile holds its arguments already")
-    return api.by_kind(read(Path(source), ModelProfile) for source in sources)
+    return tuple(read(Path(source), ModelProfile) for source in sources)
+
+
+def threads_here() -> tuple[int, ...]:
+    """Returns how many threads to measure a model with: one, and all that this machine has."""
+    return tuple(sorted({1, num_cores()}))
 
 
 def check_said_once(cluster: Path | None, num_devices: int | None) -> None:
@@ -84,12 +102,12 @@ def check_said_once(cluster: Path | None, num_devices: int | None) -> None:
         raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
 
 
-def cluster_of(profiles: dict[str, ModelProfile], cluster: Path | None, num_devices: int | None) -> Cluster:
+def cluster_of(profiles: Mapping[str, ModelProfile], cluster: Path | None, num_devices: int | None) -> Cluster:
     """Returns the devices of a cluster file, or of this machine."""
     return read(cluster, Cluster) if cluster is not None else _this_machine(profiles, num_devices)
 
 
-def _this_machine(profiles: dict[str, ModelProfile], num_devices: int | None) -> Cluster:
+def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:
     """Returns devices like the profiled one: as many as asked for, or as this machine has cores."""
     if num_devices is None:
         if set(profiles) != {"cpu"}:
@@ -107,9 +125,9 @@ def plan_of(source: str, pairs: list[str] | None) -> Plan:
         if pairs:
             raise BapipeError("--arg goes with a model; a plan holds its arguments already")
         return read(Path(source), Plan)
-    profiles = profiles_of([source], pairs)
+    profiles = all_profiles_of([source], pairs, threads_here())
     with err.status("measuring the link between two ranks"):
-        where = api.local_cluster(None, next(iter(profiles)))
+        where = api.local_cluster(None, profiles[0].device.kind)
     with planning_status() as progress:
         decided = api.kept_plan(profiles, where, Options(minibatch_size=32), progress=progress)
     show_parts(report.plan_parts(decided))

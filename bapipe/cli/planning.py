@@ -24,9 +24,11 @@ from bapipe.cli.given import (
     Recompute,
     Replicas,
     Sources,
+    all_profiles_of,
     check_said_once,
     cluster_of,
     profiles_of,
+    threads_here,
 )
 from bapipe.cluster import Cluster
 from bapipe.codec import check_writable, fingerprint, read, read_any, write, write_bytes
@@ -93,9 +95,9 @@ def plan(
     if objective is not Objective.STEP and (pin is not None or explain or pareto):
         raise BapipeError("--pin, --explain and --pareto are for --objective step: leave them or --objective out")
     check_writable(output)
-    profiles = profiles_of(sources, arg)
+    measured = all_profiles_of(sources, arg, threads_here() if cluster is None and devices is None else (1,))
     pinned = read(pin, Plan) if pin is not None else None
-    where = cluster_of(profiles, cluster, devices) if pinned is None else pinned.cluster
+    where = pinned.cluster if pinned is not None else cluster_of(api.fewest_threads(measured), cluster, devices)
     options = Options(
         minibatch_size=minibatch_size if pinned is None else pinned.minibatch_size,
         microbatch_size=microbatch_size,
@@ -110,15 +112,17 @@ def plan(
     )
     with planning_status() as progress:
         if pinned is not None:
+            profiles = api.by_kind(measured)
             decided = api.certify(pinned, profiles, options, time_limit_s=time_limit, progress=progress)
         else:
-            decided = api.kept_plan(profiles, where, options, time_limit_s=time_limit, progress=progress)
+            decided = api.kept_plan(measured, where, options, time_limit_s=time_limit, progress=progress)
+            profiles = api.used(decided, measured)
     write(output, decided)
     words: tuple[str, ...] = ()
     if explain:
         with err.status("planning again with 10 % more memory"):
             words = api.explain(decided, profiles, options, time_limit_s=time_limit)
-    front = pareto_front(profiles, where, options) if pareto else ()
+    front = pareto_front(profiles, decided.cluster, options) if pareto else ()
     if as_json:
         sys.stdout.write(json.dumps(report.plan_json(decided, words, front)) + "\n")
         return

@@ -174,6 +174,8 @@ def _check_resumed(job: _Job, path: Path) -> None:
 
 def _train_rank(rank: Rank, job: _Job) -> TrainResult:
     plan, training = job.plan, job.training
+    if rank.device.type == "cpu":
+        torch.set_num_threads(training.threads)
     example = job.build()
     pipeline = Pipeline(
         example.module,

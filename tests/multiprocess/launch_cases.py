@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,15 @@ def small() -> Small:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+
+
+def _num_threads(output: Tensor, _: Tensor) -> Tensor:
+    return output.sum() * 0 + torch.get_num_threads()
+
+
+def counting() -> Small:
+    """The same, with the number of compute threads as its loss."""
+    return replace(small(), loss=_num_threads)
 
 
 def clusters() -> Dataset[tuple[Tensor, ...]]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from launch_cases import clusters, small
+from launch_cases import clusters, counting, small
 from runtime_cases import make_plan, named_order
 
 from bapipe.errors import BapipeError
@@ -62,6 +62,10 @@ def test_training_does_not_depend_on_the_cut() -> None:
         spans = [span for span in two.timeline.spans if span.rank == rank]
         assert tuple(span.action for span in spans) == order
         assert all(0 <= a.start_ns <= a.end_ns <= b.start_ns for a, b in pairwise(spans))
+
+
+def test_a_rank_has_as_many_threads_as_asked_for() -> None:
+    assert train(_plan(()), counting, clusters(), Training(steps=1, threads=2), timeout_s=60).losses == (2.0,)
 
 
 def test_too_little_data_is_refused() -> None:
