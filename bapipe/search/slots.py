@@ -5,7 +5,7 @@ for as many stages as there are devices, shared among its devices: 1F1B on 3 + 1
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import product
+from itertools import permutations, product
 
 from bapipe.schedule import Schedule
 from bapipe.schedules import ALL
@@ -53,8 +53,9 @@ class Slot:
 class Slots:
     """The slots of one schedule and number of micro-batches; equal ones are the same object."""
 
-    def __init__(self, schedule: str, num_microbatches: int, *, replicas: bool) -> None:
+    def __init__(self, schedule: str, num_microbatches: int, *, replicas: bool, arranged: bool = False) -> None:
         self.schedule, self.num_microbatches, self.replicas = schedule, num_microbatches, replicas
+        self.arranged = arranged  # whether unlike devices of one stage are taken in every order
         self._tables: dict[int, Schedule] = {}
         self._orders: dict[Hashable, int] = {}
         self._rests: dict[tuple[int, int], int] = {}
@@ -105,8 +106,9 @@ class Slots:
             left = tuple(a - b for a, b in zip(rest, group, strict=True))
             if not 0 < sum(group) <= most or not self._ends_well(sum(left), stages):
                 continue
-            devices = tuple(c for c, count in enumerate(group) for _ in range(count))
-            made.append(self._make((*key, group), devices, num_used, sum(rest), sum(left) == 0, stages, left))
+            sorted_devices = tuple(c for c, count in enumerate(group) for _ in range(count))
+            for devices in sorted(set(permutations(sorted_devices))) if self.arranged else [sorted_devices]:
+                made.append(self._make((*key, devices), devices, num_used, sum(rest), sum(left) == 0, stages, left))
         return tuple(made)
 
     def _runs(self, rest: Counts, num_used: int, stages: int | None) -> tuple[Slot, ...]:
@@ -115,7 +117,8 @@ class Slots:
         for size in range(1, self._most(len(rest)) + 1):
             if self._ends_well(len(rest) - size, stages):
                 last = size == len(rest)
-                made.append(self._make((*key, size), rest[:size], num_used, len(rest), last, stages, rest[size:]))
+                devices = tuple(sorted(rest[:size]))
+                made.append(self._make((*key, size), devices, num_used, len(rest), last, stages, rest[size:]))
         return tuple(made)
 
     def _make(
@@ -126,7 +129,7 @@ class Slots:
             fewer = None if stages is None else stages - 1
             follow = self._after if isinstance(key, tuple) and key[3] == "free" else self._runs
             self._slots[key] = Slot(
-                tuple(sorted(devices)),
+                devices,
                 self._shared(order, num_used, num_used - num_left, len(devices)),
                 last,
                 lambda: () if last else follow(left, num_used, fewer),

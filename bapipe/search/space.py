@@ -22,6 +22,9 @@ from bapipe.search.spans import Grid, Numbers, Sizes, Times
 MAX_GROUPS = 3_000
 """Most ways to give a stage some of the devices that are left; with more, devices are taken in the cluster's order."""
 
+MAX_ARRANGED = 5
+"""Most devices of a cluster where those of one stage take their micro-batches in any order; else the fastest first."""
+
 MAX_WORDS = 500
 """Most orders of devices of one pipeline for a schedule with several stages a device."""
 
@@ -73,7 +76,7 @@ def space(
         send, grad = _least_alive(chains, grid)
         for schedule in schedules:
             num = minibatch_size // size
-            slots = Slots(schedule, num, replicas=replicas)
+            slots = Slots(schedule, num, replicas=replicas, arranged=len(cluster.devices) <= MAX_ARRANGED)
             flow_shop = schedule in ("gpipe", "gpipe-2bp")  # all F of a device before its first B
             problems.append(
                 Problem(
@@ -91,7 +94,7 @@ def space(
     most_stages = 0 if grid is None else grid.num_places - 1
     return Space(
         problems=tuple(problems),
-        order=_order(free, cluster),
+        order=_order(free, cluster, classes),
         stage_counts=_stage_counts(problems, len(cluster.devices), most_stages),
         device_counts=tuple(sorted({start.devices for problem in problems for start in problem.starts})),
     )
@@ -108,10 +111,14 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, most_stages: in
     return tuple(sorted(found))
 
 
-def _order(free: bool, cluster: Cluster) -> str:
+def _order(free: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
     if len(cluster.devices) == 1:
         return ""
-    return ", in any order" if free else ", in the cluster's order, of too many choices only the first devices"
+    if not free:
+        return ", in the cluster's order, of too many choices only the first devices"
+    if len(classes) == 1 or len(cluster.devices) <= MAX_ARRANGED:
+        return ", in any order"
+    return ", in any order, those of one stage the fastest first"
 
 
 def _starts(

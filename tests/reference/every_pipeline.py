@@ -1,0 +1,287 @@
+"""The least step time over every pipeline of a chain, for all cuts and devices at once; apart from the searches.
+
+A step is run on whole arrays, one entry a pipeline: every action and every transfer is a maximum and a sum of them.
+Where devices cannot overlap transfers that is only the earliest that a step may end; the pipelines are then judged one
+by one in the order of it, until it reaches the best one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise, permutations
+from typing import Any
+
+import numpy as np
+
+from bapipe.cluster import Bandwidth, Cluster
+from bapipe.cost import BUCKET_BYTES, fill_buckets, stage_cost, stages_of
+from bapipe.plan import StagePlan
+from bapipe.profile import ModelProfile
+from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules import SCHEDULES
+from bapipe.sharing import Sharing
+from bapipe.simulate import judge
+
+Array = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A chain without shared parameters, on devices of one kind; what each may hold; what stages may do."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    limits: Sequence[int]
+    minibatch_size: int
+    replicas: bool = True
+    recompute: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The fastest pipeline, how many there are, and how many of them fit."""
+
+    step_ns: int
+    stages: tuple[StagePlan, ...]
+    table: Schedule
+    num_pipelines: int
+    num_fitting: int
+
+
+def least_step(question: Question, sizes: Sequence[int], schedules: Sequence[str]) -> Answer | None:
+    """Returns the fastest of all pipelines, None where none fits."""
+    overlaps = all(device.overlaps_transfers for device in question.cluster.devices)
+    found: list[tuple[int, Any]] = []
+    num_pipelines = num_fitting = 0
+    for size in sizes:
+        costs = _Costs(question, size)
+        for name in schedules:
+            for group in _groups(len(question.cluster.devices), question, size):
+                pipelines = _Pipelines(question, costs, name, size, group)
+                num_pipelines += pipelines.num_all
+                num_fitting += len(pipelines.step_ns)
+                if overlaps and len(pipelines.step_ns):
+                    best = int(pipelines.step_ns.argmin())
+                    found.append((int(pipelines.step_ns[best]), (pipelines, best)))
+                elif not overlaps:
+                    found += [(int(ns), (pipelines, i)) for i, ns in enumerate(pipelines.step_ns)]
+    best_one: Answer | None = None
+    for bound_ns, (pipelines, i) in sorted(found, key=lambda pair: pair[0]):
+        if best_one is not None and bound_ns >= best_one.step_ns:
+            break
+        stages, table, step_ns = pipelines.judged(i)
+        assert step_ns == bound_ns if overlaps else step_ns >= bound_ns
+        if best_one is None or step_ns < best_one.step_ns:
+            best_one = Answer(
+                step_ns=step_ns, stages=stages, table=table, num_pipelines=num_pipelines, num_fitting=num_fitting
+            )
+    return best_one
+
+
+def _groups(num_devices: int, question: Question, size: int) -> Iterator[tuple[int, ...]]:
+    """How many devices each stage may have: (1, 2) is one for the first and two for the second."""
+    num_layers, num = len(question.profile.layers), question.minibatch_size // size
+    for used in range(1, num_devices + 1):
+        for num_cuts in range(min(used, num_layers)):
+            for inner in combinations(range(1, used), num_cuts):
+                group = tuple(b - a for a, b in pairwise((0, *inner, used)))
+                if max(group) <= (num if question.replicas else 1):
+                    yield group
+
+
+class _Costs:
+    """Figures of layers a to b on device d, as arrays [d, a, b]; of the tensors at a cut, as arrays [cut]."""
+
+    def __init__(self, question: Question, size: int) -> None:
+        profile, devices = question.profile, question.cluster.devices
+        rows = list(zip(profile.layers, profile.at(size), strict=True))
+        count = len(rows)
+        shape = len(devices), count + 1, count + 1
+        names = "forward", "backward", "input_grad", "weight_grad", "update", "held", "stash", "left", "work"
+        self.of: dict[str, Array] = {
+            name: np.zeros(shape, dtype=np.int64) for name in (*names, "done_b", "done_w", "reduced")
+        }
+        for d, device in enumerate(devices):
+            for a, b in combinations(range(count + 1), 2):
+                layers = rows[a:b][::-1]
+                buckets = fill_buckets([layer.param_bytes for layer, _ in layers])
+                assert sum(layer.param_bytes for layer, _ in layers) < BUCKET_BYTES
+                ends = [end for end, _ in buckets]
+                cost = stage_cost(layers, device.speed, False, ends, Sharing())
+                done = cost.gradient_done_ns[0] if buckets else (0, 0)
+                values = (
+                    *(cost.forward_ns, cost.backward_ns, cost.input_grad_ns, cost.weight_grad_ns, cost.update_ns),
+                    *(2 * cost.param_bytes + cost.optimizer_bytes, cost.stash_bytes, cost.gradient_stash_bytes),
+                    *(cost.workspace_bytes, *done, sum(num_bytes for _, num_bytes in buckets)),
+                )
+                for array, value in zip(self.of.values(), values, strict=True):
+                    array[d, a, b] = value
+        self.send, self.grad = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+        for i, (layer, measured) in enumerate(rows):
+            for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+                last = max((j for j, (user, _) in enumerate(rows) if tensor in user.inputs), default=i)
+                self.send[i + 1 : last + 1] += num_bytes
+                self.grad[i + 1 : last + 1] += 0 if tensor in layer.no_gradient else num_bytes
+
+
+class _Pipelines:
+    """All pipelines whose stages have so many devices each, of which those that fit are kept; `step_ns` of each."""
+
+    def __init__(self, question: Question, costs: _Costs, schedule: str, size: int, group: tuple[int, ...]) -> None:
+        self.question, self.costs, self.group, self.size = question, costs, group, size
+        self.num = question.minibatch_size // size
+        self.first = list(accumulate(group, initial=0))
+        self.order = [SCHEDULES[schedule](sum(group), self.num).order[first] for first in self.first[:-1]]
+        ranks = range(len(question.cluster.devices))
+        orders = list(permutations(ranks, sum(group)))
+        last = len(question.profile.layers)
+        cuts = [(0, *inner, last) for inner in combinations(range(1, last), len(group) - 1)]
+        self.devices = np.repeat(np.array(orders, dtype=np.int64).reshape(len(orders), -1), len(cuts), axis=0)
+        self.cuts = np.tile(np.array(cuts, dtype=np.int64).reshape(len(cuts), -1), (len(orders), 1))
+        self.num_all = len(self.cuts)
+        self.again = np.zeros((len(self.cuts), len(group)), dtype=bool)
+        self._keep_what_fits()
+        self.step_ns: Array = self._run() if len(self.cuts) else np.zeros(0, dtype=np.int64)
+
+    def judged(self, i: int) -> tuple[tuple[StagePlan, ...], Schedule, int]:
+        """One of them as a plan's stages and its table, and its step time by the judge."""
+        names = [layer.name for layer in self.question.profile.layers]
+        cluster = self.question.cluster
+        devices = tuple(tuple(int(d) for d in self.devices[i, a:b]) for a, b in pairwise(self.first))
+        stages = tuple(
+            StagePlan(
+                layers=tuple(names[a:b]), devices=tuple(cluster.devices[d].name for d in own), recompute=bool(again)
+            )
+            for own, (a, b), again in zip(devices, pairwise(self.cuts[i]), self.again[i], strict=True)
+        )
+        order: list[list[Action]] = [[] for _ in cluster.devices]
+        for s, own in enumerate(devices):
+            for _, phase, m in self.order[s]:
+                order[own[m % len(own)]].append(Action(s, phase, m))
+        table = Schedule(devices=devices, num_microbatches=self.num, order=tuple(map(tuple, order)))
+        timeline = judge(table, stages_of(stages, self._profiles(), cluster, self.size), cluster)
+        assert all(held.total <= limit for held, limit in zip(timeline.memory, self.question.limits, strict=True))
+        return stages, table, timeline.step_ns
+
+    def _profiles(self) -> dict[str, ModelProfile]:
+        return {self.question.profile.device.kind: self.question.profile}
+
+    def _figure(self, name: str, s: int, k: int) -> Array:
+        return self.costs.of[name][self.devices[:, self.first[s] + k], self.cuts[:, s], self.cuts[:, s + 1]]
+
+    def _keep_what_fits(self) -> None:
+        limits = np.array(self.question.limits)
+        fits = np.ones(len(self.cuts), dtype=bool)
+        for s, replicas in enumerate(self.group):
+            plain = np.ones(len(self.cuts), dtype=bool)
+            again = np.full(len(self.cuts), self.question.recompute)
+            for k in range(replicas):
+                limit = limits[self.devices[:, self.first[s] + k]]
+                plain &= self._peak(s, k, recompute=False) <= limit
+                again &= self._peak(s, k, recompute=True) <= limit
+            self.again[:, s] = ~plain
+            fits &= plain | again
+        self.devices, self.cuts, self.again = self.devices[fits], self.cuts[fits], self.again[fits]
+
+    def _peak(self, s: int, k: int, *, recompute: bool) -> Array:
+        """Parameters, gradients, optimizer state and buffers; the most of stashes and what I leaves; workspace."""
+        own = [phase for _, phase, m in self.order[s] if m % self.group[s] == k]
+        enters = self.costs.send[self.cuts[:, s]] if s else np.zeros(len(self.cuts), dtype=np.int64)
+        returns = self.costs.grad[self.cuts[:, s + 1]] if s + 1 < len(self.group) else 0
+        stash, left = self._figure("stash", s, k), self._figure("left", s, k)
+        kept, whole = (enters, stash) if recompute else (stash, np.zeros_like(stash))
+        now, most = np.zeros_like(stash), np.zeros_like(stash)
+        for phase in own:
+            if phase is Phase.FORWARD:
+                now = now + kept
+            elif phase is not Phase.WEIGHT_GRAD:
+                now = now + whole + (left if phase is Phase.INPUT_GRAD else 0)
+            most = np.maximum(most, now)
+            if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
+                now = now - kept - whole - (left if phase is Phase.WEIGHT_GRAD else 0)
+        num = sum(phase is Phase.FORWARD for phase in own)
+        return self._figure("held", s, k) + num * (enters + returns) + most + self._figure("work", s, k)
+
+    def _run(self) -> Array:
+        """The end of the step: every action as early as its device's order and its inputs allow."""
+        num_stages = len(self.group)
+        orders = {
+            (s, k): [(phase, m) for _, phase, m in self.order[s] if m % self.group[s] == k]
+            for s in range(num_stages)
+            for k in range(self.group[s])
+        }
+        zero = np.zeros(len(self.cuts), dtype=np.int64)
+        done = dict.fromkeys(orders, zero)
+        last_start = dict.fromkeys(orders, zero)
+        at: dict[tuple[str, int, int], Array] = {("in", 0, m): zero for m in range(self.num)}
+        wires: dict[tuple[int, int, int, int], Array] = {}
+        places = dict.fromkeys(orders, 0)
+        while any(places[own] < len(orders[own]) for own in orders):
+            before = dict(places)
+            for (s, k), order in orders.items():
+                while places[s, k] < len(order):
+                    phase, m = order[places[s, k]]
+                    key = {"F": "in", "W": "left"}.get(phase.value, "back"), s, m
+                    if key not in at:
+                        break
+                    start = np.maximum(done[s, k], at[key])
+                    done[s, k] = end = start + self._ns(phase, s, k)
+                    last_start[s, k] = start
+                    places[s, k] += 1
+                    if phase is Phase.FORWARD and s + 1 < num_stages:
+                        at["in", s + 1, m] = self._sent(wires, s, s + 1, m, end)
+                    elif phase is Phase.FORWARD:
+                        at["back", s, m] = end
+                    elif phase is not Phase.WEIGHT_GRAD:
+                        at["left", s, m] = end
+                        if s:
+                            at["back", s - 1, m] = self._sent(wires, s, s - 1, m, end)
+            assert places != before, "deadlock"
+        ends = [self._updated(s, k, done, last_start, orders[s, k][-1][0]) for s, k in orders]
+        return np.maximum.reduce(ends)
+
+    def _ns(self, phase: Phase, s: int, k: int) -> Array:
+        name = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}[phase.value]
+        own = self._figure(name, s, k)
+        return own + (self._figure("forward", s, k) * self.again[:, s] if phase.value in "BI" else 0)
+
+    def _sent(self, wires: dict[tuple[int, int, int, int], Array], s: int, to: int, m: int, end: Array) -> Array:
+        """When what a stage has made at `end` reaches the next or the last one."""
+        k, other = m % self.group[s], m % self.group[to]
+        sizes = self.costs.send[self.cuts[:, to]] if to > s else self.costs.grad[self.cuts[:, s]]
+        pair = self.devices[:, self.first[s] + k], self.devices[:, self.first[to] + other]
+        start = np.maximum(end, wires.get((s, k, to, other), 0))
+        wires[s, k, to, other] = arrives = start + _transfer_ns(self._links(), pair, sizes)
+        return arrives
+
+    def _links(self) -> Array:
+        count = range(len(self.question.cluster.devices))
+        own = self.question.cluster.link
+        nothing = Bandwidth(bytes_per_s=1, latency_ns=0)
+        links = [[own(a, b) if a != b else nothing for b in count] for a in count]
+        return np.array([[(link.bytes_per_s, link.latency_ns) for link in row] for row in links], dtype=np.int64)
+
+    def _updated(self, s: int, k: int, done: Any, last_start: Any, last: Phase) -> Array:
+        ready = done[s, k]
+        if self.group[s] > 1:
+            ready = np.maximum(ready, self._synced(s, last_start, last))
+        return ready + self._figure("update", s, k)
+
+    def _synced(self, s: int, last_start: Any, last: Phase) -> Array:
+        """When the stage's one all-reduce is done; 0 where there is nothing to sum."""
+        replicas = self.group[s]
+        gradients = []
+        for k in range(replicas):
+            name = "done_w" if last is Phase.WEIGHT_GRAD else "done_b"
+            again = self._figure("forward", s, k) * self.again[:, s] * (name == "done_b")
+            gradients.append(last_start[s, k] + self._figure(name, s, k) + again)
+        num_bytes = self._figure("reduced", s, 0)
+        own = [self.devices[:, self.first[s] + k] for k in range(replicas)]
+        share = -(-num_bytes // replicas)
+        hops = [_transfer_ns(self._links(), (a, b), share) for a, b in permutations(own, 2)]
+        ring = 2 * (replicas - 1) * np.maximum.reduce(hops)
+        return np.where(num_bytes > 0, np.maximum.reduce(gradients) + ring, 0)
+
+
+def _transfer_ns(links: Array, pair: tuple[Array, Array], num_bytes: Array) -> Array:
+    rate, latency = links[*pair, 0], links[*pair, 1]
+    return np.where(num_bytes > 0, latency - (-num_bytes * 1_000_000_000 // rate), 0)
