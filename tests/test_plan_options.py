@@ -220,11 +220,13 @@ def test_an_explanation_names_what_limits_the_plan() -> None:
     )
     assert words[2].startswith("Inter-layer partition: the devices of stage ")
     assert words[3] == (
-        "Coarse-grained cuts: a micro-batch takes 1 MB across the cuts; half of all cuts carry more than 1 MB, the "
-        "largest 1 MB."
+        "Coarse-grained cuts: not needed, the plan has the cuts that balance time alone; a micro-batch takes 1 MB across "
+        "the cuts."
     )
-    assert words[4] == "Memory fine-tuning: memory does not limit the plan: d0 is fullest, 0% of what it may hold."
-    assert words[5].startswith("Intra-layer split: left out")
+    assert words[4] == (
+        "Memory fine-tuning: not needed, no plan found is faster with more memory; d0 is fullest, 0% of what it may hold."
+    )
+    assert words[5].startswith("Intra-layer split: not searched")
     assert words[6].startswith("Fall-back to data parallelism: ")
     assert "speed of d" in words[7]
     alone = explore(profiles, devices(1), options)
@@ -241,6 +243,7 @@ def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
         "bandwidth of links within hosts": 66 * MS,
         "bandwidth of links between hosts": 66 * MS,
         "memory of every device": 66 * MS,
+        "memory without limit": 66 * MS,
     }
 
 

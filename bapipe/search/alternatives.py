@@ -107,12 +107,18 @@ def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile
 def _why_not(judged: Judged, plan: Plan) -> str:
     if judged.lack_bytes > 0:
         return f"does not fit: a device lacks {judged.lack_bytes:,} bytes"
-    change = judged.step_ns / plan.prediction.step_ns - 1 if plan.prediction.step_ns else 0.0
     if judged.step_ns == plan.prediction.step_ns:
         return "as fast as this plan"
-    if change < 0:
-        return f"{-change:.1%} faster, but outside the searched space"
-    return f"{change:.1%} slower"
+    if judged.step_ns > plan.prediction.step_ns:
+        return in_words(judged.step_ns, plan.prediction.step_ns)
+    stopped = "" if judged.step_ns < plan.certificate.lower_bound_ns else ", or not reached before the search ended"
+    return f"{1 - judged.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
+
+
+def in_words(longer_ns: int, than_ns: int) -> str:
+    """Returns how much slower a step is than a shorter one."""
+    ratio = longer_ns / max(than_ns, 1)
+    return f"{ratio - 1:.1%} slower" if ratio < 2 else f"{ratio:,.1f} times as long"
 
 
 def equal_layers(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:

@@ -15,6 +15,8 @@ from bapipe.search.slots import Slot
 from bapipe.search.space import Space
 from bapipe.search.spans import BIG, Numbers
 
+TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
+
 
 def nearest(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int]] | None:
     """Returns the layout whose worst device lacks the fewest bytes, each stage taken alone, and what its devices lack.
@@ -129,4 +131,17 @@ def _advice(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Opt
         if short < max(lacks.values()):
             said.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
     helps = f"{'; '.join(said)}. " if said else ""
-    return f"{helps[:1].upper()}{helps[1:]}Try more devices, smaller micro-batches, or a smaller mini-batch"
+    return f"{helps[:1].upper()}{helps[1:]}{_too_large(profiles, cluster, options) or TRY}"
+
+
+def _too_large(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> str:
+    """Says so where one layer alone is more than any device may hold."""
+    layers = next(iter(profiles.values())).layers
+    largest = max(layers, key=lambda layer: 2 * layer.param_bytes + layer.optimizer_state_bytes)
+    num_bytes, most = 2 * largest.param_bytes + largest.optimizer_state_bytes, max(options.limits(cluster))
+    if num_bytes <= most:
+        return ""
+    return (
+        f"'{largest.name}' alone takes {num_bytes:,} bytes for its parameters, gradients and optimizer state, more "
+        f"than any device may hold ({most:,}): only devices with more memory, or smaller layers, would do"
+    )

@@ -11,6 +11,9 @@ from bapipe.search.explore import solve
 from bapipe.search.options import Options, Progress
 from bapipe.simulate import simulate
 
+BEST_FOUND = "best found"
+"""Name of the alternative to a pinned plan that a search finds."""
+
 
 def certify_pinned(
     plan: Plan,
@@ -37,11 +40,11 @@ def certify_pinned(
     space, found = solve(profiles, plan.cluster, options, stop=stop, progress=progress)
     change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
     best = Alternative(
-        name="best found",
+        name=BEST_FOUND,
         step_ns=found.step_ns,
         peak_bytes=max(held.total for held in found.problem.judge(found.layout).memory),
         feasible=True,
-        why_not=f"{change:.1%} faster than the pinned plan" if change > 0 else "not faster than the pinned plan",
+        why_not=f"the pinned plan takes {change:.1%} longer" if change > 0 else "not faster than the pinned plan",
     )
     return msgspec.structs.replace(
         plan,
