@@ -166,6 +166,8 @@ def _figures(
     workspace = ran.peak_bytes - max(ran.before_bytes, ran.after_bytes)
     _, ran = usage(device, lambda: backward(made))
     given = sum(g.nbytes for g in gradients)
+    for parameter in parameters:
+        parameter.grad = None
     typical = [round(median(column)) for column in zip(*repeats, strict=True)]
     return _Figures(
         forward_ns=typical[0],

@@ -86,6 +86,8 @@ def measure(
     todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
     num_parts = 2 * len(todo) + (made is None)
     done = 0
+    if not layer_by_layer:
+        module.to(device)
     with _ready(module, device, settings):
         model = _traced(module, inputs, whole, fine)
         for size in todo:
@@ -114,7 +116,7 @@ def measure(
                     optimizer=settings.optimizer,
                     settings=settings,
                     environment=environment() | _framework(device),
-                    layers=(*_layers(model, memory, settings.optimizer), _loss_layer(model, loss)),
+                    layers=(*_layers(model, memory, settings.optimizer, device), _loss_layer(model, loss)),
                     measurements=(measured,),
                 )
             else:
@@ -187,14 +189,14 @@ def _traced(module: nn.Module, inputs: Sequence[Tensor], whole: Sequence[str], f
 
 @contextmanager
 def _ready(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
-    """Puts the module on the device in training mode without gradients, and restores it and the random state after."""
+    """Puts the module in training mode without gradients, and restores it and the random state after."""
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     training = {part: part.training for part in module.modules()}
-    module.to(device).train()
+    module.train()
     if settings.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     module.zero_grad()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -205,8 +207,8 @@ def _ready(module: nn.Module, device: torch.device, settings: Settings) -> Itera
         if settings.channels_last:
             module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
         for part, mode in training.items():
             part.training = mode
 
@@ -217,7 +219,7 @@ def _laid_out(tensor: Tensor, settings: Settings) -> Tensor:
     return tensor
 
 
-def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+def _layers(model: TracedModel, memory: LayerMemory, optimizer: str, device: torch.device) -> Iterator[LayerProfile]:
     parameters = parameters_of(model)
     first: dict[int, int] = {}
     for index, own in enumerate(parameters):
@@ -226,7 +228,7 @@ def _layers(model: TracedModel, memory: LayerMemory, optimizer: str) -> Iterator
     # A shared parameter counts for the first layer that uses it.
     counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
     trained = [[p for p in own if p.requires_grad] for own in counted]
-    updates = time_updates(trained, OPTIMIZERS[optimizer])
+    updates = time_updates(trained, OPTIMIZERS[optimizer], device)
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
         yield LayerProfile(

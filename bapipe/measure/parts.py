@@ -1,6 +1,7 @@
 """The layers of a model one by one, the loss the last, and which of them are alike."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ TARGET_OF_LOSS = f"{TARGET} of the loss"
 
 
 def walk(subject: Subject, parts: Sequence[Part]) -> Iterator[Call]:
-    """Yields every part as it is called in a forward that keeps only what later parts use.
+    """Yields every part as it is called in a forward that keeps only what later parts use, and one part on the device.
 
     Raises:
         InvalidModel: a part fails.
@@ -76,16 +77,31 @@ def walk(subject: Subject, parts: Sequence[Part]) -> Iterator[Call]:
     alive = dict(zip(subject.model.inputs, subject.inputs, strict=True)) | {TARGET_OF_LOSS: subject.target}
     for index, part in enumerate(parts):
         inputs = [alive[source] for source in part.inputs]
-        try:
-            with torch.no_grad(), subject.computing():
-                made = part.run(inputs)
-        except Exception as error:  # whatever a layer raises
-            raise layer_failed(part.name, "forward", subject, error) from error
-        yield Call(part=part, inputs=inputs, outputs=made, living={storage(tensor) for tensor in alive.values()})
+        with _resident(part.module, subject.device):
+            try:
+                with torch.no_grad(), subject.computing():
+                    made = part.run(inputs)
+            except Exception as error:  # whatever a layer raises
+                raise layer_failed(part.name, "forward", subject, error) from error
+            yield Call(part=part, inputs=inputs, outputs=made, living={storage(tensor) for tensor in alive.values()})
         alive |= zip(part.outputs, made, strict=True)
         for source in list(alive):
             if last_use.get(source, -1) <= index:
                 del alive[source]
+
+
+@contextmanager
+def _resident(module: Callable[..., Any], device: torch.device) -> Iterator[None]:
+    """Has a part's parameters and buffers on the device within; those that live elsewhere go back there."""
+    home = next((p.device for p in module.parameters()), device) if isinstance(module, nn.Module) else device
+    if not isinstance(module, nn.Module) or home.type == device.type:
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
 
 
 def storage(tensor: Tensor) -> int:

@@ -25,29 +25,35 @@ class Update:
 
 
 def time_updates(
-    groups: Sequence[Sequence[nn.Parameter]], make: Callable[..., torch.optim.Optimizer]
+    groups: Sequence[Sequence[nn.Parameter]], make: Callable[..., torch.optim.Optimizer], device: torch.device
 ) -> tuple[Update, ...]:
     """Returns what an optimizer's step costs on each group of parameters, setting their gradients to None included.
 
-    The parameters keep their values: the learning rate is 0.
+    The parameters keep their values: the learning rate is 0. Those that live elsewhere are on the device for their own
+    turn only.
     """
-    optimizers = [make(group) if group else None for group in groups]
-    rounds = [[_update_ns(optimizer) for optimizer in optimizers] for _ in range(_NUM_ROUNDS + 1)]
-    times = zip(*rounds[1:], strict=True)  # the first one makes the optimizer's state
-    return tuple(
-        Update(ns=round(median(own)), state_bytes=_state_bytes(optimizer))
-        for own, optimizer in zip(times, optimizers, strict=True)
+    return tuple(_update(group, make, device) if group else Update(ns=0, state_bytes=0) for group in groups)
+
+
+def _update(group: Sequence[nn.Parameter], make: Callable[..., torch.optim.Optimizer], device: torch.device) -> Update:
+    homes = [parameter.device for parameter in group]
+    for parameter in group:
+        parameter.data = parameter.data.to(device)
+    optimizer = make(group)
+    _update_ns(optimizer)  # makes the optimizer's state
+    times = [_update_ns(optimizer) for _ in range(_NUM_ROUNDS)]
+    for parameter, home in zip(group, homes, strict=True):
+        parameter.data = parameter.data.to(home)
+    return Update(ns=round(median(times)), state_bytes=_state_bytes(optimizer))
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
     )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    states = optimizer.state.values() if optimizer is not None else ()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-
-
-def _update_ns(optimizer: torch.optim.Optimizer | None) -> int:
-    if optimizer is None:
-        return 0
+def _update_ns(optimizer: torch.optim.Optimizer) -> int:
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

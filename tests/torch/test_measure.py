@@ -501,6 +501,39 @@ def test_equal_layers_are_measured_once(exhaustive: bool, num_kinds: int, layer_
     assert same is not exhaustive
 
 
+class Looking(nn.Identity):
+    """Notes how many parameters of the model have gradients when it runs."""
+
+    model: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        self.found.append(sum(p.grad is not None for p in self.model.parameters()))
+        return input.clone()
+
+
+def test_layers_one_by_one_leave_no_gradients() -> None:
+    Looking.__module__ = "torch.nn.own"  # a layer, to the tracer
+    looking = Looking()
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), looking, nn.Linear(6, 5))
+    object.__setattr__(looking, "model", model)  # not as a module of its own
+    measure(
+        model,
+        (torch.randn(1, 6),),
+        torch.tensor([4]),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+        layer_by_layer=True,
+    )
+    assert len(looking.found) > 3
+    assert set(looking.found) == {0}
+
+
 def test_a_layer_that_fails_alone_is_named() -> None:
     with pytest.raises(InvalidModel) as error:
         measure(
