@@ -14,8 +14,8 @@ from bapipe.machine import describe, environment, framework_bytes, prepare_cpu
 from bapipe.measure.alone import measure_alone
 from bapipe.measure.memory import LayerMemory, layer_memory
 from bapipe.measure.timing import LayerTimes, time_layers
-from bapipe.measure.updates import time_updates
-from bapipe.measure.watch import Subject, batch, parameters_of
+from bapipe.measure.updates import Update, time_update
+from bapipe.measure.watch import Subject, batch, layer_failed, parameters_of
 from bapipe.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.settings import Settings
 from bapipe.trace import TracedModel, trace
@@ -91,7 +91,7 @@ def measure(
     with _ready(module, device, settings):
         model = _traced(module, inputs, whole, fine)
         for size in todo:
-            *own, wanted = batch((*inputs, target), size, device)
+            *own, wanted = _batch((*inputs, target), size, device)
             own = [_laid_out(tensor, settings) for tensor in own]
             subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
             if layer_by_layer:
@@ -116,7 +116,7 @@ def measure(
                     optimizer=settings.optimizer,
                     settings=settings,
                     environment=environment() | _framework(device),
-                    layers=(*_layers(model, memory, settings.optimizer, device), _loss_layer(model, loss)),
+                    layers=(*_layers(subject, memory, settings.optimizer), _loss_layer(model, loss)),
                     measurements=(measured,),
                 )
             else:
@@ -213,13 +213,24 @@ def _ready(module: nn.Module, device: torch.device, settings: Settings) -> Itera
             part.training = mode
 
 
+def _batch(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
+    try:
+        return batch(examples, size, device)
+    except RuntimeError as error:
+        raise BapipeError(
+            f"no memory for a batch of {size} samples: measure smaller sizes with --microbatch-size "
+            f"({_shortened(str(error), 100)})"
+        ) from error
+
+
 def _laid_out(tensor: Tensor, settings: Settings) -> Tensor:
     if settings.channels_last and tensor.dim() == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor
 
 
-def _layers(model: TracedModel, memory: LayerMemory, optimizer: str, device: torch.device) -> Iterator[LayerProfile]:
+def _layers(subject: Subject, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+    model = subject.model
     parameters = parameters_of(model)
     first: dict[int, int] = {}
     for index, own in enumerate(parameters):
@@ -228,7 +239,7 @@ def _layers(model: TracedModel, memory: LayerMemory, optimizer: str, device: tor
     # A shared parameter counts for the first layer that uses it.
     counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
     trained = [[p for p in own if p.requires_grad] for own in counted]
-    updates = time_updates(trained, OPTIMIZERS[optimizer], device)
+    updates = [_update(subject, layer.name, own, optimizer) for layer, own in zip(model.layers, trained, strict=True)]
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
         yield LayerProfile(
@@ -247,6 +258,13 @@ def _layers(model: TracedModel, memory: LayerMemory, optimizer: str, device: tor
             shared_bytes=_num_bytes([p for p in parameters[index] if p.requires_grad and first[id(p)] != index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
         )
+
+
+def _update(subject: Subject, name: str, parameters: Sequence[nn.Parameter], optimizer: str) -> Update:
+    try:
+        return time_update(parameters, OPTIMIZERS[optimizer], subject.device)
+    except Exception as error:  # whatever the optimizer raises
+        raise layer_failed(name, "update", subject, error) from error
 
 
 def _loss_layer(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:

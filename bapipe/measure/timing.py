@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from bapipe.measure.clocks import Clock, clock_of, now_ns, pages_taken, synchronize, watching_ns
 from bapipe.measure.parts import kinds_of
-from bapipe.measure.watch import Subject, Watched
+from bapipe.measure.watch import Subject, Watched, layer_failed
 
 T = TypeVar("T")
 
@@ -158,8 +158,12 @@ class _Runner:
         subject = self.watched.subject
         synchronize(subject.device)
         start = now_ns(subject.device)
-        subject.whole_loss().backward()  # type: ignore[no-untyped-call]
-        synchronize(subject.device)
+        try:
+            subject.whole_loss().backward()  # type: ignore[no-untyped-call]
+            synchronize(subject.device)
+        except Exception as error:  # whatever the model raises
+            name = type(subject.model.root).__name__
+            raise layer_failed(name, "forward and backward as a whole", subject, error) from error
         return now_ns(subject.device) - start
 
     def _timed(self, run: Callable[[], T], report_ns: int, watching: bool = False) -> tuple[T, list[int]]:

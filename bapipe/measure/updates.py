@@ -24,25 +24,22 @@ class Update:
     state_bytes: int
 
 
-def time_updates(
-    groups: Sequence[Sequence[nn.Parameter]], make: Callable[..., torch.optim.Optimizer], device: torch.device
-) -> tuple[Update, ...]:
-    """Returns what an optimizer's step costs on each group of parameters, setting their gradients to None included.
+def time_update(
+    parameters: Sequence[nn.Parameter], make: Callable[..., torch.optim.Optimizer], device: torch.device
+) -> Update:
+    """Returns what an optimizer's step costs on some parameters, setting their gradients to None included.
 
-    The parameters keep their values: the learning rate is 0. Those that live elsewhere are on the device for their own
-    turn only.
+    The parameters keep their values: the learning rate is 0. Those that live elsewhere are on the device meanwhile.
     """
-    return tuple(_update(group, make, device) if group else Update(ns=0, state_bytes=0) for group in groups)
-
-
-def _update(group: Sequence[nn.Parameter], make: Callable[..., torch.optim.Optimizer], device: torch.device) -> Update:
-    homes = [parameter.device for parameter in group]
-    for parameter in group:
+    if not parameters:
+        return Update(ns=0, state_bytes=0)
+    homes = [parameter.device for parameter in parameters]
+    for parameter in parameters:
         parameter.data = parameter.data.to(device)
-    optimizer = make(group)
+    optimizer = make(parameters)
     _update_ns(optimizer)  # makes the optimizer's state
     times = [_update_ns(optimizer) for _ in range(_NUM_ROUNDS)]
-    for parameter, home in zip(group, homes, strict=True):
+    for parameter, home in zip(parameters, homes, strict=True):
         parameter.data = parameter.data.to(home)
     return Update(ns=round(median(times)), state_bytes=_state_bytes(optimizer))
 

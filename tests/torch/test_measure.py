@@ -291,6 +291,46 @@ def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str, caps
     assert capsys.readouterr().err == ""  # nothing of torch's own
 
 
+class Greedy(nn.Identity):
+    """Asks for more memory than there is where a batch is larger than 2."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return input + torch.empty(10**15 if len(input) > 2 else 0).sum()
+
+
+def test_what_was_measured_before_memory_ran_out_is_kept() -> None:
+    Greedy.__module__ = "torch.nn.own"  # a layer, to the tracer
+    kept: list[ModelProfile] = []
+    with pytest.raises(InvalidModel) as error:
+        measure(
+            nn.Sequential(nn.Linear(6, 6), Greedy(), nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            torch.tensor([4]),
+            functional.cross_entropy,
+            microbatch_sizes=(1, 2, 4),
+            name="small",
+            seconds_per_size=0.0,
+            keep=kept.append,
+        )
+    assert str(error.value) == (
+        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
+        "or layer by layer with --layer-by-layer"
+    )
+    assert kept[-1].microbatch_sizes == (1, 2)
+
+
+def test_a_batch_that_fits_nowhere() -> None:
+    with pytest.raises(BapipeError, match=r"^no memory for a batch of 1000000000000000 samples: measure smaller sizes"):
+        measure(
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            torch.tensor([4]),
+            functional.cross_entropy,
+            microbatch_sizes=(10**15,),
+            name="small",
+        )
+
+
 @pytest.mark.parametrize(
     ("optimizer", "state"), [("sgd", 0), ("sgd-momentum", 168), ("adam", 2 * 168 + 2 * 4), ("adamw", 2 * 168 + 2 * 4)]
 )
