@@ -1,7 +1,7 @@
 """What a pipelined run measured, beside what its plan promised."""
 
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from bapipe.schedule import Action
 from bapipe.timeline import Timeline
@@ -19,6 +19,7 @@ class StepReport:
         step_ns: of its slowest rank.
         bubble: the share of it that ranks were idle.
         learning_rate: of its update.
+        as_planned: whether its samples have the sizes that the plan is for; else they are smaller.
         peak_bytes: of each rank, the most memory its stages have taken so far; None where the system does not tell.
     """
 
@@ -27,6 +28,7 @@ class StepReport:
     step_ns: int
     bubble: float
     learning_rate: float
+    as_planned: bool
     peak_bytes: tuple[int | None, ...]
 
 
@@ -54,6 +56,7 @@ class TrainResult:
 
     Attributes:
         losses, step_ns: of each step, in order; a step's time is its slowest rank's, from a common start.
+        as_planned: of each step, whether its samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.
         peak_bytes: of each of them, the most memory its stages took; None where the system does not tell.
         timeline: of the last step.
@@ -63,6 +66,7 @@ class TrainResult:
 
     losses: tuple[float, ...]
     step_ns: tuple[int, ...]
+    as_planned: tuple[bool, ...]
     devices: tuple[str, ...]
     peak_bytes: tuple[int | None, ...]
     timeline: Timeline
@@ -71,5 +75,12 @@ class TrainResult:
 
     @property
     def typical_step_ns(self) -> int:
-        """The median step after the warm-up."""
-        return int(median(self.step_ns[WARM_UP_STEPS:] or self.step_ns[-1:]))
+        """The median step after the warm-up, of those whose samples have the sizes that the plan is for, if any."""
+        steps = list(zip(self.step_ns, self.as_planned, strict=True))
+        late = steps[WARM_UP_STEPS:] or steps[-1:]
+        return int(median([ns for ns, planned in late if planned] or [ns for ns, _ in late]))
+
+    @property
+    def mean_step_ns(self) -> int:
+        """The mean step after the warm-up, whatever the sizes of its samples."""
+        return int(mean(self.step_ns[WARM_UP_STEPS:] or self.step_ns[-1:]))

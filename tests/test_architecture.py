@@ -169,7 +169,7 @@ def test_command_line_options() -> None:
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],
         "run": [
-            "--arg", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--eval-every", "--eval-samples",
+            "--arg", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--eval-every", "--eval-samples",
             "--json", "--keep", "--lr",
             "--lr-schedule", "--optimizer", "--optimizer-arg", "--resume", "--seed", "--steps",
             "--tensorboard", "--timeout", "--trace", "--warmup",

@@ -32,6 +32,7 @@ def run(
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
     data: str = "synthetic",
+    buckets: int = 1,
     steps: int = 20,
     learning_rate: float | None = None,
     optimizer: str | None = None,
@@ -72,6 +73,8 @@ def run(
         evaluate_samples: how many held-out samples are looked at, drawn from the seed; else all that the data holds
             out, or a tenth of data that holds none out, which is then not trained on.
         tensorboard: a folder for TensorBoard's scalars of every step and evaluation.
+        buckets: how many lengths sentences are padded to, so that those of like lengths are trained on together; the
+            plan's length is the longest.
         on_step: called after every step; under torchrun in rank 0 only.
         on_evaluation: called with how many held-out samples are done, how many there are, and what was found when all
             are; under torchrun in rank 0 only.
@@ -93,7 +96,7 @@ def run(
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
-    from bapipe.zoo.sources import open_data
+    from bapipe.zoo.sources import bucketed, open_data
 
     given = dict(plan.arguments if arguments is None else arguments)
     with current_folder_importable(), _reporting(plan, tensorboard, on_step, on_evaluation) as (stepped, evaluated):
@@ -103,7 +106,7 @@ def run(
         return train(
             plan,
             partial(build, factory, given, meta=True),
-            open_data(data, example.data, factory),
+            bucketed(open_data(data, example.data, factory), buckets, data),
             Training(
                 steps=steps,
                 learning_rate=example.learning_rate if learning_rate is None else learning_rate,

@@ -21,6 +21,9 @@ def run(
     data: Annotated[
         str, typer.Option("--data", help="What to train on: synthetic, or what the README lists for the model.")
     ] = "synthetic",
+    buckets: Annotated[
+        int, typer.Option("--buckets", min=1, help="Lengths that sentences are padded to; else all to the longest.")
+    ] = 1,
     learning_rate: Annotated[
         float | None, typer.Option("--lr", min=0.0, help="Learning rate; else the model's own.")
     ] = None,
@@ -77,6 +80,7 @@ def run(
         decided,
         steps,
         data=data,
+        buckets=buckets,
         learning_rate=learning_rate,
         learning_rate_schedule=lr_schedule,
         warmup_steps=warmup,

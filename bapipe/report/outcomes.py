@@ -17,6 +17,11 @@ def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
         once = f"after {first.steps} steps: {evaluation_words(first)}"
         again = f"; after {last.steps}: {evaluation_words(last)}" if last is not first else ""
         yield f"{once}{again}, on {last.num_samples} samples that it was not trained on"
+    smaller, steps = result.as_planned.count(False), len(result.as_planned)
+    if smaller:
+        rate = number(plan.minibatch_size * 1e9 / result.mean_step_ns)
+        rest = "; compared below are the others" if smaller < steps else ""
+        yield f"{smaller} of {steps} steps had shorter samples than planned for: {rate} samples/s on average{rest}"
     table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
     for name, (predicted, measured) in outcome_figures(plan, result).items():
         show = _SHOW[name.split()[0]]

@@ -11,17 +11,22 @@ from torch.utils.data import Dataset, default_collate
 from bapipe.checkpoint import Position
 from bapipe.errors import BapipeError
 from bapipe.plan import Plan
+from bapipe.runtime.forms import alike, cut, form_at, forms_of
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A mini-batch: what a rank does not need is None; `after` is where training is when it is done."""
+    """A mini-batch: what a rank does not need is None; `after` is where training is when it is done.
+
+    `form` is the number of the form of its items, None where they are as the plan has them.
+    """
 
     inputs: tuple[Tensor | None, ...]
     target: Tensor | None
     after: Position
+    form: int | None
 
 
 def num_samples(dataset: Dataset[Any]) -> int:
@@ -39,23 +44,36 @@ def check_enough(plan: Plan, dataset: Dataset[Any]) -> None:
 
 
 def batches(pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int, start: Position) -> Iterator[Batch]:
-    """Yields mini-batches without end; each pass over the data is another order, whose incomplete rest is left out."""
+    """Yields mini-batches without end; each pass over the data is another order, whose incomplete rest is left out.
+
+    Of data that comes in forms, a mini-batch has items of like forms, cut to the largest of them.
+    """
     position, drawn, order = start, -1, []
     while True:
         if position.offset + plan.minibatch_size > num_samples(dataset):
             position = Position(step=position.step, epoch=position.epoch + 1)
         if drawn != position.epoch:
-            drawn, order = position.epoch, _order(num_samples(dataset), seed, position.epoch)
+            drawn, order = position.epoch, _order(dataset, plan.minibatch_size, seed, position.epoch)
         end = position.offset + plan.minibatch_size
         chosen = order[position.offset : end]
         position = Position(step=position.step + 1, epoch=position.epoch, offset=end)
-        yield Batch(*load(pipeline, plan, dataset, chosen), position)
+        inputs, target = load(pipeline, plan, dataset, chosen)
+        form = form_at(dataset, chosen)
+        if form is not None:
+            *shapes, last = forms_of(dataset)[form]
+            inputs = tuple(x if x is None else cut(x, shape) for x, shape in zip(inputs, shapes, strict=True))
+            target = target if target is None else cut(target, last)
+        yield Batch(inputs, target, position, form)
 
 
-def _order(num: int, seed: int, epoch: int) -> list[int]:
+def _order(dataset: Dataset[Any], minibatch_size: int, seed: int, epoch: int) -> list[int]:
+    num = num_samples(dataset)
     generator = torch.Generator().manual_seed(layer_seed(seed, f"epoch {epoch}"))
     order: list[int] = torch.randperm(num, generator=generator).tolist()
-    return order
+    if not forms_of(dataset):
+        return order
+    numbers = [dataset.form(index) for index in range(num)]  # type: ignore[attr-defined]
+    return alike(numbers, order, minibatch_size, generator)
 
 
 def load(

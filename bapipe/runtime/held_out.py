@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.batches import num_samples
+from bapipe.runtime.forms import forms_of
 from bapipe.runtime.materialize import layer_seed
 
 _SHARE = 10
@@ -19,6 +20,7 @@ class Chosen(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], indices: Sequence[int]) -> None:
         self.dataset, self.indices = dataset, tuple(indices)
+        self.forms = forms_of(dataset)
         if hasattr(dataset, "part"):
             self.part = self._part
 
@@ -30,6 +32,10 @@ class Chosen(Dataset[Any]):
 
     def _part(self, index: int, place: int) -> Any:
         return self.dataset.part(self.indices[index], place)  # type: ignore[attr-defined]
+
+    def form(self, index: int) -> int:
+        number: int = self.dataset.form(self.indices[index])  # type: ignore[attr-defined]
+        return number
 
     def reference(self, index: int) -> Any:
         return self.dataset.reference(self.indices[index])  # type: ignore[attr-defined]

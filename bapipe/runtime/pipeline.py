@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from bapipe.runtime.materialize import materialize
 from bapipe.runtime.measured import Measured, gather
 from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
 from bapipe.runtime.runnable import check_runnable
-from bapipe.runtime.split import Split, argument_names, split, stage_module
+from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
 from bapipe.runtime.updates import Updates
 from bapipe.schedule import Action, Schedule
 from bapipe.timeline import Timeline
@@ -56,6 +57,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         seed: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
+        forms: Sequence[Sequence[Tensor]] = (),
         evaluates: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -64,7 +66,8 @@ class Pipeline:
         `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
         of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
         where `torch.autocast` says so; tensors between stages keep their own. `initialize` sets the parameters of
-        one layer that is on the meta device, after its own `reset_parameters()`. `evaluates` says that `evaluate` will
+        one layer that is on the meta device, after its own `reset_parameters()`. `forms` are examples of inputs of
+        other sizes, such as shorter sentences, that whole mini-batches may have. `evaluates` says that `evaluate` will
         be called, for which the module is traced once more.
         """
         self._ranks = check_runnable(plan)
@@ -97,20 +100,26 @@ class Pipeline:
         self._replicas = connect_replicas(
             self._split, *place, self._modules, self._shared.parameters, self._clock, self._device, group
         )
-        local = [self._local_stage(s) for s in sorted(self.stages)]
         computed = self._loss(loss, self._split.model)
-        self._runner = Runner(schedule, self._ranks, local, computed, self._clock, self._draws, self._device, group)
+        made = partial(Runner, schedule, self._ranks)
+        rest = computed, self._clock, self._draws, self._device, group
+        sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in forms)]
+        self._runners = [made([self._local_stage(s, parts) for s in sorted(self.stages)], *rest) for parts in sized]
+        self._runner = self._runners[0]
         self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
         self._updates = Updates(self._modules, optimizer or sgd(), self._clock)
         check_optimizers(plan, self._updates.optimizers)
         self._clip_norm = clip_norm
-        self._expected = Expected(
-            names=self.input_names,
-            needed=self.needs,
-            examples=self._split.examples,
-            minibatch_size=plan.minibatch_size,
-            device=self._device,
-        )
+        self._expected = [
+            Expected(
+                names=self.input_names,
+                needed=self.needs,
+                examples=parts.examples,
+                minibatch_size=plan.minibatch_size,
+                device=self._device,
+            )
+            for parts in sized
+        ]
         self._start: object | None = None
 
     @property
@@ -139,18 +148,21 @@ class Pipeline:
         """The actions of the last step on this rank, in the order in which they ran."""
         return self._runner.order
 
-    def step(self, *inputs: Tensor | None, target: Tensor | None = None) -> float | None:
+    def step(self, *inputs: Tensor | None, target: Tensor | None = None, form: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
-        What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out.
+        What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out. `form` is
+        the number of the form that the samples have, the same on every rank; None says that of `inputs`.
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
         """
-        loaded = self._expected.load(inputs, self._plan.minibatch_size)
+        place = 0 if form is None else form + 1
+        self._runner, expected = self._runners[place], self._expected[place]
+        loaded = expected.load(inputs, self._plan.minibatch_size)
         if self.needs_target:
-            target = self._expected.checked("target", target, None, self._plan.minibatch_size)
+            target = expected.checked("target", target, None, self._plan.minibatch_size)
         first = self._split.stages[0].loaded if 0 in self.stages else ()
         later = dict.fromkeys(name for s in self.stages if s > 0 for name in self._split.stages[s].loaded)
         names = argument_names(self._split, tuple(later))
@@ -201,10 +213,9 @@ class Pipeline:
         num = self._plan.minibatch_size if num_samples is None else num_samples
         if not 1 <= num <= self._plan.minibatch_size:
             raise ValueError(f"{num} samples to evaluate: want 1 to {self._plan.minibatch_size}, the plan's mini-batch")
-        loaded = self._expected.load(inputs, num)
-        target = (
-            self._expected.checked("target", target, None, num) if self.needs_target and target is not None else None
-        )
+        expected = self._expected[0]
+        loaded = expected.load(inputs, num)
+        target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
         return self._evaluator.run(loaded, target, num, keep)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -276,8 +287,8 @@ class Pipeline:
         )
         return gather(own, self._clock, self._plan, self._ranks, self._device, self._group)
 
-    def _local_stage(self, index: int) -> LocalStage:
-        stage, examples = self._split.stages[index], self._split.examples
+    def _local_stage(self, index: int, parts: Split) -> LocalStage:
+        stage, examples = parts.stages[index], parts.examples
         taken = stage.received if index else stage.loaded
         return LocalStage(
             index=index,

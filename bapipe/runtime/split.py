@@ -1,7 +1,7 @@
 """A plan's cuts through a traced model: what every stage receives, loads and passes on, and its module."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
     given = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
     inputs = [parts.examples[name] for name in parts.model.inputs]
     return _examples(parts.model, given, inputs, microbatch_size)
+
+
+def with_inputs(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) -> Split:
+    """Returns a split for inputs of other sizes than those it was made for.
+
+    Raises:
+        InvalidModel: the model takes none of these sizes.
+    """
+    given = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
+    return replace(parts, examples=_examples(parts.model, given, inputs, microbatch_size))
 
 
 def stage_module(

@@ -20,6 +20,7 @@ from bapipe.outcome import Evaluation, StepReport, TrainResult
 from bapipe.plan import Plan
 from bapipe.runtime.batches import Batch, batches, check_enough, num_samples
 from bapipe.runtime.checkpointing import Keeping, Writer, kinds_of, load
+from bapipe.runtime.forms import examples_in, forms_of
 from bapipe.runtime.held_out import hold_out
 from bapipe.runtime.launch import launch
 from bapipe.runtime.lower import Loss
@@ -188,6 +189,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         device=rank.device,
         seed=training.seed,
         initialize=example.initialize,
+        forms=[examples_in(example.inputs, form) for form in forms_of(job.dataset)[:-1]],
         evaluates=job.held_out is not None,
     )
     held_out = _held_out(example, job.held_out) if job.held_out is not None else None
@@ -259,7 +261,7 @@ def _step(
 ) -> StepReport:
     dist.barrier()
     start_ns = time.perf_counter_ns()
-    loss = pipeline.step(*batch.inputs, target=batch.target)
+    loss = pipeline.step(*batch.inputs, target=batch.target, form=batch.form)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     elapsed_ns = time.perf_counter_ns() - start_ns
@@ -278,6 +280,7 @@ def _step(
         step_ns=step_ns,
         bubble=bubble,
         learning_rate=learning_rate,
+        as_planned=batch.form is None,
         peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
     )
     if not isfinite(report.loss):
@@ -303,6 +306,7 @@ def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], reports: lis
     return TrainResult(
         losses=tuple(report.loss for report in reports),
         step_ns=tuple(report.step_ns for report in reports),
+        as_planned=tuple(report.as_planned for report in reports),
         devices=names,
         peak_bytes=tuple(peaks),
         timeline=pipeline.timeline(),

@@ -7,8 +7,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.buckets import Bucketed
 from bapipe.zoo.factory import current_folder_importable, find, is_path
-from bapipe.zoo.translations import LOCALE
+from bapipe.zoo.translations import LOCALE, Translations
 
 
 def open_data(spec: str, own: Callable[[str], Dataset[Any]] | None, factory: str) -> Dataset[Any]:
@@ -27,6 +28,19 @@ def open_data(spec: str, own: Callable[[str], Dataset[Any]] | None, factory: str
             "the data, as --data module.path:function"
         )
     return own(spec)
+
+
+def bucketed(data: Dataset[Any], num_buckets: int, spec: str) -> Dataset[Any]:
+    """Returns sentences in several lengths; data of one length as it is.
+
+    Raises:
+        BapipeError: the data has no lengths.
+    """
+    if num_buckets == 1:
+        return data
+    if not isinstance(data, Translations):
+        raise BapipeError(f"data '{spec}' are no sentences, so they cannot be put into {num_buckets} buckets by length")
+    return Bucketed(data, num_buckets)
 
 
 def _called(spec: str) -> Dataset[Any]:

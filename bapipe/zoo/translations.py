@@ -76,6 +76,11 @@ class Translations(Dataset[Pair]):
         inputs, target = self[index]
         return (*inputs, target)[place]
 
+    def lengths(self, index: int) -> tuple[int, int]:
+        """Returns how many words a pair has, the end of the second counted."""
+        (_, source, _), after = self[index]
+        return int(source), int((after != PAD).sum())
+
     def text(self, words: Sequence[int]) -> str:
         """Returns the sentence that a model wrote, up to its end."""
         raise NotImplementedError
@@ -159,6 +164,10 @@ class _Sentences(Translations):
     def __getitem__(self, index: int) -> Pair:
         source, target = self.pairs[index]
         return _pair(torch.tensor(source), torch.tensor(target), self.source_length, self.target_length)
+
+    def lengths(self, index: int) -> tuple[int, int]:
+        source, target = self.pairs[index]
+        return len(source), len(target) + 1
 
     def text(self, words: Sequence[int]) -> str:
         return self.vocabulary.decode(_written(words))

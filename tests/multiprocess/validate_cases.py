@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from runtime_cases import make_plan, named_order
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -78,7 +78,7 @@ class Outcome:
     found: Evaluation
     again: Evaluation
     told: list[int]
-    words: Tensor | None
+    words: list[list[int]] | None
 
 
 def run(rank: Rank) -> list[Outcome]:
@@ -104,5 +104,5 @@ def _run(rank: Rank, example: Example, plan: Plan, data: Any) -> Outcome:
     words = None
     if example.writing is not None:
         inputs, _ = load(pipeline, plan, data, range(4))
-        words = written(pipeline, example.writing, inputs, (4, 6), rank.device)
+        words = written(pipeline, example.writing, inputs, (4, 6), rank.device).tolist()
     return Outcome(found, again, told, words)

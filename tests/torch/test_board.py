@@ -12,7 +12,15 @@ from bapipe.runtime.board import board
 
 
 def report(step: int, loss: float) -> StepReport:
-    return StepReport(step=step, loss=loss, step_ns=5 * 10**8, bubble=0.25, learning_rate=0.5, peak_bytes=(2**20, None))
+    return StepReport(
+        step=step,
+        loss=loss,
+        step_ns=5 * 10**8,
+        bubble=0.25,
+        learning_rate=0.5,
+        as_planned=True,
+        peak_bytes=(2**20, None),
+    )
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
