@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bapipe.codec import read, write, write_bytes
+from bapipe.codec import fingerprint, read, write, write_bytes
 from bapipe.errors import BapipeError
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
@@ -60,6 +60,24 @@ def keep_bytes(name: str, content: bytes) -> None:
         write_bytes(_root() / name, content)
     except BapipeError as error:
         logging.getLogger(__name__).warning("%s is not kept for the next time: %s", name, error)
+
+
+def keep_by_fingerprint(profile: ModelProfile) -> None:
+    """Writes a profile where `kept_by_fingerprint` will find it; only warns where that cannot be."""
+    path = _path({"fingerprint": fingerprint(profile)}, "profile")
+    if path.exists():
+        return
+    try:
+        _make(path.parent)
+        write(path, profile)
+    except BapipeError as error:
+        logging.getLogger(__name__).warning("the profile is not kept to plan with again: %s", error)
+
+
+def kept_by_fingerprint(known_as: str) -> ModelProfile | None:
+    """Returns a profile that was planned with on this machine, None where it is not kept."""
+    found = cached_profile(_path({"fingerprint": known_as}, "profile"))
+    return found if found is not None and fingerprint(found) == known_as else None
 
 
 def _path(key: Mapping[str, object], kind: str) -> Path:

@@ -36,9 +36,9 @@ class InvalidModel(BapipeError):
 class RunFailed(BapipeError):
     """A pipelined run ended before its last step; the message names the rank and the cause.
 
-    `told` of a job of torchrun's ranks: another one tells the user.
+    `told` of a job of torchrun's ranks: another one tells the user. `lost` are the devices whose processes died.
     """
 
-    def __init__(self, message: str, told: bool = False) -> None:
+    def __init__(self, message: str, told: bool = False, lost: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.told = told
+        self.told, self.lost = told, lost

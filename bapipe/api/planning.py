@@ -9,7 +9,7 @@ import msgspec
 
 from bapipe.api.given import Profiles, alike, by_kind
 from bapipe.api.threads import best_of, fewest_threads, ways
-from bapipe.cache import cached_plan, keep_plan, plan_path
+from bapipe.cache import cached_plan, keep_by_fingerprint, keep_plan, plan_path
 from bapipe.cluster import Cluster
 from bapipe.codec import fingerprint
 from bapipe.cost import Stage, StageCost
@@ -119,6 +119,8 @@ def _kept(
         "cluster": msgspec.to_builtins(cluster),
         "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
     }
+    for profile in profiles.values():
+        keep_by_fingerprint(profile)  # for planning again when a device is gone
     path = plan_path(key)
     found = cached_plan(path) if time_limit_s is None else None
     if found is None:

@@ -1,7 +1,7 @@
 """Train a plan, and export what was trained."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bapipe.api.door import load_torch
+from bapipe.api.given import Profiles, by_kind
+from bapipe.api.replanning import run_on_what_is_left
 from bapipe.errors import BapipeError
 from bapipe.outcome import Evaluation, StepReport, TrainResult
 from bapipe.plan import Plan
@@ -51,6 +53,10 @@ def run(
     tensorboard: Path | None = None,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
+    replan: bool = False,
+    profiles: Profiles | None = None,
+    without: Collection[str] = (),
+    on_replan: Callable[[str, Plan], None] | None = None,
 ) -> TrainResult:
     """Trains a plan's model, one process a device, or as a part of a torchrun job.
 
@@ -78,6 +84,11 @@ def run(
         on_step: called after every step; under torchrun in rank 0 only.
         on_evaluation: called with how many held-out samples are done, how many there are, and what was found when all
             are; under torchrun in rank 0 only.
+        replan: where devices are gone, plans for the others and goes on from the newest checkpoint; the result is then
+            of the steps since. Gone are those in `without`; the last ones where the job has fewer processes, or this
+            machine fewer devices, than the plan uses; and those of ranks of this machine that die.
+        profiles: what to plan with again; those the plan was made from where None.
+        on_replan: called with the reason and the new plan.
 
     Raises:
         BapipeError: the plan does not fit the model, the machine or the data.
@@ -89,9 +100,14 @@ def run(
             f"the plan of {plan.model} names no factory, so there is nothing to build the model with: profile it as "
             "module.path:function, or use bapipe.Pipeline in a script of your own"
         )
+    if replan and checkpoint is None:
+        raise BapipeError("--replan needs --checkpoint FOLDER, to go on from")
+    if without and not replan:
+        raise BapipeError(f"--without {', '.join(without)} goes with --replan")
     load_torch()
     planned = Settings() if plan.settings is msgspec.UNSET else plan.settings
-    _check_devices(plan, planned.threads)
+    if not replan:
+        _check_devices(plan, planned.threads)
     optimizer, optimizer_arguments = _optimizer(planned, optimizer, optimizer_arguments or {})
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
@@ -103,31 +119,42 @@ def run(
         example = build(factory, given, meta=True)
         if plan.settings is not msgspec.UNSET:
             check_same(planned, msgspec.structs.replace(planned, dtype=_dtype(example.module)))
-        return train(
-            plan,
-            partial(build, factory, given, meta=True),
-            bucketed(open_data(data, example.data, factory), buckets, data),
-            Training(
-                steps=steps,
-                learning_rate=example.learning_rate if learning_rate is None else learning_rate,
-                optimizer=optimizer,
-                optimizer_arguments=optimizer_arguments,
-                schedule=learning_rate_schedule,
-                warmup_steps=warmup_steps,
-                clip_norm=clip_norm,
-                autocast=planned.autocast,
-                threads=planned.threads,
-                seed=seed,
-                evaluate_every=evaluate_every,
-                evaluate_samples=evaluate_samples,
-            ),
-            keeping=Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resume)
-            if checkpoint is not None
-            else None,
-            timeout_s=timeout_s,
-            on_step=stepped,
-            on_evaluation=evaluated,
+        training = Training(
+            steps=steps,
+            learning_rate=example.learning_rate if learning_rate is None else learning_rate,
+            optimizer=optimizer,
+            optimizer_arguments=optimizer_arguments,
+            schedule=learning_rate_schedule,
+            warmup_steps=warmup_steps,
+            clip_norm=clip_norm,
+            autocast=planned.autocast,
+            threads=planned.threads,
+            seed=seed,
+            evaluate_every=evaluate_every,
+            evaluate_samples=evaluate_samples,
         )
+        make = partial(build, factory, given, meta=True)
+        opened = bucketed(open_data(data, example.data, factory), buckets, data)
+
+        def go(current: Plan, resumes: bool) -> TrainResult:
+            keeping = None
+            if checkpoint is not None:
+                keeping = Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resumes)
+            return train(
+                current,
+                make,
+                opened,
+                training,
+                keeping=keeping,
+                timeout_s=timeout_s,
+                on_step=stepped,
+                on_evaluation=evaluated,
+            )
+
+        if not replan:
+            return go(plan, resume)
+        known = {} if profiles is None else by_kind(profiles)
+        return run_on_what_is_left(plan, known, without, resume, go, on_replan or (lambda why, made: None))
 
 
 @contextmanager

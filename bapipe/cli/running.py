@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from bapipe import api, report
-from bapipe.cli.console import out, show_parts, train_with_bar
+from bapipe.cli.console import note, out, show_parts, train_with_bar
 from bapipe.cli.given import Arguments, AsJson, Output, key_values, plan_of
-from bapipe.codec import check_writable, write_bytes
+from bapipe.codec import check_writable, read, write_bytes
 from bapipe.errors import BapipeError
+from bapipe.plan import Plan
+from bapipe.profile import ModelProfile
 
 
 def run(
@@ -47,6 +49,15 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="When devices are gone, plan for the others and go on.")
+    ] = False,
+    profile: Annotated[
+        list[Path] | None, typer.Option("--profile", help="With --replan: profile to plan with; may be repeated.")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", metavar="DEVICE", help="With --replan: is gone; may be repeated.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="Seconds that a rank may wait for another before the run ends.")
     ] = 600.0,
@@ -75,7 +86,18 @@ def run(
         raise BapipeError("--resume needs --checkpoint FOLDER, the one to go on from")
     if eval_samples is not None and eval_every is None:
         raise BapipeError("--eval-samples goes with --eval-every STEPS, which says when to evaluate")
+    if profile and not replan:
+        raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
     decided = plan_of(source, arg)
+
+    def replanned(why: str, made: Plan) -> None:
+        nonlocal decided
+        decided = made
+        if os.environ.get("RANK", "0") == "0":
+            devices = ", ".join(name for stage in made.stages for name in stage.devices)
+            step = report.ms(made.prediction.step_ns)
+            note(f"{why}; going on with stages on {devices}, {step} a step predicted")
+
     result = train_with_bar(
         decided,
         steps,
@@ -96,6 +118,10 @@ def run(
         evaluate_every=eval_every,
         evaluate_samples=eval_samples,
         tensorboard=tensorboard,
+        replan=replan,
+        profiles=[read(path, ModelProfile) for path in profile] if profile else None,
+        without=without or (),
+        on_replan=replanned,
     )
     if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
         return

@@ -166,16 +166,18 @@ def _note_end(child: _Child) -> None:
 
 def _error(children: Sequence[_Child]) -> BapipeError:
     """Returns what to tell the user: a cause rather than a rank that only noticed that another had gone."""
+    gone = tuple(child.name for child in children if child.signal is not None or child.lost)
     for child in children:
         if child.signal is not None:
             cause = signal.Signals(child.signal).name
             hint = "; a system out of memory does that: plan with less memory" if cause == "SIGKILL" else ""
-            return RunFailed(f"{_title(child)} was killed by {cause}{_at(child)}{hint}")
+            return RunFailed(f"{_title(child)} was killed by {cause}{_at(child)}{hint}", lost=gone)
     told = [child for child in children if child.failed is not None]
     cause_first = sorted(told, key=_suspicion)
     lost = [child for child in children if child.lost]
     if lost and (not told or _is_symptom(cause_first[0])):
-        return RunFailed(f"{_title(lost[0])} ended{_at(lost[0])} without a word (exit code {lost[0].process.exitcode})")
+        code = lost[0].process.exitcode
+        return RunFailed(f"{_title(lost[0])} ended{_at(lost[0])} without a word (exit code {code})", lost=gone)
     child = cause_first[0]
     assert child.failed is not None
     return RunFailed(say(child.failed, child.index, child.name, _at(child)))

@@ -1,0 +1,159 @@
+"""When a device is gone, training goes on with a plan for the others, as if nothing had happened."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from runtime_cases import make_plan, named_order
+
+from bapipe import api
+from bapipe.api.replanning import devices_gone, profiles_of_plan, replan
+from bapipe.errors import BapipeError
+from bapipe.outcome import StepReport
+from bapipe.plan import Plan
+from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.search.options import Options
+
+FACTORY = "replan_model:small"
+NAMES = ("0", "1", "2", "3", "4", "5", "loss")
+
+
+def profile() -> ModelProfile:
+    """Figures by hand: each layer takes a millisecond forward and two backward."""
+    tensors = ("input", *NAMES)
+    layers = tuple(
+        LayerProfile(name=name, kind="Layer", inputs=(tensors[i],), outputs=(name,) if name != "loss" else (),
+                     param_bytes=100, optimizer_state_bytes=100)
+        for i, name in enumerate(NAMES)
+    )  # fmt: skip
+    measured = tuple(
+        LayerMeasurement(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6, stash_bytes=10, workspace_bytes=0,
+                         output_bytes=(10,) * len(layer.outputs))
+        for layer in layers
+    )  # fmt: skip
+    return ModelProfile(
+        model="test",
+        factory=FACTORY,
+        device=DeviceKind(kind="cpu", name="none", memory_bytes=2**30),
+        dtype="float64",
+        optimizer="sgd-momentum",
+        layers=layers,
+        measurements=(Measurement(microbatch_size=3, layers=measured),),
+    )
+
+
+def plan(num_stages: int) -> Plan:
+    cuts, order = {1: (), 2: (3,)}[num_stages], named_order("1f1b", num_stages, 4)
+    made = make_plan(NAMES[:-1], cuts, tuple(range(num_stages)), order, 3, 4)
+    return structs.replace(made, factory=FACTORY)
+
+
+def join_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process the only one of a job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+
+
+def test_it_goes_on_when_a_rank_is_killed_and_when_a_job_has_fewer_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapipe.machine.num_devices", lambda kind: 2)  # also where the tests may use one core only
+    kept, reports, told = tmp_path / "kept", list[StepReport](), list[tuple[str, Plan]]()
+    done = api.run(
+        plan(2), data=str(tmp_path / "killed"), steps=9, checkpoint=kept, checkpoint_every=2, timeout_s=60, replan=True,
+        profiles=profile(), on_step=reports.append, on_replan=lambda *args: told.append(args),
+    )  # fmt: skip
+    ((why, made),) = told
+    assert why.startswith("rank 1 (cpu1) was killed by SIGKILL at step 5")
+    assert [stage.devices for stage in made.stages] == [("cpu0",)]
+    assert (made.microbatch_size, made.num_microbatches) == (3, 4)
+    assert done.devices == ("cpu0",)
+    assert 9 - len(done.losses) in (2, 4)  # the checkpoint of step 4 may still have been on its way
+    join_alone(monkeypatch)
+    again = api.run(
+        plan(2), data="quiet", steps=14, checkpoint=kept, resume=True, replan=True, profiles=profile(),
+        on_replan=lambda *args: told.append(args),
+    )  # fmt: skip
+    assert told[1][0] == "without cpu1"
+    alone = api.run(plan(1), data="quiet", steps=14)
+    losses = {report.step: report.loss for report in reports} | dict(enumerate(again.losses, start=9))
+    assert [losses[step] for step in range(14)] == pytest.approx(alone.losses, abs=1e-12)
+    assert len(alone.losses) == 14
+
+
+def test_without_replan_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "full").touch()
+    with pytest.raises(BapipeError) as caught:
+        api.run(plan(2), data="quiet", replan=True)
+    assert str(caught.value) == "--replan needs --checkpoint FOLDER, to go on from"
+    with pytest.raises(BapipeError) as caught:
+        api.run(plan(2), data="quiet", without=["cpu1"])
+    assert str(caught.value) == "--without cpu1 goes with --replan"
+
+
+def devices(num: int, used: int) -> Plan:
+    """A plan with a stage on each of the first devices of a cluster."""
+    made = make_plan(NAMES[:-1], tuple(range(1, used)), tuple(range(used)), named_order("1f1b", used, 4), 3, 4)
+    device = made.cluster.devices[0]
+    every = tuple(structs.replace(device, name=f"cpu{i}") for i in range(num))
+    idle = ((),) * (num - used)
+    return structs.replace(made, cluster=structs.replace(made.cluster, devices=every), order=(*made.order, *idle))
+
+
+@pytest.mark.parametrize(
+    ("num", "used", "without", "left", "gone"),
+    [
+        (4, 3, [], 4, []),
+        (4, 3, [], 3, []),  # the one without a stage
+        (4, 3, [], 2, ["cpu2", "cpu3"]),
+        (4, 3, ["cpu3"], 3, []),
+        (4, 3, ["cpu0"], 3, ["cpu0"]),
+        (4, 3, ["cpu0"], 2, ["cpu0", "cpu3"]),
+    ],
+)
+def test_devices_that_are_gone(num: int, used: int, without: list[str], left: int, gone: list[str]) -> None:
+    assert devices_gone(devices(num, used), without, left) == tuple(gone)
+
+
+def test_devices_that_cannot_be_gone() -> None:
+    with pytest.raises(BapipeError, match=r"^the plan has no device 'gpu0'; it has cpu0, cpu1$"):
+        devices_gone(devices(2, 2), ["gpu0"], 2)
+    with pytest.raises(BapipeError, match=r"^no device of the plan is left$"):
+        devices_gone(devices(2, 2), ["cpu0", "cpu1"], 2)
+
+
+def test_each_process_of_a_job_gets_a_stage() -> None:
+    slow = devices(3, 3)
+    link = structs.replace(slow.cluster.intra_host, latency_ns=10**12)
+    slow = structs.replace(slow, cluster=structs.replace(slow.cluster, intra_host=link, inter_host=link))
+    assert [stage.devices for stage in replan(slow, ["cpu1"], {"cpu": profile()}, None).stages] == [("cpu0",)]
+    made = replan(slow, ["cpu1"], {"cpu": profile()}, 2)
+    assert {name for stage in made.stages for name in stage.devices} == {"cpu0", "cpu2"}
+    assert [device.name for device in made.cluster.devices] == ["cpu0", "cpu2"]
+    assert (made.factory, made.model) == (slow.factory, "test")
+
+
+def test_profiles_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known, where = {"cpu": profile()}, devices(2, 2).cluster
+    made = api.decide(known, where, Options(minibatch_size=12))
+    with pytest.raises(BapipeError) as caught:
+        profiles_of_plan(made, {})
+    assert str(caught.value) == (
+        "the cpu profile that the plan was made from is not kept on this machine: give it with --profile FILE"
+    )
+    assert profiles_of_plan(made, known) == known
+    assert api.kept_plan(known, where, Options(minibatch_size=12)) == made
+    assert profiles_of_plan(made, {}) == known
+    other = structs.replace(profile(), layers=profile().layers[:-1],
+                            measurements=(Measurement(microbatch_size=3, layers=profile().measurements[0].layers[:-1]),))  # fmt: skip
+    with pytest.raises(BapipeError) as caught:
+        profiles_of_plan(made, {"cpu": other})
+    assert str(caught.value) == "the cpu profile, of test, has other layers than the plan of test"
