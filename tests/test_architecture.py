@@ -150,7 +150,7 @@ def test_command_line_options() -> None:
     assert options == {
         "profile": [
             "--arg", "--autocast", "--channels-last", "--device", "--exhaustive", "--fine", "--layer-by-layer",
-            "--microbatch-size", "--optimizer", "--output", "--tf32", "--threads", "--whole",
+            "--microbatch-size", "--neighbours", "--optimizer", "--output", "--tf32", "--threads", "--whole",
         ],
         "import": [
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",

@@ -8,6 +8,7 @@ import msgspec
 
 from bapipe.api.door import load_torch
 from bapipe.api.given import Tell
+from bapipe.api.neighbours import neighbours
 from bapipe.cache import cached_profile, profile_path
 from bapipe.codec import write
 from bapipe.errors import BapipeError, RunFailed
@@ -75,11 +76,16 @@ def profile_model(
     exhaustive: bool = False,
     whole: Sequence[str] = (),
     fine: bool = False,
+    num_neighbours: int = 0,
     progress: Tell | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
 
     Each size that was measured is kept until all are, so that what was interrupted goes on where it stopped.
+
+    Args:
+        num_neighbours: how many other processes train the model meanwhile. Ranks on the cores of one machine share its
+            memory, so each computes more slowly than one alone; with a neighbour for each other core the times say so.
     """
     factory = resolve(model)
     torch = load_torch()
@@ -89,27 +95,28 @@ def profile_model(
     example = build(factory, arguments)
     key = _key(factory, arguments, device, settings)
     way = {"alone": layer_by_layer, "exhaustive": exhaustive, "whole": list(whole), "fine": fine}
-    part = profile_path(key | {"unfinished": True} | way)
+    part = profile_path(key | {"unfinished": True, "neighbours": num_neighbours} | way)
     try:
-        measured = measure(
-            example.module,
-            example.inputs,
-            example.target,
-            example.loss,
-            microbatch_sizes=microbatch_sizes,
-            name=model.rpartition(":")[2],
-            device=torch.device(device),
-            factory=factory,
-            arguments=arguments,
-            settings=settings,
-            layer_by_layer=layer_by_layer,
-            exhaustive=exhaustive,
-            whole=whole,
-            fine=fine,
-            so_far=cached_profile(part),
-            keep=partial(write, part),
-            progress=progress,
-        )
+        with neighbours(num_neighbours, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
+            measured = measure(
+                example.module,
+                example.inputs,
+                example.target,
+                example.loss,
+                microbatch_sizes=microbatch_sizes,
+                name=model.rpartition(":")[2],
+                device=torch.device(device),
+                factory=factory,
+                arguments=arguments,
+                settings=settings,
+                layer_by_layer=layer_by_layer,
+                exhaustive=exhaustive,
+                whole=whole,
+                fine=fine,
+                so_far=cached_profile(part),
+                keep=partial(write, part),
+                progress=progress,
+            )
     except (BapipeError, KeyboardInterrupt) as error:
         kept = cached_profile(part)
         if kept is None:
@@ -120,7 +127,9 @@ def profile_model(
             "command goes on from there"
         ) from error
     part.unlink(missing_ok=True)
-    return measured
+    if not num_neighbours:
+        return measured
+    return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_neighbours})
 
 
 def kept_profile(

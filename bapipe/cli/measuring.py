@@ -37,6 +37,12 @@ def profile(
         typer.Option("--whole", metavar="PATH", help="Take a module as one layer, such as 'encoder.*'; repeatable."),
     ] = None,
     fine: Annotated[bool, typer.Option("--fine", help="Make operators between modules layers of their own.")] = False,
+    neighbours: Annotated[
+        int,
+        typer.Option(
+            "--neighbours", min=0, help="Processes that train the model meanwhile, as on a CPU's other cores."
+        ),
+    ] = 0,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure each layer of a model: times of F, I and W, and bytes."""
@@ -62,6 +68,7 @@ def profile(
             exhaustive=exhaustive,
             whole=whole or (),
             fine=fine,
+            num_neighbours=neighbours,
             progress=tell,
         )
     write(output, measured)

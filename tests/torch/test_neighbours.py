@@ -1,0 +1,67 @@
+"""Neighbours train while a model is measured, and are gone when it is done."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bapipe import api
+from bapipe.api.neighbours import neighbours
+from bapipe.errors import BapipeError
+from bapipe.host import num_cores
+
+NOTING = """
+import torch
+from bapipe.zoo.example import Example
+
+def noting(file):
+    def loss(output, target):
+        with open(file, "a") as notes:
+            notes.write(f"{len(target)} ")
+        return (output - target).square().mean()
+    module = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    return Example(module=module, inputs=(torch.zeros(1, 2),), target=torch.zeros(1, 1), loss=loss)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "noted.py").write_text(NOTING)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
+def test_a_neighbour_trains_until_it_is_left(folder: Path) -> None:
+    notes = folder / "notes"
+    with neighbours(1, "noted:noting", {"file": str(notes)}, 3):
+        before = notes.stat().st_size if notes.exists() else 0
+        time.sleep(0.5)
+        assert notes.stat().st_size > before
+    done = notes.read_text()
+    time.sleep(0.1)
+    assert notes.read_text() == done
+    assert set(done.split()) == {"3"}  # the micro-batch size
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
+def test_a_profile_says_how_many_there_were(folder: Path) -> None:
+    arguments = {"file": str(folder / "notes")}
+    measured = api.profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_neighbours=1)
+    assert measured.environment["neighbours"] == 1
+    assert measured.arguments == arguments
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
+def test_a_neighbour_that_cannot_start_says_why(folder: Path) -> None:
+    with pytest.raises(BapipeError) as error, neighbours(1, "noted:none", {}, 1):
+        pass
+    assert str(error.value).startswith("a neighbour cannot train the model: ")
+    assert "module 'noted' has no function 'none'" in str(error.value)
+
+
+def test_neighbours_want_cores() -> None:
+    num = num_cores()
+    with pytest.raises(BapipeError) as error, neighbours(num, "noted:noting", {}, 1):
+        pass
+    assert str(error.value) == f"{num} neighbours and the measuring itself want {num + 1} cores; this machine has {num}"
