@@ -145,11 +145,11 @@ class _Runner:
         _share(inputs, {watched.layer_of(group) for group in inner})
         on_cpu = watched.subject.device.type == "cpu"
         return _Pass(
-            forward=_pooled(forward, self.kinds),
-            whole=_pooled(backward, self.kinds),
-            forward_again=_pooled(again, self.kinds),
-            inputs=_pooled(inputs, self.kinds),
-            weights=_pooled(weights, self.kinds),
+            forward=pooled(forward, self.kinds),
+            whole=pooled(backward, self.kinds),
+            forward_again=pooled(again, self.kinds),
+            inputs=pooled(inputs, self.kinds),
+            weights=pooled(weights, self.kinds),
             alone_ns=alone_ns,
             disturbed=waited_ns / (time.perf_counter_ns() - start_ns) if on_cpu else 0.0,
         )
@@ -178,7 +178,7 @@ class _Runner:
         return result, total
 
 
-def _pooled(times: Sequence[int], kinds: Sequence[int]) -> list[int]:
+def pooled(times: Sequence[int], kinds: Sequence[int]) -> list[int]:
     """Returns for each layer the mean over those of its kind."""
     totals, counts = Counter[int](), Counter(kinds)
     for kind, time_ns in zip(kinds, times, strict=False):  # what follows them is watching
