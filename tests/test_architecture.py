@@ -169,8 +169,8 @@ def test_command_line_options() -> None:
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],
         "run": [
-            "--arg", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--eval-every",
-            "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
+            "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data",
+            "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
             "--replan", "--resume", "--seed", "--steps", "--tensorboard", "--timeout", "--trace", "--warmup", "--without",
         ],
         "export": ["--output"],

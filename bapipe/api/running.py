@@ -35,6 +35,7 @@ def run(
     arguments: Mapping[str, object] | None = None,
     data: str = "synthetic",
     buckets: int = 1,
+    augment: bool = False,
     steps: int = 20,
     learning_rate: float | None = None,
     optimizer: str | None = None,
@@ -81,6 +82,7 @@ def run(
         tensorboard: a folder for TensorBoard's scalars of every step and evaluation.
         buckets: how many lengths sentences are padded to, so that those of like lengths are trained on together; the
             plan's length is the longest.
+        augment: trains on pieces of a folder's images, drawn at random and mirrored half of the time.
         on_step: called after every step; under torchrun in rank 0 only.
         on_evaluation: called with how many held-out samples are done, how many there are, and what was found when all
             are; under torchrun in rank 0 only.
@@ -112,7 +114,7 @@ def run(
     from bapipe.runtime.checkpointing import Keeping
     from bapipe.runtime.train import train
     from bapipe.zoo.factory import build, current_folder_importable
-    from bapipe.zoo.sources import bucketed, open_data
+    from bapipe.zoo.sources import augmented, bucketed, open_data
 
     given = dict(plan.arguments if arguments is None else arguments)
     with current_folder_importable(), _reporting(plan, tensorboard, on_step, on_evaluation) as (stepped, evaluated):
@@ -134,7 +136,7 @@ def run(
             evaluate_samples=evaluate_samples,
         )
         make = partial(build, factory, given, meta=True)
-        opened = bucketed(open_data(data, example.data, factory), buckets, data)
+        opened = augmented(bucketed(open_data(data, example.data, factory), buckets, data), augment, data)
 
         def go(current: Plan, resumes: bool) -> TrainResult:
             keeping = None

@@ -23,6 +23,9 @@ def run(
     data: Annotated[
         str, typer.Option("--data", help="What to train on: synthetic, or what the README lists for the model.")
     ] = "synthetic",
+    augment: Annotated[
+        bool, typer.Option("--augment", help="Train on pieces of a folder's images, drawn at random and mirrored.")
+    ] = False,
     buckets: Annotated[
         int, typer.Option("--buckets", min=1, help="Lengths that sentences are padded to; else all to the longest.")
     ] = 1,
@@ -103,6 +106,7 @@ def run(
         steps,
         data=data,
         buckets=buckets,
+        augment=augment,
         learning_rate=learning_rate,
         learning_rate_schedule=lr_schedule,
         warmup_steps=warmup,

@@ -48,16 +48,17 @@ def batches(pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int, st
 
     Of data that comes in forms, a mini-batch has items of like forms, cut to the largest of them.
     """
-    position, drawn, order = start, -1, []
+    position, drawn, order, current = start, -1, [], dataset
     while True:
         if position.offset + plan.minibatch_size > num_samples(dataset):
             position = Position(step=position.step, epoch=position.epoch + 1)
         if drawn != position.epoch:
             drawn, order = position.epoch, _order(dataset, plan.minibatch_size, seed, position.epoch)
+            current = dataset.at_epoch(drawn) if hasattr(dataset, "at_epoch") else dataset
         end = position.offset + plan.minibatch_size
         chosen = order[position.offset : end]
         position = Position(step=position.step + 1, epoch=position.epoch, offset=end)
-        inputs, target = load(pipeline, plan, dataset, chosen)
+        inputs, target = load(pipeline, plan, current, chosen)
         form = form_at(dataset, chosen)
         if form is not None:
             *shapes, last = forms_of(dataset)[form]

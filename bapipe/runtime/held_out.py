@@ -23,6 +23,8 @@ class Chosen(Dataset[Any]):
         self.forms = forms_of(dataset)
         if hasattr(dataset, "part"):
             self.part = self._part
+        if hasattr(dataset, "at_epoch"):
+            self.at_epoch = self._at_epoch
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -32,6 +34,9 @@ class Chosen(Dataset[Any]):
 
     def _part(self, index: int, place: int) -> Any:
         return self.dataset.part(self.indices[index], place)  # type: ignore[attr-defined]
+
+    def _at_epoch(self, epoch: int) -> "Chosen":
+        return Chosen(self.dataset.at_epoch(epoch), self.indices)  # type: ignore[attr-defined]
 
     def form(self, index: int) -> int:
         number: int = self.dataset.form(self.indices[index])  # type: ignore[attr-defined]

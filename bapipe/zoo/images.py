@@ -1,7 +1,7 @@
 """Labelled images to train on: MNIST digits, random ones, or those of a folder."""
 
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.pictures import read_picture
 
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""
@@ -103,11 +104,16 @@ class _Synthetic(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Folder(Images):
-    """Image files and their classes, read when asked for."""
+    """Image files and their classes, read when asked for.
+
+    Attributes:
+        epoch: which of many pieces of each image is drawn; None takes its centre.
+    """
 
     files: tuple[tuple[Path, int], ...]
     image_size: int
     others: "_Folder | None" = None
+    epoch: int | None = None
 
     @property
     def held_out(self) -> Images | None:
@@ -118,7 +124,35 @@ class _Folder(Images):
 
     def part(self, index: int, place: int) -> Tensor:
         path, label = self.files[index]
-        return torch.tensor(label) if place else _read(path, self.image_size)
+        if place:
+            return torch.tensor(label)
+        if self.epoch is None:
+            return read_picture(path, self.image_size)
+        generator = torch.Generator().manual_seed(self.epoch * len(self.files) + index)
+        return read_picture(path, self.image_size, generator)
+
+    def augmented(self) -> "_Augmented":
+        return _Augmented(folder=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Augmented(Images):
+    """Pieces of the images of a folder, others in every epoch; the item of an epoch depends on both alone."""
+
+    folder: _Folder
+
+    @property
+    def held_out(self) -> Images | None:
+        return self.folder.others
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def part(self, index: int, place: int) -> Tensor:
+        return self.folder.part(index, place)
+
+    def at_epoch(self, epoch: int) -> Images:
+        return replace(self.folder, epoch=epoch)
 
 
 def _mnist(image_size: int, num_classes: int) -> _Digits:
@@ -173,21 +207,3 @@ def _files(root: Path, classes: list[str]) -> tuple[tuple[Path, int], ...]:
             f"data '{root}' holds no images: want a subfolder a class with {', '.join(sorted(_SUFFIXES))} files in it"
         )
     return files
-
-
-def _read(path: Path, image_size: int) -> Tensor:
-    """Returns the image's largest centred square at `image_size`, normalised as torchvision does for ImageNet."""
-    try:
-        from PIL import Image, ImageOps  # other data sets do without pillow
-    except ImportError:
-        raise BapipeError(
-            "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
-        ) from None
-    try:
-        with Image.open(path) as image:
-            square = ImageOps.fit(image.convert("RGB"), (image_size, image_size), Image.Resampling.BILINEAR)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what pillow's readers raise
-        raise BapipeError(f"{path}: cannot be read as an image: {error}; mend or remove it") from None
-    pixels = torch.from_numpy(numpy.array(square)).permute(2, 0, 1) / 255
-    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    return ((pixels - mean[:, None, None]) / deviation[:, None, None]).contiguous()

@@ -30,6 +30,20 @@ def open_data(spec: str, own: Callable[[str], Dataset[Any]] | None, factory: str
     return own(spec)
 
 
+def augmented(data: Dataset[Any], wanted: bool, spec: str) -> Dataset[Any]:
+    """Returns data of which pieces of the images are drawn at random, where that is wanted.
+
+    Raises:
+        BapipeError: the data is no folder of images.
+    """
+    if not wanted:
+        return data
+    if not hasattr(data, "augmented"):
+        raise BapipeError(f"data '{spec}' is no folder of images, so --augment cannot draw pieces of them")
+    pieces: Dataset[Any] = data.augmented()
+    return pieces
+
+
 def bucketed(data: Dataset[Any], num_buckets: int, spec: str) -> Dataset[Any]:
     """Returns sentences in several lengths; data of one length as it is.
 

@@ -1,0 +1,65 @@
+"""An image file as a tensor: its centre, or a piece of it drawn at random."""
+
+import math
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from bapipe.errors import BapipeError
+
+_TRIES = 10
+_LEAST_SHARE = 0.08
+_MOST_OBLONG = 4 / 3
+
+
+def read_picture(path: Path, image_size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Returns [3, image_size, image_size] of an image, normalised as torchvision does for ImageNet.
+
+    It is the largest centred square; or, with a generator, a piece that it draws, mirrored half of the time.
+
+    Raises:
+        BapipeError: it cannot be read.
+    """
+    try:
+        from PIL import Image, ImageOps  # other data sets do without pillow
+    except ImportError:
+        raise BapipeError(
+            "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
+        ) from None
+    shape = (image_size, image_size)
+    try:
+        with Image.open(path) as image:
+            whole = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what pillow's readers raise
+        raise BapipeError(f"{path}: cannot be read as an image: {error}; mend or remove it") from None
+    if generator is None:
+        piece = ImageOps.fit(whole, shape, Image.Resampling.BILINEAR)
+    else:
+        piece = whole.resize(shape, Image.Resampling.BILINEAR, box=random_box(*whole.size, generator))
+        piece = ImageOps.mirror(piece) if torch.rand((), generator=generator) < 0.5 else piece
+    pixels = torch.from_numpy(numpy.array(piece)).permute(2, 0, 1) / 255
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return ((pixels - mean[:, None, None]) / deviation[:, None, None]).contiguous()
+
+
+def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Returns (left, top, right, bottom) of 8 to 100 % of an image, 3:4 to 4:3 (Szegedy et al. 2014, arXiv:1409.4842).
+
+    Where none of ten draws lies within the image, it is the largest centred square.
+    """
+
+    def draw(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
+
+    for _ in range(_TRIES):
+        area = width * height * draw(_LEAST_SHARE, 1)
+        oblong = math.exp(draw(-math.log(_MOST_OBLONG), math.log(_MOST_OBLONG)))
+        across, down = round(math.sqrt(area * oblong)), round(math.sqrt(area / oblong))
+        left, top = int(draw(0, width - across + 1)), int(draw(0, height - down + 1))
+        if 0 < across <= width and 0 < down <= height:
+            return left, top, left + across, top + down
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
