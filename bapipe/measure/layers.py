@@ -63,7 +63,8 @@ def measure(
         seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
             after about this time.
         whole, fine: what is a layer, see `bapipe.trace.trace`.
-        layer_by_layer: see `measure_alone`; without, layers are measured in passes of the whole model.
+        layer_by_layer: see `measure_alone`; without, layers are measured in passes of the whole model, unless its
+            parameters and their gradients are more than the device holds.
         exhaustive: whether each layer has figures of its own, those of equal layers too.
         so_far: a profile of the same model on the same machine; its sizes are not measured again.
         keep: called with the profile so far after each size.
@@ -86,6 +87,7 @@ def measure(
     todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
     num_parts = 2 * len(todo) + (made is None)
     done = 0
+    layer_by_layer = layer_by_layer or not _fits(module, device)
     if not layer_by_layer:
         module.to(device)
     with _ready(module, device, settings):
@@ -178,6 +180,11 @@ def _check_trainable(module: nn.Module) -> None:
         raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
+
+
+def _fits(module: nn.Module, device: torch.device) -> bool:
+    """Whether the device holds the parameters and a gradient of each."""
+    return 2 * _num_bytes(list(module.parameters())) < describe(device).memory_bytes
 
 
 def _traced(module: nn.Module, inputs: Sequence[Tensor], whole: Sequence[str], fine: bool) -> TracedModel:

@@ -1,6 +1,6 @@
 """The layers of a model one by one, the loss the last, and which of them are alike."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,11 +109,11 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def kinds_of(subject: Subject, tensors: Mapping[str, TensorFacts]) -> tuple[int, ...]:
+def kinds_of(subject: Subject, tensors: Mapping[str, TensorFacts], reached: Container[int]) -> tuple[int, ...]:
     """Returns for each layer, and the loss, the first of those of its kind.
 
-    Layers are of one kind that have the same code, shapes, types and settings, and the same inputs that need gradients.
-    One that shares parameters with another is of its own kind.
+    Layers are of one kind that have the same code, shapes, types and settings, and the same inputs that need gradients;
+    `reached` are those with a backward. One that shares parameters with another is of its own kind.
     """
     users: dict[int, int] = {}
     for own in parameters_of(subject.model):
@@ -126,7 +126,8 @@ def kinds_of(subject: Subject, tensors: Mapping[str, TensorFacts]) -> tuple[int,
         module = call.part.module
         held = module.parameters() if isinstance(module, nn.Module) else ()
         shares = any(users[id(parameter)] > 1 for parameter in held)
-        kinds.append(first.setdefault(index if shares else (signature(module, call.inputs), graded), index))
+        key = index if shares else (signature(module, call.inputs), graded, index in reached)
+        kinds.append(first.setdefault(key, index))
     return tuple(kinds)
 
 

@@ -66,9 +66,7 @@ def time_layers(subject: Subject, seconds: float, target: float, exhaustive: boo
     """
     clock = clock_of(subject.device)
     watched = Watched(subject=subject, enter=clock.stamp)
-    watched.forward()
-    own = tuple(range(watched.num_layers + 1))
-    runner = _Runner(watched, clock, own if exhaustive else kinds_of(subject, watched.tensors))
+    runner = _Runner(watched, clock, tuple(range(watched.num_layers + 1)) if exhaustive else _kinds(subject))
     runner.warm_up()
     start, passes = time.monotonic(), [runner.run()]
 
@@ -84,6 +82,15 @@ def time_layers(subject: Subject, seconds: float, target: float, exhaustive: boo
     if len(kept) < MIN_PASSES:
         kept = sorted(passes, key=lambda one: one.disturbed)[: max(MIN_PASSES, len(passes) // 2)]
     return _times(kept, runner)
+
+
+def _kinds(subject: Subject) -> tuple[int, ...]:
+    reported: list[int] = []
+    watched = Watched(subject=subject, enter=reported.append)
+    loss = watched.forward()
+    reported.clear()
+    watched.backward(loss)
+    return kinds_of(subject, watched.tensors, set(reported))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from bapipe.measure.layers import measure
 from bapipe.measure.parts import kinds_of
 from bapipe.measure.timing import pooled, spread
 from bapipe.measure.watch import Subject, TensorFacts, Watched, parameters_of
+from bapipe.profile import DeviceKind
 from bapipe.trace import trace
 
 
@@ -132,9 +133,10 @@ def test_layers_of_other_settings_are_of_another_kind() -> None:
     subject = Subject(model=model, loss=functional.cross_entropy, inputs=inputs, target=torch.tensor([0, 1]))
     given = {f"attention.{i}": TensorFacts(num_bytes=0, has_gradient=True) for i in range(4)}
     assert [layer.name for layer in model.layers] == list(given)
-    assert kinds_of(subject, given) == (0, 1, 1, 3, 4)
+    assert kinds_of(subject, given, range(5)) == (0, 1, 1, 3, 4)
+    assert kinds_of(subject, given, [0, 2, 3, 4]) == (0, 1, 2, 3, 4)  # the second has no backward
     del given["attention.0"]  # so that no gradient leaves the second one
-    assert kinds_of(subject, given) == (0, 1, 2, 3, 4)
+    assert kinds_of(subject, given, range(5)) == (0, 1, 2, 3, 4)
 
 
 def test_the_time_of_equal_layers_is_their_mean() -> None:
@@ -166,6 +168,18 @@ def test_layers_one_by_one_leave_no_gradients() -> None:
     assert set(looking.found) == {0}
 
 
+@pytest.mark.parametrize(("memory_bytes", "alone"), [(2 * 4 * 42 + 1, False), (2 * 4 * 42, True)])
+def test_a_model_that_does_not_fit_is_measured_layer_by_layer(
+    memory_bytes: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = DeviceKind(kind="cpu", name="small", memory_bytes=memory_bytes)
+    monkeypatch.setattr("bapipe.measure.layers.describe", lambda device: small)
+    told: list[str] = []
+    made = profile(nn.Sequential(nn.Linear(6, 6)), 6, progress=lambda done, total, what: told.append(what))
+    assert ("sum_over_whole" in made.environment) is not alone
+    assert ("layers one by one at micro-batch size 4" in told) is alone
+
+
 class Detached(nn.Module):
     """No gradient passes `stop`."""
 
@@ -186,3 +200,4 @@ def test_layers_that_no_gradient_reaches_have_no_backward(layer_by_layer: bool) 
     assert a.input_grad_ns == b.input_grad_ns == 0
     assert head.input_grad_ns > 0
     assert b.weight_grad_ns > 0
+    assert layer_by_layer or a.whole_backward_ns == 0  # though it is like b
