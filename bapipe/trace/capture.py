@@ -69,6 +69,7 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, whole: Sequence[
     Raises:
         InvalidModel: nothing of this works; the message says where each stopped.
     """
+    _check_open(module)
     num_inputs = None if inputs is None else len(inputs)
     try:
         return _by_fx(module, num_inputs, frozenset(whole))
@@ -94,6 +95,16 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, whole: Sequence[
         "is traced without values, so it cannot branch on tensors: put such code into a module of its own, which is "
         "then one layer"
     ) from failed.cause
+
+
+def _check_open(module: nn.Module) -> None:
+    closed = {
+        "scripted by torch.jit": isinstance(module, torch.jit.ScriptModule),
+        "compiled by torch.compile": isinstance(getattr(module, "_orig_mod", None), nn.Module),
+    }
+    for how, found in closed.items():
+        if found:
+            raise InvalidModel(f"the module is {how}, so it has no layers to tell apart: give the one it was made from")
 
 
 def is_layer(module: nn.Module, path: str, whole: frozenset[str] = frozenset()) -> bool:
