@@ -1,7 +1,6 @@
 """From a module to its profile: every layer run and measured on a device of this machine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,10 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.machine import describe, environment, framework_bytes, prepare_cpu
 from bapipe.measure.alone import measure_alone
 from bapipe.measure.memory import LayerMemory, layer_memory
+from bapipe.measure.ready import batch_of, check_examples, check_trainable, fits, laid_out, ready
 from bapipe.measure.timing import LayerTimes, time_layers
 from bapipe.measure.updates import Update, time_update
-from bapipe.measure.watch import Subject, batch, layer_failed, parameters_of
+from bapipe.measure.watch import Subject, layer_failed, parameters_of
 from bapipe.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.settings import Settings
 from bapipe.trace import TracedModel, trace
@@ -55,8 +55,8 @@ def measure(
     """Returns the profile of a model in training, its last layer the loss.
 
     Example inputs of any batch size are repeated to each micro-batch size. The module's parameters, buffers and mode
-    are left as they were, its gradients as None. `progress` is called with the number of
-    parts done, the number of all parts, and what comes next.
+    are left as they were, its gradients as None. `progress` is called with the number of parts done, the number of all
+    parts, and what comes next.
 
     Args:
         settings: how the model is computed; `dtype` is the module's own, whatever they say.
@@ -77,8 +77,8 @@ def measure(
     if settings.optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     tell = progress or (lambda done, total, what: None)
-    _check_examples(inputs, target)
-    _check_trainable(module)
+    check_examples(inputs, target)
+    check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
     settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
@@ -87,14 +87,14 @@ def measure(
     todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
     num_parts = 2 * len(todo) + (made is None)
     done = 0
-    layer_by_layer = layer_by_layer or not _fits(module, device)
+    layer_by_layer = layer_by_layer or not fits(module, device)
     if not layer_by_layer:
         module.to(device)
-    with _ready(module, device, settings):
+    with ready(module, device, settings):
         model = _traced(module, inputs, whole, fine)
         for size in todo:
-            *own, wanted = _batch((*inputs, target), size, device)
-            own = [_laid_out(tensor, settings) for tensor in own]
+            *own, wanted = batch_of((*inputs, target), size, device)
+            own = [laid_out(tensor, settings) for tensor in own]
             subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
             if layer_by_layer:
                 tell(done, num_parts, f"layers one by one at micro-batch size {size}")
@@ -155,85 +155,11 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _check_examples(inputs: Sequence[object], target: object) -> None:
-    named = [(f"input {index}", example) for index, example in enumerate(inputs)]
-    for name, example in (*named, ("the target", target)):
-        if not isinstance(example, Tensor):
-            raise InvalidModel(
-                f"{name} is {_shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
-                "first: keep what is no tensor inside the module"
-            )
-        if example.dim() == 0 or len(example) == 0:
-            raise InvalidModel(
-                f"{name} has shape {tuple(example.shape)}: want an example of one sample or more, batch first"
-            )
-
-
-def _shortened(text: str, length: int = 60) -> str:
-    """Returns a text on one line, its end left out where it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."
-
-
-def _check_trainable(module: nn.Module) -> None:
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
-
-
-def _fits(module: nn.Module, device: torch.device) -> bool:
-    """Whether the device holds the parameters and a gradient of each."""
-    return 2 * _num_bytes(list(module.parameters())) < describe(device).memory_bytes
-
-
 def _traced(module: nn.Module, inputs: Sequence[Tensor], whole: Sequence[str], fine: bool) -> TracedModel:
     model = trace(module, inputs, whole=whole, fine=fine)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     return model
-
-
-@contextmanager
-def _ready(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
-    """Puts the module in training mode without gradients, and restores it and the random state after."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
-    training = {part: part.training for part in module.modules()}
-    module.train()
-    if settings.channels_last:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    module.zero_grad()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-        module.zero_grad()
-        if settings.channels_last:
-            module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-        for part, mode in training.items():
-            part.training = mode
-
-
-def _batch(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    try:
-        return batch(examples, size, device)
-    except RuntimeError as error:
-        raise BapipeError(
-            f"no memory for a batch of {size} samples: measure smaller sizes with --microbatch-size "
-            f"({_shortened(str(error), 100)})"
-        ) from error
-
-
-def _laid_out(tensor: Tensor, settings: Settings) -> Tensor:
-    if settings.channels_last and tensor.dim() == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor
 
 
 def _layers(subject: Subject, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:

@@ -173,7 +173,7 @@ def test_a_model_that_does_not_fit_is_measured_layer_by_layer(
     memory_bytes: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = DeviceKind(kind="cpu", name="small", memory_bytes=memory_bytes)
-    monkeypatch.setattr("bapipe.measure.layers.describe", lambda device: small)
+    monkeypatch.setattr("bapipe.measure.ready.describe", lambda device: small)
     told: list[str] = []
     made = profile(nn.Sequential(nn.Linear(6, 6)), 6, progress=lambda done, total, what: told.append(what))
     assert ("sum_over_whole" in made.environment) is not alone
