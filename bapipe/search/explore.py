@@ -76,11 +76,15 @@ def solve(
     """Returns the space in words, and the best of it; see `explore`."""
     from bapipe.search.best_first import best_first  # loads numpy
     from bapipe.search.closest import closest
+    from bapipe.search.large import is_large, large
 
     check_inputs(profiles, cluster, options)
     space = space_of(profiles, cluster, options)
     limit = WORK if stop is None else 10**12
-    found = best_first(space.problems, limit=limit, stop=stop or (lambda: False), progress=progress)
+    if is_large(space.problems):
+        found = large(space.problems, limit=1000 * limit, stop=stop or (lambda: False), progress=progress)
+    else:
+        found = best_first(space.problems, limit=limit, stop=stop or (lambda: False), progress=progress)
     if found is None:
         raise Infeasible(closest(profiles, cluster, options, space))
     return _words(profiles, cluster, options, space), found

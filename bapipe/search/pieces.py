@@ -71,7 +71,7 @@ class Pieces:
         mask: Mask,
     ) -> None:
         self.grid, self.classes, self.links = grid, classes, links
-        self._times, self._sizes, self._recompute, self._mask = times, sizes, recompute, mask
+        self._times, self.sizes, self.may_recompute, self._mask = times, sizes, recompute, mask
         self._reduced: dict[Hashable, Numbers] = {}
         self._transfers: dict[tuple[Bandwidth, int], tuple[Numbers, Numbers]] = {}
         self._rows: dict[tuple[int, int], tuple[Slot, Piece]] = {}
@@ -87,11 +87,11 @@ class Pieces:
 
     def all(self, slot: Slot, rows: slice) -> Piece:
         """Returns the stages with the runs of layers in `rows`."""
-        parts = [self._part(slot, k, rows) for k in self._different(slot)]
+        parts = [self.part(slot, k, rows) for k in self.different(slot)]
         plain = _most(part.lacks for part in parts) <= 0
         fits = plain
         again = np.zeros(plain.shape, dtype=bool)
-        if self._recompute and not plain.all() and slot.place is None:
+        if self.may_recompute and not plain.all() and slot.place is None:
             fits = plain | (_most(part.lacks_again for part in parts) <= 0)
             again = fits & ~plain
         forbidden = self._mask(slot, rows)
@@ -115,9 +115,9 @@ class Pieces:
 
     def lacks(self, slot: Slot) -> Numbers:
         """Returns how many bytes too many each run of layers needs on the device that lacks most, at least."""
-        parts = [self._part(slot, k, slice(None)) for k in self._different(slot)]
+        parts = [self.part(slot, k, slice(None)) for k in self.different(slot)]
         plain = _most(part.lacks for part in parts)
-        if self._recompute and slot.place is None:
+        if self.may_recompute and slot.place is None:
             plain = np.minimum(plain, _most(part.lacks_again for part in parts))
         forbidden = self._mask(slot, slice(None))
         return plain if forbidden is None else np.where(forbidden, BIG, plain)
@@ -154,7 +154,7 @@ class Pieces:
             self._transfers[key] = num_bytes, transfer_ns(link, num_bytes)
         return self._transfers[key][1]
 
-    def _different(self, slot: Slot) -> list[int]:
+    def different(self, slot: Slot) -> list[int]:
         """The devices of a slot, of those alike only the last one."""
         found = {
             (c, share.num_microbatches, share.points): k
@@ -162,9 +162,9 @@ class Pieces:
         }
         return sorted(found.values())
 
-    def _part(self, slot: Slot, k: int, rows: slice) -> "_Part":
+    def part(self, slot: Slot, k: int, rows: slice) -> "Part":
         c, share = slot.devices[k], slot.turns.shares[k]
-        times, sizes = self._times[c], self._sizes[c]
+        times, sizes = self._times[c], self.sizes[c]
         forward, backward = times.forward[rows], times.backward[rows]
         back, rest = backward, np.zeros_like(backward)
         if slot.turns.splits:
@@ -182,7 +182,7 @@ class Pieces:
         left = sizes.left[rows]
         plain = [num * stash + late * left for num, _, late in share.points]
         again = [num * kept + whole * stash + late * left for num, whole, late in share.points]
-        return _Part(
+        return Part(
             number=k,
             num_microbatches=share.num_microbatches,
             forward=forward,
@@ -223,7 +223,7 @@ def _counts(slot: Slot, other: Slot) -> dict[tuple[int, int], int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class Part:
     """A stage on one of its devices; `rest` and `end` follow its last `back`."""
 
     number: int

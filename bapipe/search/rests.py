@@ -147,7 +147,7 @@ class Rests:
 
     def __init__(self, pieces: Pieces, num_microbatches: int, send: Numbers, grad: Numbers, *, gpipe: bool) -> None:
         self.pieces, self.num, self.gpipe = pieces, num_microbatches, gpipe
-        self._send, self._grad = send, grad
+        self.send, self.grad = send, grad
         self._rests: dict[int, tuple[Slot, Rest]] = {}
         self._steps: dict[int, tuple[Slot, Steps | None]] = {}
 
@@ -174,8 +174,8 @@ class Rests:
     def _make_steps(self, slot: Slot) -> Steps | None:
         if not slot.next:
             return None
-        ways = [self.pieces.transfers(slot, other, self._send, forward=True) for other in slot.next]
-        backs = [self.pieces.transfers(slot, other, self._grad, forward=False) for other in slot.next]
+        ways = [self.pieces.transfers(slot, other, self.send, forward=True) for other in slot.next]
+        backs = [self.pieces.transfers(slot, other, self.grad, forward=False) for other in slot.next]
         links = [int(np.lcm(len(slot.devices), len(other.devices))) for other in slot.next]
         return Steps(
             slot.next,
@@ -230,8 +230,8 @@ class Rests:
         if not self.pieces.stalls(slot):
             return Held()
         grid = self.pieces.grid
-        enter = self.pieces.entry(slot, self._send, forward=True)
-        leave = self.pieces.entry(slot, self._grad, forward=False)
+        enter = self.pieces.entry(slot, self.send, forward=True)
+        leave = self.pieces.entry(slot, self.grad, forward=False)
         return Held(enter[grid.starts], leave[grid.starts], after.send_one[grid.ends], after.take_one[grid.ends])
 
     def _after(self, slot: Slot, steps: Steps | None) -> "_After":
