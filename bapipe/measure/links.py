@@ -37,10 +37,16 @@ MOST_OF_FASTEST = 2
 """How many times faster than the fastest message, its latency included, a link can be thought to be."""
 
 
+MOST_HURRIED = 0.1
+"""The part of the largest message's time that a line may leave out; plans are mostly about large messages."""
+
+
 def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     """Returns the line through one-way times with the least sum of squared relative errors.
 
-    Where that line would start below 0, the best one without latency.
+    Where that line would start below 0, the best one without latency. Where it would hurry the largest message by more
+    than `MOST_HURRIED`, as on a link that lets bursts through faster than it can go on, the one that the two largest
+    messages are on, with the latency that is left for the others.
     """
     weights = [1 / max(t, 1) ** 2 for t in times_ns]
     total = sum(weights)
@@ -57,6 +63,10 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     if slope < 1 / (MOST_OF_FASTEST * fastest):  # so much noise that large messages seem to cost nothing more
         slope = 1 / (MOST_OF_FASTEST * fastest)
         latency_ns = max(mean_ns - slope * mean_bytes, 0.0)
+    (fewer, fewer_ns), (most, most_ns) = sorted(zip(num_bytes, times_ns, strict=True))[-2:]
+    if fewer_ns < most_ns and latency_ns + slope * most < (1 - MOST_HURRIED) * most_ns:
+        slope = (most_ns - fewer_ns) / (most - fewer)
+        latency_ns = max(median(t - slope * n for n, t in zip(num_bytes, times_ns, strict=True)), 0.0)
     return Bandwidth(bytes_per_s=max(round(1e9 / slope), 1), latency_ns=round(latency_ns))
 
 

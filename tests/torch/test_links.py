@@ -62,3 +62,15 @@ def test_noise_that_hides_the_bytes_does_not_make_a_link_infinitely_fast() -> No
     found = fit((1_000, 1_000_000), (500_000, 500_001))
     assert found.bytes_per_s == round(2 * 10**15 / 500_001)  # twice the fastest message
     assert 0 < found.latency_ns <= 500_000
+
+
+def test_of_a_link_that_lets_bursts_through_the_rate_is_that_of_what_follows() -> None:
+    def limited_ns(num_bytes: int) -> int:
+        """64 KiB go at once, the rest at 100 MB/s."""
+        return 50_000 + max(num_bytes // 10, (num_bytes - 2**16) * 10)
+
+    sizes = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
+    found = fit(sizes, [limited_ns(num_bytes) for num_bytes in sizes])
+    assert found.bytes_per_s == pytest.approx(10**8, rel=1e-3)
+    assert found.latency_ns == 0
+    assert found.transfer_ns(2**24) == pytest.approx(limited_ns(2**24), rel=0.01)
