@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,15 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.machine import prepare_cpu
+from bapipe.runtime.meeting import is_told, meet, open_store
 
 _PR_SET_PDEATHSIG = 1
 
-_SETTLE_S = 0.7
-"""How long a rank that lost its peer waits for another to say why."""
+_JOIN_S = 300.0
+"""How long a rank of a job waits at most for others to start."""
 
 Result = TypeVar("Result")
 
@@ -186,11 +186,8 @@ def join(
             f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, as "
             f"with torchrun --nproc-per-node {len(names)} on one host, or plan for {size} devices"
         )
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    # torchrun's agent holds the store, where the addresses of an attempt that died stay (pytorch#135712).
-    shared = TCPStore(address, port, size, is_master=attempt is None and index == 0)
-    store = PrefixStore(f"bapipe{attempt or 0}", shared)
+    patience_s = min(timeout_s, _JOIN_S)
+    store = open_store(index, names, patience_s)
     steps: list[int] = []
 
     def send(message: object) -> None:
@@ -201,6 +198,7 @@ def join(
 
     try:
         device = _prepare(kind, int(os.environ.get("LOCAL_RANK", index)))
+        meet(store, index, names, patience_s)
         _init(kind, timeout_s, store=store, rank=index, world_size=size)
         result = worker(Rank(index, size, names[index], device, send), *arguments)
         dist.destroy_process_group()
@@ -208,7 +206,7 @@ def join(
     except Exception as error:
         failed = _failed(error, timeout_s)
         at = f" at step {steps[0]}" if steps else ""
-        raise RunFailed(say(failed, index, names[index], at), told=_is_told(store, failed)) from None
+        raise RunFailed(say(failed, index, names[index], at), told=is_told(store, failed.lost_peer)) from None
 
 
 def say(failed: Failed, index: int, name: str, at: str) -> str:
@@ -216,19 +214,7 @@ def say(failed: Failed, index: int, name: str, at: str) -> str:
     if failed.expected:
         return failed.text
     if failed.timed_out:
-        return f"rank {index} ({name}) {failed.text}{at}"
+        return f"rank {index} ({name}) {failed.text}{at}: that one hangs, or the link to it is cut"
     if failed.lost_peer:
         return f"rank {index} ({name}) lost another rank{at}: {failed.text}"
     return f"rank {index} ({name}) failed{at}: {failed.text}"
-
-
-def _is_told(store: PrefixStore, failed: Failed) -> bool:
-    """Whether another rank tells the user why; one that only lost its peer gives it a moment to."""
-    end_s = time.monotonic() + (_SETTLE_S if failed.lost_peer else 0.0)
-    try:
-        store.set_timeout(timedelta(seconds=2))
-        while failed.lost_peer and time.monotonic() < end_s and not store.add("failed", 0):
-            time.sleep(0.05)
-        return store.add("failed", 1) > 1
-    except RuntimeError:  # the store has gone with the rank that held it
-        return False

@@ -24,6 +24,7 @@ from bapipe.runtime.checkpointing import Keeping, whole_state
 from bapipe.runtime.train import train
 from bapipe.trace import trace
 from bapipe.training import Training
+from benchmarks.two_hosts.namespaces import two_hosts, why_not
 
 
 def noisy() -> Small:
@@ -217,6 +218,52 @@ def frozen(folder: Path) -> dict[str, object]:
     return {"said": (folder / "said.0").read_text(), "waited_s": waited_s}
 
 
+def cut_off(folder: Path) -> dict[str, object]:
+    """Two hosts, as namespaces, whose link is cut while they train; over a new one the run goes on to its end."""
+    reason = why_not()
+    if reason is not None:
+        return {"skipped": reason}
+    training = Training(steps=40, learning_rate=0.01, optimizer="adamw", seed=3, clip_norm=0.5)
+    plan, alone = plan_of(noisy, (4,), (0, 1)), Keeping(folder=folder / "alone", every=2)
+    Ranks(folder, plan, noisy, training, keeping=alone).wait()
+    (folder / "step").unlink()
+    keeping = Keeping(folder=folder / "cut", every=2, resume=True)
+    with two_hosts() as hosts:
+        ranks = Ranks(folder, plan, noisy, training, hosts.enter, slowly, keeping=keeping, timeout_s=2.0)
+        ranks.reached(9)
+        hosts.cut()
+        start_s = time.monotonic()
+        said = ranks.wait(20.0)
+        waited_s = time.monotonic() - start_s
+    with two_hosts() as hosts:
+        again = Ranks(folder, plan, noisy, training, hosts.enter, keeping=keeping).wait()
+    whole, resumed = _state(alone.folder), _state(keeping.folder)
+    return {
+        "said": said,
+        "waited_s": waited_s,
+        "steps_after": len(json.loads(again[0])),
+        "equal": whole.keys() == resumed.keys() and all(torch.equal(v, resumed[k]) for k, v in whole.items()),
+    }
+
+
+class Slow(Dataset[tuple[Tensor, ...]]):
+    """The points, each after a millisecond."""
+
+    def __init__(self) -> None:
+        self._points = points()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, place: int) -> tuple[Tensor, ...]:
+        time.sleep(0.001)
+        return self._points[place]
+
+
+def slowly() -> Dataset[tuple[Tensor, ...]]:
+    return Slow()
+
+
 def not_a_number(folder: Path) -> list[str]:
     """The data has a hole."""
 
@@ -246,7 +293,7 @@ def raised(folder: Path) -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {}
-    for case in (killed, replanned, full_disk, frozen, not_a_number, raised):
+    for case in (killed, replanned, full_disk, frozen, cut_off, not_a_number, raised):
         place = Path(sys.argv[1]) / case.__name__
         place.mkdir()
         start_s = time.monotonic()

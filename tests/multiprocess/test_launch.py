@@ -2,13 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from launch_cases import alone, both
+from torch.distributed import PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime.launch import launch
@@ -60,8 +63,51 @@ def test_one_rank_fails(how: str, message: str, capfd: pytest.CaptureFixture[str
 
 
 def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
-    with pytest.raises(RunFailed, match=r"^rank 0 \(cpu0\) waited more than 3 s for another rank at step 3$"):
+    with pytest.raises(RunFailed) as caught:
         launch(both, NAMES, "hang", timeout_s=3)
+    assert str(caught.value) == (
+        "rank 0 (cpu0) waited more than 3 s for another rank at step 3: that one hangs, or the link to it is cut"
+    )
+
+
+def _job(monkeypatch: pytest.MonkeyPatch, rank: int) -> int:
+    """Makes this process one of two of a job; returns the port at which they meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    return port
+
+
+def test_a_rank_that_never_joins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = _job(monkeypatch, 0)
+    with pytest.raises(RunFailed) as caught:
+        launch(alone, NAMES, timeout_s=1)
+    assert str(caught.value) == "rank 1 (cpu1) did not join the job in 1 s: start all ranks, and see what ended them"
+    assert not caught.value.told
+    port = _job(monkeypatch, 1)
+    with pytest.raises(RunFailed) as caught:
+        launch(alone, NAMES, timeout_s=1)
+    assert str(caught.value) == (
+        f"rank 1 (cpu1) cannot reach rank 0 at 127.0.0.1:{port} after 1 s: start all ranks, and let this one through"
+    )
+
+
+def test_a_rank_that_fails_before_it_joins_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = _job(monkeypatch, 0)
+
+    def fail() -> None:
+        PrefixStore("bapipe0", TCPStore("127.0.0.1", port, 2, False)).add("failed", 1)
+
+    failing = Thread(target=fail)
+    failing.start()
+    with pytest.raises(RunFailed) as caught:
+        launch(alone, NAMES, timeout_s=60)
+    failing.join()
+    assert str(caught.value) == "rank 1 (cpu1) did not join the job, of which a rank failed"
+    assert caught.value.told
 
 
 def test_what_every_rank_refuses_is_said_once() -> None:

@@ -64,9 +64,26 @@ def test_a_full_disk_ends_every_rank_and_leaves_no_checkpoint(seen: dict[str, An
 
 def test_a_frozen_rank_is_noticed_at_the_timeout(seen: dict[str, Any]) -> None:
     assert re.fullmatch(
-        r"RunFailed: rank 0 \(cpu0\) waited more than 2 s for another rank at step \d+", seen["frozen"]["said"]
+        r"RunFailed: rank 0 \(cpu0\) waited more than 2 s for another rank at step \d+: that one hangs, or the link to "
+        "it is cut",
+        seen["frozen"]["said"],
     )
     assert seen["frozen"]["waited_s"] < 5
+
+
+def test_a_cut_link_ends_every_rank_at_the_timeout_and_nothing_is_lost(seen: dict[str, Any]) -> None:
+    found = seen["cut_off"]
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    for rank, said in enumerate(found["said"]):
+        assert re.fullmatch(
+            rf"RunFailed: rank {rank} \(cpu{rank}\) waited more than 2 s for another rank at step \d+: that one hangs, or "
+            "the link to it is cut",
+            said,
+        ), said
+    assert found["waited_s"] < 2 + 4
+    assert 0 < found["steps_after"] < 40
+    assert found["equal"]
 
 
 def test_a_loss_that_is_no_number_ends_every_rank(seen: dict[str, Any]) -> None:

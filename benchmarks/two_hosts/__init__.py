@@ -1,0 +1,1 @@
+"""Two hosts with a slow link between them, on one machine."""

@@ -1,0 +1,143 @@
+"""Two network namespaces with one limited link between them: two hosts, as far as torch can tell."""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+HOSTS = ("a", "b")
+PORT = 29_517
+_CLONE_NEWNET = 0x40000000
+_NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TwoHosts:
+    """Two namespaces, each with one end of a link; names are of this process, so several can be there at once."""
+
+    key: str
+
+    def limit(self, rate: str, burst: str) -> None:
+        """Limits both ways of the link, as `tc` writes rates: 100mbit, 1gbit; a burst goes through unlimited."""
+        for host in HOSTS:
+            _do("ip", "netns", "exec", self._space(host), "tc", "qdisc", "replace", "dev", self._end(host), "root",
+                "tbf", "rate", rate, "burst", burst, "latency", "50ms")  # fmt: skip
+
+    def cut(self) -> None:
+        """Takes the link away for good; connections over it are not told, and wait."""
+        for host in HOSTS:
+            _do("ip", "-n", self._space(host), "link", "set", self._end(host), "down")
+
+    def enter(self, host: int) -> None:
+        """Moves this process to a host, where it meets the others of its job at the first one's address."""
+        with open(f"/var/run/netns/{self._space(HOSTS[host])}") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.environ |= {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": self._end(HOSTS[host])}
+
+    def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any) -> "subprocess.Popen[str]":
+        """Starts a command on a host as the one process of a job that it has, as torchrun would set it up."""
+        name = HOSTS[host]
+        whole = os.environ | {
+            "RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(host),
+            "MASTER_ADDR": _address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": self._end(name),
+            "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        } | dict(env)  # fmt: skip
+        inside = ["ip", "netns", "exec", self._space(name), *command]
+        return subprocess.Popen(inside, env=whole, text=True, **more)
+
+    def run(self, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] = _NOTHING) -> str:
+        """Runs Python with these arguments on both hosts; returns what the first one printed."""
+        return self._both([[sys.executable, *arguments]] * 2, timeout_s, env)
+
+    def torchrun(self, command: Sequence[str], timeout_s: float) -> str:
+        """Runs a command on both hosts under torchrun; returns what the first host printed."""
+        job = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--no-python"]
+        where = ["--master-addr", _address(0), "--master-port", str(PORT)]
+        return self._both(
+            [[*job, *where, "--node-rank", str(host), *command] for host in range(2)], timeout_s, _NOTHING
+        )
+
+    def _both(self, commands: Sequence[Sequence[str]], timeout_s: float, env: Mapping[str, str]) -> str:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        both = [self.start(host, command, env, **pipes) for host, command in enumerate(commands)]
+        try:
+            said = [process.communicate(timeout=timeout_s) for process in both]
+        finally:
+            for process in both:
+                process.kill()
+        for process, command, (_, errors) in zip(both, commands, said, strict=True):
+            if process.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed: {errors[-2000:]}")
+        return said[0][0]
+
+    def _space(self, host: str) -> str:
+        return f"bapipe-{self.key}-{host}"
+
+    def _end(self, host: str) -> str:
+        return f"bp{self.key}{host}"
+
+
+def why_not() -> str | None:
+    """Returns why namespaces cannot be made here, None where they can."""
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"there is no program '{program}' here; it comes with iproute2"
+    try:
+        with two_hosts() as hosts:
+            hosts.limit("1gbit", "128kb")
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces are not permitted here: {str(error.stderr).strip().splitlines()[0]}"
+    return None
+
+
+@contextmanager
+def two_hosts() -> Iterator[TwoHosts]:
+    """Makes the namespaces, and takes them away again with all that runs in them."""
+    hosts = TwoHosts(str(os.getpid()))
+    spaces, ends = [hosts._space(host) for host in HOSTS], [hosts._end(host) for host in HOSTS]
+    made = []
+    try:
+        for space in spaces:
+            _do("ip", "netns", "add", space)
+            made.append(space)
+        _do(
+            "ip",
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            spaces[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            spaces[1],
+        )
+        for place, (space, end) in enumerate(zip(spaces, ends, strict=True)):
+            _do("ip", "-n", space, "address", "add", f"{_address(place)}/24", "dev", end)
+            for link in ("lo", end):
+                _do("ip", "-n", space, "link", "set", link, "up")
+        yield hosts
+    finally:
+        for space in made:
+            for pid in _do("ip", "netns", "pids", space).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _do("ip", "netns", "delete", space)
+
+
+def _address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def _do(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
