@@ -36,7 +36,8 @@ class InvalidModel(BapipeError):
 class RunFailed(BapipeError):
     """A pipelined run ended before its last step; the message names the rank and the cause.
 
-    `told` of a job of torchrun's ranks: another one tells the user. `lost` are the devices whose processes died.
+    `told` of a job of torchrun's ranks: another one tells the user. `lost` are the devices whose processes died, or
+    hang.
     """
 
     def __init__(self, message: str, told: bool = False, lost: tuple[str, ...] = ()) -> None:

@@ -88,7 +88,7 @@ def run(
             are; under torchrun in rank 0 only.
         replan: where devices are gone, plans for the others and goes on from the newest checkpoint; the result is then
             of the steps since. Gone are those in `without`; the last ones where the job has fewer processes, or this
-            machine fewer devices, than the plan uses; and those of ranks of this machine that die.
+            machine fewer devices, than the plan uses; and those of ranks of this machine that die or hang.
         profiles: what to plan with again; those the plan was made from where None.
         on_replan: called with the reason and the new plan.
 

@@ -180,6 +180,10 @@ def _error(children: Sequence[_Child]) -> BapipeError:
         return RunFailed(f"{_title(lost[0])} ended{_at(lost[0])} without a word (exit code {code})", lost=gone)
     child = cause_first[0]
     assert child.failed is not None
+    silent = [other for other in children if not other.broken and other.done is None]
+    if child.failed.timed_out and len(silent) == 1:
+        hangs = f"{_title(silent[0])} hangs{_at(silent[0])}"
+        return RunFailed(f"{hangs}: {_title(child)} {child.failed.text}", lost=(silent[0].name,))
     return RunFailed(say(child.failed, child.index, child.name, _at(child)))
 
 

@@ -25,7 +25,8 @@ def open_store(index: int, names: Sequence[str], patience_s: float) -> PrefixSto
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    # torchrun's agent holds the store, where the addresses of an attempt that died stay (pytorch#135712).
+    # torchrun's agent holds the store, where the addresses of an attempt that died stay (pytorch#135712); one that goes
+    # on with fewer processes has the same number.
     holds = attempt is None and index == 0
     try:
         shared = TCPStore(address, port, len(names), holds, timedelta(seconds=patience_s), wait_for_workers=False)
@@ -34,7 +35,7 @@ def open_store(index: int, names: Sequence[str], patience_s: float) -> PrefixSto
             f"rank {index} ({names[index]}) cannot reach rank 0 at {address}:{port} after {patience_s:g} s: start all "
             "ranks, and let this one through"
         ) from None
-    return PrefixStore(f"bapipe{attempt or 0}", shared)
+    return PrefixStore(f"bapipe{attempt or 0}of{len(names)}", shared)
 
 
 def meet(store: PrefixStore, index: int, names: Sequence[str], patience_s: float) -> None:

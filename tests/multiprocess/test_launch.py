@@ -65,9 +65,8 @@ def test_one_rank_fails(how: str, message: str, capfd: pytest.CaptureFixture[str
 def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
     with pytest.raises(RunFailed) as caught:
         launch(both, NAMES, "hang", timeout_s=3)
-    assert str(caught.value) == (
-        "rank 0 (cpu0) waited more than 3 s for another rank at step 3: that one hangs, or the link to it is cut"
-    )
+    assert str(caught.value) == ("rank 1 (cpu1) hangs at step 3: rank 0 (cpu0) waited more than 3 s for another rank")
+    assert caught.value.lost == ("cpu1",)
 
 
 def _job(monkeypatch: pytest.MonkeyPatch, rank: int) -> int:
@@ -99,7 +98,7 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(monkeypatch: pytest.M
     port = _job(monkeypatch, 0)
 
     def fail() -> None:
-        PrefixStore("bapipe0", TCPStore("127.0.0.1", port, 2, False)).add("failed", 1)
+        PrefixStore("bapipe0of2", TCPStore("127.0.0.1", port, 2, False)).add("failed", 1)
 
     failing = Thread(target=fail)
     failing.start()
