@@ -15,6 +15,9 @@ MANIFEST = "bapipe.json"
 _UNFINISHED = ".unfinished-"
 _BLOCK_BYTES = 2**22
 
+GROW_AFTER = 2_000
+"""Good steps after which losses are scaled by twice as much."""
+
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where training is: steps done, the pass over the data, and the samples of that pass that are done."""
@@ -22,6 +25,25 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step: NonNegative = 0
     epoch: NonNegative = 0
     offset: NonNegative = 0
+
+
+class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """By what losses are multiplied where float16 would lose small gradients, as by torch.amp.GradScaler.
+
+    Attributes:
+        good_steps: steps since the factor changed, in all of which every gradient was finite.
+    """
+
+    factor: float = 65_536.0
+    good_steps: NonNegative = 0
+
+    def after(self, finite: bool) -> "Scaling":
+        """Returns it after a step: half of it where a gradient was not finite, twice after `GROW_AFTER` good ones."""
+        if not finite:
+            return Scaling(factor=self.factor / 2)
+        if self.good_steps + 1 == GROW_AFTER:
+            return Scaling(factor=self.factor * 2)
+        return Scaling(factor=self.factor, good_steps=self.good_steps + 1)
 
 
 class TensorKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tensors: of the model.
         optimizer_tensors: by `name of the parameter:key`.
         files: what else lies in its folder.
+        scaling: of the next step's losses, where they are scaled.
     """
 
     bapipe: Literal["checkpoint/1"] = "checkpoint/1"
@@ -56,6 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensors: dict[str, TensorKind]
     optimizer_tensors: dict[str, TensorKind]
     files: dict[str, Part]
+    scaling: Scaling | None = None
 
 
 def checkpoints(folder: Path) -> tuple[Path, ...]:

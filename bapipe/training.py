@@ -49,8 +49,8 @@ class Training:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
         if self.schedule not in LR_SCHEDULES:
             raise BapipeError(f"no schedule of the learning rate '{self.schedule}': want {', '.join(LR_SCHEDULES)}")
-        if self.autocast not in (None, "bfloat16"):
-            raise BapipeError(f"autocast to {self.autocast}: only bfloat16 is run, because others need scaled losses")
+        if self.autocast not in (None, "bfloat16", "float16"):
+            raise BapipeError(f"autocast to {self.autocast}: want bfloat16 or float16")
         if self.warmup_steps < 0:
             raise BapipeError(f"a warm-up of {self.warmup_steps} steps: want 0 or more")
         if self.evaluate_every is not None and self.evaluate_every < 1:

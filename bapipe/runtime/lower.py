@@ -65,7 +65,7 @@ class Runner:
     """Runs a schedule's actions for the stages of this process, in exactly the order of the schedule.
 
     The losses of the micro-batches are divided by their number before their backward, so that gradients add up to the
-    mini-batch's mean without another pass over them.
+    mini-batch's mean without another pass over them; and multiplied by `loss_scale`.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Runner:
     ) -> None:
         """`ranks[i]` is the schedule's rank that process i of the group plays."""
         self._loss, self._clock, self._draws = loss, clock, draws
+        self.loss_scale = 1.0
         self._schedule, self._ranks = schedule, ranks
         self._runs: list[_Run] = []
         self._arguments: Mapping[str, Sequence[Tensor]] = {}
@@ -110,7 +111,7 @@ class Runner:
         """Runs this rank's micro-batches of a mini-batch, adding to the gradients.
 
         `loaded` is what the first stage takes, `arguments` what later stages take by name. Returns this rank's part of
-        the mean loss on the last stage, None elsewhere.
+        the mean loss, scaled, on the last stage, None elsewhere.
         """
         self._runs.clear()
         self._losses.clear()
@@ -264,11 +265,12 @@ class Runner:
         return share
 
     def _share(self, output: Any, target: Tensor) -> Tensor:
-        """Returns a micro-batch's part of the mean loss."""
+        """Returns a micro-batch's part of the mean loss, scaled."""
         loss = self._loss(output, target)
         if loss.dim():
             raise BapipeError(f"the loss must be a scalar, the mean over the batch; it has shape {tuple(loss.shape)}")
-        return loss / self._schedule.num_microbatches
+        share = loss / self._schedule.num_microbatches
+        return share if self.loss_scale == 1.0 else share * self.loss_scale
 
     def _find_losses_by_microbatch(self) -> None:
         """Torch finds losses by their order of arrival, and wants all of them."""

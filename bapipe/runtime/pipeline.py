@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.checkpoint import Scaling
 from bapipe.errors import BapipeError
 from bapipe.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
@@ -24,6 +25,7 @@ from bapipe.runtime.materialize import materialize
 from bapipe.runtime.measured import Measured, gather
 from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
 from bapipe.runtime.runnable import check_runnable
+from bapipe.runtime.scaling import unscale
 from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
 from bapipe.runtime.updates import Updates
 from bapipe.schedule import Action, Schedule
@@ -65,7 +67,8 @@ class Pipeline:
 
         `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
         of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
-        where `torch.autocast` says so; tensors between stages keep their own. `initialize` sets the parameters of
+        where `torch.autocast` says so; tensors between stages keep their own. With float16 losses are scaled, and a
+        step whose gradients are not finite updates nothing; `scaling` says how. `initialize` sets the parameters of
         one layer that is on the meta device, after its own `reset_parameters()`. `forms` are examples of inputs of
         other sizes, such as shorter sentences, that whole mini-batches may have. `evaluates` says that `evaluate` will
         be called, for which the module is traced once more.
@@ -120,6 +123,7 @@ class Pipeline:
             )
             for parts in sized
         ]
+        self.scaling = Scaling() if autocast is torch.float16 else None
         self._start: object | None = None
 
     @property
@@ -170,6 +174,7 @@ class Pipeline:
         self._updates.begin()
         for replicas in self._replicas.values():
             replicas.begin()
+        scale = self._runner.loss_scale = self.scaling.factor if self.scaling is not None else 1.0
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             loss = self._runner.run(
                 [loaded[name] for name in first],
@@ -178,9 +183,10 @@ class Pipeline:
             )
         self._draws.step += 1
         self._shared.sum()
-        if self._clip_norm is not None:
+        finite = self._unscale()
+        if self._clip_norm is not None and finite:
             self._clip(self._clip_norm)
-        for stage in self.stages:
+        for stage in self.stages if finite else ():
             if stage in self._replicas:
                 self._replicas[stage].gradients.finish()
             self._updates.update(stage)
@@ -189,7 +195,7 @@ class Pipeline:
         if loss is None:
             return None
         last = self._replicas.get(len(self._plan.stages) - 1)
-        return float((loss if last is None else last.total(loss)).item())
+        return float((loss if last is None else last.total(loss)).item()) / scale
 
     def evaluate(
         self,
@@ -329,12 +335,25 @@ class Pipeline:
 
         return computed
 
+    def _unscale(self) -> bool:
+        """Makes gradients those of the losses; returns whether parameters are to be updated with them."""
+        if self.scaling is None:
+            return True
+        finite = unscale(self._gradients(), self.scaling.factor, self._device, self._group)
+        self.scaling = self.scaling.after(finite)
+        return finite
+
     def _clip(self, max_norm: float) -> None:
+        own = self._gradients()
+        counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
+        clip(own, counted, max_norm, self._device, self._group)
+
+    def _gradients(self) -> list[Tensor]:
+        """Returns this rank's gradients, when those of replicas are summed."""
         for replicas in self._replicas.values():
             replicas.gradients.finish()
         own = {id(p): p for module in self._modules.values() for p in module.parameters()}.values()
-        counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
-        clip([p.grad for p in own if p.grad is not None], counted, max_norm, self._device, self._group)
+        return [p.grad for p in own if p.grad is not None]
 
     def _memory(self) -> Memory:
         parameters = list({id(p): p for module in self._modules.values() for p in module.parameters()}.values())

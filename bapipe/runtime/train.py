@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -212,7 +213,8 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         if writer is not None and job.keeping is not None:
             last = step + 1 == training.steps
             if last or (step + 1) % job.keeping.every == 0:
-                writer.save(job.manifest(batch.after), pipeline.state_dict(), pipeline.optimizer_tensors())
+                manifest = msgspec.structs.replace(job.manifest(batch.after), scaling=pipeline.scaling)
+                writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_tensors())
         if held_out is not None and training.evaluates_after(step + 1):
             evaluations.append(_evaluate(pipeline, plan, held_out, rank, step + 1))
     if writer is not None:
@@ -245,6 +247,8 @@ def _resume(pipeline: Pipeline, path: Path | None) -> Position:
     if path is None:
         return Position()
     manifest = read_manifest(path)
+    if pipeline.scaling is not None and manifest.scaling is not None:
+        pipeline.scaling = manifest.scaling
     pipeline.load_optimizer_tensors(load(path, manifest, pipeline.state_dict()))
     return manifest.position
 

@@ -131,7 +131,7 @@ def test_what_cannot_be_is_refused() -> None:
         Training(steps=1, schedule="step")
     with pytest.raises(BapipeError, match=r"^gradients cannot be clipped to a norm of 0: want more than 0$"):
         Training(steps=1, clip_norm=0)
-    with pytest.raises(BapipeError, match=r"^autocast to float16: only bfloat16 is run, because others need scaled"):
-        Training(steps=1, autocast="float16")
+    with pytest.raises(BapipeError, match=r"^autocast to float8: want bfloat16 or float16$"):
+        Training(steps=1, autocast="float8")
     with pytest.raises(BapipeError, match=r"^a warm-up of -1 steps: want 0 or more$"):
         Training(steps=1, warmup_steps=-1)

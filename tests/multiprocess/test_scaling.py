@@ -1,0 +1,59 @@
+"""In float16 losses are scaled, by one factor on all ranks, as torch's GradScaler does in one process."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from launch_cases import clusters, small
+from runtime_cases import make_plan
+from scaling_cases import STEPS, run
+
+from bapipe.checkpoint import GROW_AFTER, Scaling, checkpoints, read_manifest
+from bapipe.outcome import TrainResult
+from bapipe.runtime.checkpointing import Keeping
+from bapipe.runtime.launch import launch
+from bapipe.runtime.train import train
+from bapipe.training import Training
+
+
+def test_it_is_what_one_process_does() -> None:
+    results = launch(run, ["cpu0", "cpu1"], timeout_s=60)
+    for outcomes, checks in results:
+        for outcome in outcomes:
+            assert outcome.factors == outcome.wanted
+            assert outcome.factors[0] == 32_768.0  # the first is too large
+            assert len(set(outcome.factors)) < STEPS  # and later ones are not
+            assert outcome.loss < 1e-6
+            assert outcome.parameter < 1e-6
+        assert [finite for finite, _ in checks] == [False, False, True]
+        assert checks[2][1] == 2.0
+
+
+def test_the_factor_grows_after_many_good_steps() -> None:
+    scaling = Scaling(factor=8.0)
+    for _ in range(GROW_AFTER - 1):
+        scaling = scaling.after(True)
+    assert scaling == Scaling(factor=8.0, good_steps=GROW_AFTER - 1)
+    assert scaling.after(False) == Scaling(factor=4.0)
+    assert scaling.after(True) == Scaling(factor=16.0)
+
+
+def test_a_resumed_run_goes_on_with_its_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    order = [[*(f"0F{m}" for m in range(2)), *(f"0B{m}" for m in range(2))]]
+    plan = make_plan(["0", "1", "2", "3", "4"], (), (0,), order, 4, 2)
+
+    def go(folder: str, steps: int) -> TrainResult:
+        training = Training(steps=steps, learning_rate=0.1, autocast="float16")
+        return train(plan, small, clusters(), training, keeping=Keeping(folder=tmp_path / folder, resume=True))
+
+    alone = go("alone", 6)
+    begun, resumed = go("two", 3), go("two", 6)
+    assert (*begun.losses, *resumed.losses) == alone.losses
+    for folder in ("alone", "two"):
+        assert read_manifest(checkpoints(tmp_path / folder)[-1]).scaling == Scaling(good_steps=6)
