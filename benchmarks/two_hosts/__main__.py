@@ -1,0 +1,178 @@
+"""VGG-16 on two hosts: the plan for each link, what it promises and keeps, and by how much it beats data parallelism.
+
+    python -m benchmarks.two_hosts FOLDER [--links 1gbit 100mbit] [--width 24] [--minibatch-size 32] [--steps 8]
+
+Two network namespaces of this machine are the hosts; `tc` limits the link between them. The cluster is what `bapipe
+cluster --probe` measures under torchrun in both. Data parallelism is run by bapipe and by torch's
+DistributedDataParallel. What FOLDER holds, profile, clusters and step times, is not measured again. Needs root, or says
+why it does nothing.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import bapipe
+from bapipe import api
+from bapipe.codec import write
+from bapipe.cost import stages_of
+from bapipe.outcome import WARM_UP_STEPS
+from bapipe.schedules import SCHEDULES
+from bapipe.search.placing import spread
+from bapipe.simulate import judge
+from benchmarks.two_hosts.namespaces import TwoHosts, two_hosts, why_not
+
+BURST = {"1gbit": "128kb", "100mbit": "32kb"}
+"""What passes in a millisecond or two: more would let small messages through as if there were no limit."""
+
+CLI = ["-c", "from bapipe.cli import main; main()"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train, the plan that promises its step, and the steps after the warm-up."""
+
+    name: str
+    plan: bapipe.Plan
+    step_ns: list[int]
+
+    @property
+    def predicted_ns(self) -> int:
+        return self.plan.prediction.step_ns
+
+    @property
+    def measured_ns(self) -> float:
+        return median(self.step_ns)
+
+
+def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Plan:
+    """The plan with all layers on both devices, at its best micro-batch size, judged anew."""
+    names = tuple(layer.name for layer in profile.layers)
+    devices = tuple(device.name for device in plan.cluster.devices)
+    stages = (bapipe.StagePlan(layers=names, devices=devices),)
+    found = []
+    for size in profile.microbatch_sizes:
+        num = plan.minibatch_size // size
+        if num * size != plan.minibatch_size or num < len(devices):
+            continue
+        table = spread(SCHEDULES["1f1b"](1, num), ((0, 1),), 2)
+        timeline = judge(table, stages_of(stages, {"cpu": profile}, plan.cluster, size), plan.cluster)
+        found.append(
+            msgspec.structs.replace(
+                plan,
+                schedule="1f1b",
+                stages=stages,
+                microbatch_size=size,
+                num_microbatches=num,
+                order=tuple(tuple(map(str, actions)) for actions in table.order),
+                prediction=timeline.prediction(plan.minibatch_size),
+            )
+        )
+    return min(found, key=lambda plan: plan.prediction.step_ns)
+
+
+def probed(hosts: TwoHosts, path: Path) -> bapipe.Cluster:
+    """The two hosts as their own probe sees them."""
+    if not path.exists():
+        hosts.torchrun([sys.executable, *CLI, "cluster", "--probe", "-o", str(path)], timeout_s=300)
+    return bapipe.read(path, bapipe.Cluster)
+
+
+def by_bapipe(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list[int]:
+    """Step times of a plan as the command line runs it on both hosts."""
+    write(path, plan)
+    said = hosts.run([*CLI, "run", str(path), "--steps", str(steps), "--json"], timeout_s=300)
+    times: list[int] = json.loads(said)["step_ns"]
+    return times
+
+
+def by_torch(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list[int]:
+    """Step times of DistributedDataParallel on a plan's model and batches."""
+    write(path, plan)
+    times: list[int] = json.loads(hosts.run(["-m", "benchmarks.two_hosts.ddp", str(path), str(steps)], timeout_s=300))
+    return times
+
+
+def ways(hosts: TwoHosts, rate: str, profile: bapipe.ModelProfile, given: argparse.Namespace) -> list[Way]:
+    """The best plan for a link, and data parallelism run in two ways, each measured."""
+    hosts.limit(rate, BURST[rate])
+    cluster = probed(hosts, given.folder / f"cluster-{rate}.json")
+    best = bapipe.plan(profile, cluster, minibatch_size=given.minibatch_size)
+    parallel = data_parallel(best, profile)
+    cut = f"cut after {best.stages[0].layers[-1]}" if len(best.stages) > 1 else "one stage"
+    found = []
+    for name, plan, run in (
+        (f"{best.schedule}, {cut}", best, by_bapipe),
+        ("all replicas", parallel, by_bapipe),
+        ("torch's DDP", parallel, by_torch),
+    ):
+        kept = given.folder / f"{rate}-{len(found)}.steps.json"
+        if not kept.exists():
+            times = run(hosts, plan, given.folder / f"{rate}-{len(found)}.plan.json", given.steps)
+            kept.write_text(json.dumps(times))
+        found.append(Way(name, plan, json.loads(kept.read_text())[WARM_UP_STEPS:]))
+    return found
+
+
+def row(way: Way, best: Way) -> list[str]:
+    """One line of the table; ratios are to the best plan."""
+    ratio, promised = way.measured_ns / best.measured_ns, way.predicted_ns / best.predicted_ns
+    return [
+        way.name,
+        f"{way.plan.num_microbatches} x {way.plan.microbatch_size}",
+        f"{way.predicted_ns / 1e6:,.0f}",
+        f"{way.measured_ns / 1e6:,.0f} ({min(way.step_ns) / 1e6:,.0f} to {max(way.step_ns) / 1e6:,.0f})",
+        f"{way.predicted_ns / way.measured_ns - 1:+.1%}",
+        *([f"{promised:.2f}", f"{ratio:.2f}", f"{promised / ratio - 1:+.1%}"] if way is not best else []),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--links", nargs="+", choices=list(BURST), default=list(BURST))
+    parser.add_argument("--width", type=int, default=24)
+    parser.add_argument("--minibatch-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=8)
+    given = parser.parse_args()
+    reason = why_not()
+    if reason is not None:
+        sys.exit(f"skipped: {reason}")
+    console = Console(width=125)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    path = given.folder / "profile.json"
+    if not path.exists():
+        sizes = [2**e for e in range(1, 10) if 2**e <= given.minibatch_size]
+        write(path, api.profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes))
+    profile = bapipe.read(path, bapipe.ModelProfile)
+    with two_hosts() as hosts:
+        for rate in given.links:
+            found = ways(hosts, rate, profile, given)
+            link = found[0].plan.cluster.link(0, 1)
+            title = f"{rate}: probed {link.bytes_per_s / 1e6:.1f} MB/s, {link.latency_ns / 1e3:.0f} us"
+            table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+            for column in ("way", "micro-batches"):
+                table.add_column(column)
+            for column in ("predicted ms", "measured ms", "error", "predicted ratio", "measured", "error"):
+                table.add_column(column, justify="right")
+            for way in found:
+                table.add_row(*row(way, found[0]))
+            console.print(table)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no namespace stays
+    try:
+        main()
+    except subprocess.SubprocessError as error:
+        sys.exit(str(error))
