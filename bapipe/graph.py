@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidFile, InvalidModel
 from bapipe.profile import ModelProfile
 
 
@@ -76,7 +76,7 @@ def of_layers(profile: ModelProfile) -> Graph:
 
 
 def check_connected(graph: Graph, joined: Iterable[Sequence[int]] = ()) -> None:
-    """Raises InvalidModel where nodes fall into parts that neither an arc nor one of the `joined` groups connects."""
+    """Raises InvalidFile where layers fall into parts that neither an arc nor one of the `joined` groups connects."""
     parent = list(range(graph.num_nodes))
     for group in [*graph.arcs, *joined]:
         for node in group[1:]:
@@ -86,10 +86,11 @@ def check_connected(graph: Graph, joined: Iterable[Sequence[int]] = ()) -> None:
         parts.setdefault(_root(parent, node), []).append(node)
     if len(parts) > 1:
         first, second = list(parts.values())[:2]
-        raise InvalidModel(
+        raise InvalidFile(
             f"the layers fall into {len(parts)} parts that share no tensor: '{graph.names[first[0]]}' is in one of "
             f"{len(first)}, '{graph.names[second[0]]}' in one of {len(second)}; remove what the loss does not use, or "
-            "plan the parts apart"
+            "plan the parts apart",
+            f"$.layers[{second[0]}].inputs",
         )
 
 

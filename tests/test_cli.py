@@ -167,8 +167,8 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "--microbatch-size", "8"),
             1,
-            "no micro-batch size divides the mini-batch of 8 and lies within those profiled (a: 1, 2, 4): "
-            "change --minibatch-size, or profile more sizes",
+            "micro-batches of 8 are not within those profiled (a: 1, 2, 4): choose another --microbatch-size, "
+            "or profile more sizes - at `$.measurements`",
         ),
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--stages", "3"),

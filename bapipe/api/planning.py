@@ -119,14 +119,14 @@ def _kept(
         "cluster": msgspec.to_builtins(cluster),
         "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
     }
-    for profile in profiles.values():
-        keep_by_fingerprint(profile)  # for planning again when a device is gone
     path = plan_path(key)
     found = cached_plan(path) if time_limit_s is None else None
     if found is None:
         found = decide(profiles, cluster, options, time_limit_s=time_limit_s, progress=progress)
         if time_limit_s is None:
             keep_plan(path, found)
+    for profile in profiles.values():
+        keep_by_fingerprint(profile)  # for planning again when a device is gone
     return found
 
 

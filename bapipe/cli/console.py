@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _columns = os.environ.get("COLUMNS", "")
 _width = int(_columns) if _columns.isdigit() and int(_columns) >= 40 else None
-out = Console(width=_width or (None if sys.stdout.isatty() else 120))
-err = Console(stderr=True)
+out = Console(width=_width or (None if sys.stdout.isatty() else 120), markup=False)
+err = Console(stderr=True, markup=False)
 
 
 def show_parts(parts: Iterable[Any]) -> None:

@@ -20,7 +20,9 @@ from bapipe.settings import Settings
 from bapipe.zoo import resolve
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
-Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Number of devices, all alike, on this machine.")]
+Devices = Annotated[
+    int | None, typer.Option("--devices", min=1, max=4096, help="Number of devices, all alike, on this machine.")
+]
 Kind = Annotated[str, typer.Option("--device", help="Kind of device: cpu or cuda.")]
 Arguments = Annotated[
     list[str] | None,

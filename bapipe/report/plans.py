@@ -15,8 +15,9 @@ def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table |
     """Yields what a plan decides, promises and was compared with."""
     p = plan.prediction
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
+    batches = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
     yield (
-        f"{plan.model}: {stages}, {plan.schedule}, {plan.num_microbatches} micro-batches of {plan.microbatch_size}\n"
+        f"{plan.model}: {stages}, {plan.schedule}, {batches} of {plan.microbatch_size}\n"
         f"{ms(p.step_ns)} a step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
     )
     if p.load_ns is not msgspec.UNSET:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from bapipe.cluster import Cluster
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, Infeasible
 from bapipe.profile import ModelProfile
 from bapipe.search.options import Options
 from bapipe.search.problem import Layout, Problem, Start
@@ -78,19 +78,39 @@ class _Lacks:
         return slot, least, np.array(ends), number
 
 
-def closest(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: Space) -> str:
-    """Returns a message about the plan whose worst device lacks the fewest bytes, and what would help."""
+def nothing_fits(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: Space) -> BapipeError:
+    """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
+
+    Where constraints leave none at all, it is about these.
+    """
     found = nearest(space.problems)
     if found is None:
-        return "no plan keeps the constraints: drop some of them, or allow more stages or devices"
+        return BapipeError(_contradiction(profiles, cluster, options))
     problem, layout, lacks = found
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     num_stages = len(layout.slots)
-    return (
+    return Infeasible(
         f"no plan fits in memory; the closest is {problem.schedule} with {num_stages} "
         f"{'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
         f"{'; '.join(_devices(problem, layout, lacks, names))}. {_advice(profiles, cluster, options, lacks)}"
     )
+
+
+def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> str:
+    """Says which of the constraints to drop: one of those without which there is a plan."""
+    from bapipe.search.explore import space_of
+
+    culprits = []
+    for i, text in enumerate(options.constraints):
+        fewer = replace(options, constraints=(*options.constraints[:i], *options.constraints[i + 1 :]))
+        if nearest(space_of(profiles, cluster, fewer).problems) is not None:
+            culprits.append(f"'{text}'")
+    drop = (
+        f"{'drop' if len(culprits) < 2 else 'drop one of'} {', '.join(culprits)}" if culprits else "drop some of them"
+    )
+    stages = "" if options.num_stages is None else f" with --stages {options.num_stages}"
+    rules = ", ".join(f"'{text}'" for text in options.constraints)
+    return f"no plan{stages} keeps the constraints {rules}: {drop}, or allow more stages or devices"
 
 
 def _devices(problem: Problem, layout: Layout, lacks: Mapping[int, int], names: Sequence[str]) -> list[str]:

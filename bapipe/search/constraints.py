@@ -136,6 +136,11 @@ def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int]
         piece = sum(cut <= names.index(name) for cut in cuts)
         other, common = seen.get(piece, (name, set(devices)))
         if not common & set(devices):
+            if other == name:
+                raise BapipeError(
+                    f"the constraints contradict one another: no device is allowed by all that say where '{name}' is; "
+                    "drop one of them"
+                )
             raise BapipeError(
                 f"the constraints contradict one another: '{other}' and '{name}' must share a stage, and no device is "
                 "allowed for both; drop one of them"

@@ -7,25 +7,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bapipe.cluster import Cluster, Device
+from bapipe.cluster import Cluster
 from bapipe.codec import fingerprint
-from bapipe.errors import BapipeError, Infeasible, InvalidFile
+from bapipe.errors import BapipeError
 from bapipe.plan import Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
-from bapipe.schedules import ALL, SCHEDULES
 from bapipe.search.alternatives import alternatives
+from bapipe.search.inputs import check_inputs, microbatch_sizes, named_schedules
 from bapipe.search.options import Options, Progress
 from bapipe.search.reorder import SEARCH, reorder
 
 if TYPE_CHECKING:
     from bapipe.search.problem import Found
     from bapipe.search.space import Space
-
-MAX_MICROBATCHES = 1024
-"""Most micro-batches in a step; more would make tables that nobody runs."""
-
-MOST = 2**57
-"""Nanoseconds or bytes that all layers and samples may add up to: 4.5 years, 144 petabytes."""
 
 WORK = 30_000
 """Partial plans opened before a search without a time limit stops: some seconds."""
@@ -75,7 +69,7 @@ def solve(
 ) -> "tuple[str, Found]":
     """Returns the space in words, and the best of it; see `explore`."""
     from bapipe.search.best_first import best_first  # loads numpy
-    from bapipe.search.closest import closest
+    from bapipe.search.closest import nothing_fits
     from bapipe.search.large import is_large, large
 
     check_inputs(profiles, cluster, options)
@@ -86,7 +80,7 @@ def solve(
     else:
         found = best_first(space.problems, limit=limit, stop=stop or (lambda: False), progress=progress)
     if found is None:
-        raise Infeasible(closest(profiles, cluster, options, space))
+        raise nothing_fits(profiles, cluster, options, space)
     return _words(profiles, cluster, options, space), found
 
 
@@ -118,101 +112,9 @@ def space_of(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Op
         raise BapipeError(
             f"{asked} stages asked for; {len(cluster.devices)} devices, {len(_names(profiles))} layers and "
             f"{', '.join(named_schedules(options))} allow {', '.join(map(str, made.stage_counts)) or 'none'}"
+            f"{f' where {options.in_words}' if options.constraints else ''}"
         )
     return made
-
-
-def named_schedules(options: Options) -> list[str]:
-    """Returns the schedules that plans are made for; see `Options`."""
-    return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
-
-
-def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> None:
-    """Raises BapipeError for an unknown schedule, or profiles that do not suit the cluster or one another."""
-    for name in named_schedules(options):
-        if name not in ALL:
-            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}, {SEARCH}")
-    for device in cluster.devices:
-        if device.kind not in profiles:
-            raise BapipeError(
-                f"no profile for device '{device.name}' of kind '{device.kind}'; given: "
-                f"{', '.join(sorted(profiles)) or 'none'}"
-            )
-    first = next(iter(profiles.values()))
-    for profile in profiles.values():
-        _check_sizes(profile, options.minibatch_size)
-    for device in cluster.devices:
-        _check_speed(profiles[device.kind], device, options.minibatch_size)
-    for profile in profiles.values():
-        if (profile.model, _shape(profile)) != (first.model, _shape(first)):
-            raise BapipeError(
-                f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
-                "their names, layers or tensors differ"
-            )
-
-
-def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
-    """Raises InvalidFile where figures are too large to add up over a step."""
-    figures = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
-    for i, measurement in enumerate(profile.measurements):
-        for name in figures:
-            values = [getattr(layer, name) for layer in measurement.layers]
-            _check_sum(profile, values, minibatch_size, f"$.measurements[{i}].layers", name)
-    for name in ("param_bytes", "optimizer_state_bytes", "update_ns"):
-        values = [getattr(layer, name) for layer in profile.layers]
-        _check_sum(profile, values, minibatch_size, "$.layers", name)
-
-
-def _check_sum(
-    profile: ModelProfile, values: Sequence[int | msgspec.UnsetType], minibatch_size: int, where: str, name: str
-) -> None:
-    known = [0 if value is msgspec.UNSET else value for value in values]
-    if sum(known) * minibatch_size >= MOST:
-        most = max(known)
-        raise InvalidFile(
-            f"the profile of {profile.model} on {profile.device.kind}: {most:,} is too much to add up over a "
-            f"mini-batch of {minibatch_size}; check the unit",
-            f"{where}[{known.index(most)}].{name}",
-        )
-
-
-def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> None:
-    """Raises BapipeError where a device would take years."""
-    last = profile.measurements[-1]
-    step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
-    if step_ns / device.speed >= MOST:
-        raise BapipeError(
-            f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check its "
-            "speed, and the profile's times"
-        )
-
-
-def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> list[int]:
-    """Returns the sizes to look at, ascending.
-
-    Raises:
-        BapipeError: none divides the mini-batch and is known.
-    """
-    minibatch_size, wanted = options.minibatch_size, options.microbatch_size
-    used = [profiles[kind] for kind in sorted({device.kind for device in cluster.devices})]
-    if wanted is not None and minibatch_size % wanted:
-        raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {wanted}")
-    low = max(profile.microbatch_sizes[0] for profile in used)
-    high = min(profile.microbatch_sizes[-1] for profile in used)
-    sizes = [b for b in range(low, high + 1) if minibatch_size % b == 0 and wanted in (None, b)]
-    if sizes and minibatch_size // sizes[-1] > MAX_MICROBATCHES:
-        raise BapipeError(
-            f"a mini-batch of {minibatch_size} is {minibatch_size // sizes[-1]} micro-batches of {sizes[-1]}; want at "
-            f"most {MAX_MICROBATCHES}: choose a smaller --minibatch-size, or profile larger micro-batches"
-        )
-    sizes = [b for b in sizes if minibatch_size // b <= MAX_MICROBATCHES]
-    if not sizes:
-        known = "; ".join(f"{p.device.kind}: {', '.join(map(str, p.microbatch_sizes))}" for p in used)
-        raise BapipeError(
-            f"no micro-batch size divides the mini-batch of {minibatch_size} and lies within those profiled ({known}): "
-            "change --minibatch-size, or profile more sizes"
-        )
-    return sizes
 
 
 def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size: int, space: str) -> Plan:
@@ -249,7 +151,7 @@ def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size
 def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: "Space") -> str:
     """The space, as a certificate says it."""
     sizes = ", ".join(map(str, microbatch_sizes(profiles, cluster, options)))
-    rules = f"; where {'; '.join(options.constraints)}" if options.constraints else ""
+    rules = f"; where {options.in_words}" if options.constraints else ""
     return (
         f"every cut of {len(_names(profiles))} layers, in the profile's order, into "
         f"{_span(options.num_stages or space.stage_counts, 'stage')} on {_span(space.device_counts, 'device')} of "
@@ -257,10 +159,6 @@ def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Opti
         f"schedules {', '.join(named_schedules(options))}; {'any' if options.replicas else 'no'} replicas, "
         f"{'recomputation where a stage does not fit without' if options.recompute else 'no recomputation'}{rules}"
     )
-
-
-def _shape(profile: ModelProfile) -> object:
-    return [(layer.name, layer.inputs, layer.outputs) for layer in profile.layers]
 
 
 def _names(profiles: Mapping[str, ModelProfile]) -> list[str]:

@@ -47,3 +47,8 @@ class Options:
         """Returns the bytes that each device may hold."""
         caps = (min(d.memory_bytes, self.memory_limit_bytes or d.memory_bytes) for d in cluster.devices)
         return [int(cap * (1 - self.memory_margin)) if self.memory_margin else cap for cap in caps]
+
+    @property
+    def in_words(self) -> str:
+        """The constraints in one text."""
+        return "; ".join(self.constraints)

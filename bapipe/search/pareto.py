@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from bapipe.cluster import Cluster
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
-from bapipe.search.explore import check_inputs, plan_of, space_of
+from bapipe.search.explore import plan_of, space_of
+from bapipe.search.inputs import check_inputs
 from bapipe.search.options import Options
 
 WORK = 3_000

@@ -13,7 +13,6 @@ from bapipe.cost import stages_of
 from bapipe.errors import Infeasible
 from bapipe.graph import (
     Graph,
-    check_connected,
     contract,
     depth_first_order,
     downsets,
@@ -25,8 +24,8 @@ from bapipe.plan import THROUGHPUT, Alternative, Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedule import Action, Schedule
 from bapipe.schedules.one_f_one_b import one_rank
-from bapipe.search.explore import check_inputs, microbatch_sizes
 from bapipe.search.identical import least_load_alike
+from bapipe.search.inputs import check_inputs, microbatch_sizes
 from bapipe.search.loads import LeastLoad
 from bapipe.search.min_max import least_load
 from bapipe.search.options import Options
@@ -159,17 +158,11 @@ def explore_throughput(
 
     Raises:
         Infeasible: nothing fits; the message says how much memory would do.
-        InvalidModel: the layers fall into parts that share no tensor.
     """
     first = profiles[cluster.devices[0].kind]
     graph = of_layers(first)
     place = {layer.name: i for i, layer in enumerate(first.layers)}
     together = [(i, *(place[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
-    inputs: dict[str, list[int]] = {}
-    for i, layer in enumerate(first.layers):
-        for tensor in layer.inputs:
-            inputs.setdefault(tensor, []).append(i)
-    check_connected(graph, [*together, *inputs.values()])
     cuts, whole, where = _cuts(*contract(graph, together), num_layers=graph.num_nodes)
     search = Search(profiles=profiles, cluster=cluster, cuts=cuts, whole=whole, minibatch_size=minibatch_size)
     answers = [search.answer(size, limits, tell) for size in microbatch_sizes]

@@ -9,11 +9,11 @@ import pytest
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.codec import decode, encode
 from bapipe.cost import Stage, stages_of
-from bapipe.errors import Infeasible, InvalidModel
+from bapipe.errors import Infeasible, InvalidFile
 from bapipe.plan import Plan, StagePlan
 from bapipe.profile import ModelProfile
 from bapipe.search import throughput
-from bapipe.search.throughput import explore_throughput
+from bapipe.search.throughput import explore_throughput, plan_throughput
 from bapipe.simulate import simulate
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile
@@ -292,15 +292,10 @@ def test_layers_that_nothing_joins_are_named() -> None:
     link = Bandwidth(bytes_per_s=10**9, latency_ns=0)
     device = Device(name="d0", host="h", kind="a", memory_bytes=10**6)
     cluster = Cluster(devices=(device,), intra_host=link, inter_host=link)
-    with pytest.raises(InvalidModel) as caught:
-        explore_throughput(
-            {"a": replace(profile, layers=tuple(layers))},
-            cluster,
-            minibatch_size=2,
-            microbatch_sizes=[1],
-            limits=[10**6],
-        )
+    apart = {"a": replace(profile, layers=tuple(layers))}
+    with pytest.raises(InvalidFile) as caught:
+        plan_throughput(apart, cluster, minibatch_size=2)
     assert str(caught.value) == (
         "the layers fall into 2 parts that share no tensor: 'l0' is in one of 2, 'l2' in one of 2; remove what the "
-        "loss does not use, or plan the parts apart"
+        "loss does not use, or plan the parts apart - at `$.layers[2].inputs`"
     )
