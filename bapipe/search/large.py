@@ -7,7 +7,7 @@ are short. The best of them move their cuts as long as the judge says that it he
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from bapipe.search.best_first import best_first
 from bapipe.search.options import Progress
@@ -77,13 +77,18 @@ class _Search:
             if id(pieces) not in self.windows:
                 alike = [other for other in self.problems if other.bounds.pieces is pieces]
                 self.windows[id(pieces)] = Windows(pieces, _firsts(alike))
-        self.bound_ns = min(int(windows.before[-1]) for windows in self.windows.values())
-        self.bound_ns = max(self.bound_ns, min(s.least_ns for problem in self.problems for s in problem.starts))
+        self.low_ns = {key: int(windows.before[-1]) for key, windows in self.windows.items()}
+        self.looked_at: set[int] = set()
         self.judged: dict[tuple[int, Way], int | None] = {}
         self.ranked: list[tuple[int, int, int, Way]] = []
         self.best_ns: int | None = None
         self.spent = 0
         self.may_fit = True
+
+    @property
+    def bound_ns(self) -> int:
+        """A time that no step of any problem beats."""
+        return min(self.low_ns.values(), default=0)
 
     @property
     def is_over(self) -> bool:
@@ -126,9 +131,11 @@ class _Search:
     def look_at_even_cuts(self) -> None:
         """Judges stages of equal numbers of devices, the most promising ones cut in several ways."""
         evens: list[tuple[int, int, int, _Even]] = []
-        for i, problem in enumerate(self.problems):
-            for slots in _uniform(problem):
-                even = _Even(problem, self._windows(problem), slots)
+        for turn in zip_longest(*(_uniform(problem) for problem in self.problems)):
+            for i, slots in enumerate(turn):
+                if slots is None:
+                    continue
+                even = _Even(self.problems[i], self._windows(self.problems[i]), slots)
                 way = even.way(1.0)
                 step_ns = None if way is None else self.step_ns(i, way)
                 if step_ns is not None:
@@ -145,36 +152,48 @@ class _Search:
         return self.windows[id(problem.bounds.pieces)]
 
     def find_bound(self) -> None:
-        """Raises the bound by halving, and judges the paths of the relaxation that it meets."""
-        if self.is_over:
+        """Raises the bound by halving, one micro-batch size after another, that of the best plan first."""
+        best = min(self.ranked, key=lambda plan: plan[:2])[2] if self.ranked else 0
+        first = id(self.problems[best].bounds.pieces)
+        for key in sorted(self.low_ns, key=lambda key: key != first):
+            if not self.is_over:
+                numbers = [i for i, problem in enumerate(self.problems) if id(problem.bounds.pieces) == key]
+                known = [low_ns for other, low_ns in self.low_ns.items() if other in self.looked_at]
+                self._halve(key, numbers, min(known, default=None))
+                self.looked_at.add(key)
+                self.windows[key].forget()
+        self.may_fit = self.best_ns is not None or self.bound_ns < BIG >> 2
+
+    def _halve(self, key: int, numbers: Sequence[int], enough_ns: int | None) -> None:
+        """Raises the bound of some problems, to `enough_ns` at most, and judges the paths it meets."""
+        relaxed = [(i, self._relaxed(self.problems[i])) for i in numbers]
+
+        def allowed(limit_ns: int) -> bool:
+            place = next((place for place, (_, within) in enumerate(relaxed) if within.allows(limit_ns)), None)
+            if place is None:
+                self.low_ns[key] = max(self.low_ns[key], limit_ns + 1)
+                return False
+            relaxed.insert(0, relaxed.pop(place))  # first the next time
+            i, within = relaxed[0]
+            way = within.trace()
+            if way is not None:
+                self.step_ns(i, way)
+            return True
+
+        if self.best_ns is None and not allowed(BIG >> 2):
             return
-        relaxed = [
-            (
-                i,
-                Within(
-                    p, self._windows(p), [slot for start in p.starts for slot in start.first], lambda slot: slot.next
-                ),
-            )
-            for i, p in enumerate(self.problems)
-        ]
-        self.may_fit = self.best_ns is not None or any(within.allows(BIG >> 2) for _, within in relaxed)
-        high_ns = self.best_ns if self.may_fit else self.bound_ns
-        while high_ns is None or high_ns - self.bound_ns > self.bound_ns // PRECISION:
-            limit_ns = 5 * self.bound_ns // 4 if high_ns is None else (self.bound_ns + high_ns) // 2
-            allowing = next((place for place, (_, within) in enumerate(relaxed) if within.allows(limit_ns)), None)
-            if allowing is None:
-                self.bound_ns = limit_ns + 1
-            else:
+        if enough_ns is not None and not allowed(enough_ns - 1):
+            return
+        high_ns = enough_ns if enough_ns is not None else self.best_ns
+        while not self.is_over and (high_ns is None or high_ns - self.low_ns[key] > self.low_ns[key] // PRECISION):
+            limit_ns = 5 * self.low_ns[key] // 4 if high_ns is None else (self.low_ns[key] + high_ns) // 2
+            if allowed(limit_ns):
                 high_ns = limit_ns
-                relaxed.insert(0, relaxed.pop(allowing))  # first the next time
-                i, within = relaxed[0]
-                way = within.trace()
-                if way is not None:
-                    self.step_ns(i, way)
-            if self.is_over:
-                return
-        if self.best_ns is not None and not any(within.allows(self.best_ns - 1) for _, within in relaxed):
-            self.bound_ns = self.best_ns
+        if self.best_ns is not None and not self.is_over:
+            allowed(self.best_ns - 1)
+
+    def _relaxed(self, problem: Problem) -> Within:
+        return Within(problem, self._windows(problem), _firsts([problem]), lambda slot: slot.next)
 
     def climb(self) -> None:
         """Moves the cuts of the best plans for as long as that helps."""
@@ -221,13 +240,13 @@ class _Even:
 
 
 def _uniform(problem: Problem) -> Iterator[tuple[Slot, ...]]:
-    """Yields slots of equal numbers of devices, on all devices, about half of them, and so on."""
+    """Yields slots of equal numbers of devices, the most replicas first, on all devices, half of them, and so on."""
     starts = sorted(problem.starts, key=lambda start: (-start.devices, start.least_ns))
     by_devices = {start.devices: start for start in reversed(starts)}
     most = max(by_devices)
     sizes = {2**n for n in range(most.bit_length())} | {most, problem.num_microbatches}
-    for size in sorted(sizes):
-        for num_stages in sorted({(most // size) >> n for n in range(most.bit_length())} - {0}):
+    for size in sorted(sizes, reverse=True):
+        for num_stages in sorted({(most // size) >> n for n in range(most.bit_length())} - {0}, reverse=True):
             if size * num_stages in by_devices:
                 slots = _same_size(by_devices[size * num_stages].first, size)
                 if slots is not None:

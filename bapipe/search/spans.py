@@ -5,6 +5,7 @@ then by the one where they end: a place's runs are a slice, and a minimum over e
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -90,6 +91,7 @@ class Times:
 
     def __init__(self, grid: Grid, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
         self.grid, self.profile, self._speed = grid, profile, speed
+        self._filling: dict[tuple[bool, bool], _Filling] = {}
         measured = profile.at(microbatch_size)
         self._input_grad = _sums([m.input_grad_ns for m in measured])
         self._weight_grad = _sums([m.weight_grad_ns for m in measured])
@@ -118,9 +120,10 @@ class Times:
         Buckets fill from the last layer, so one pass down the layers serves all runs that end at the same place.
         `links` are those among the devices; `beside` says that they carry a bucket while B or W goes on.
         """
-        grid, num_layers = self.grid, len(self.profile.layers)
-        found = np.zeros((grid.num_places, grid.num_places), dtype=np.int64)
-        stops = np.array(grid.cuts)
+        grid = self.grid
+        if (whole, beside) not in self._filling:
+            self._filling[whole, beside] = self._fill(whole, beside)
+        filling = self._filling[whole, beside]
 
         def ring(held: Numbers) -> Numbers:
             share = -(-held // num_devices)
@@ -128,25 +131,66 @@ class Times:
             rounds: Numbers = np.minimum(2 * (num_devices - 1) * longest, BIG >> 2)
             return rounds
 
-        end, held, ready = (np.zeros(grid.num_places, dtype=np.int64) for _ in range(3))
-        place_of = {cut: place for place, cut in enumerate(grid.cuts)}
-        for layer in reversed(range(num_layers)):
+        end = np.zeros(grid.num_places, dtype=np.int64)
+        ends = np.zeros((grid.num_places, grid.num_places), dtype=np.int64)
+        full = iter(filling.full)
+        for place in reversed(range(grid.num_places - 1)):
+            for _ in range(filling.num_full[place]):
+                at, held, ready = next(full)
+                end[at] = np.maximum(end[at], ready) + ring(held)
+            ends[place] = end
+        before = ends[grid.starts, grid.ends]
+        flat: Numbers = np.where(filling.held > 0, np.maximum(before, filling.ready) + ring(filling.held), before)
+        return flat if beside else flat + (self.backward if whole else self.weight_grad)
+
+    def _fill(self, whole: bool, beside: bool) -> "_Filling":
+        """How the buckets fill: whatever the devices and the links, the same."""
+        grid, stops = self.grid, np.array(self.grid.cuts)
+        held, ready = (np.zeros(grid.num_places, dtype=np.int64) for _ in range(2))
+        left = np.zeros((2, grid.num_places, grid.num_places), dtype=np.int64)
+        full: list[tuple[Numbers, Numbers, Numbers]] = []
+        counts = [0] * grid.num_places
+        place = grid.num_places - 2
+        for layer in reversed(range(len(self.profile.layers))):
             num_bytes = self.profile.layers[layer].param_bytes
-            inside = stops > layer
             if num_bytes:
+                inside = stops > layer
                 held = np.where(inside, held + num_bytes, held)
                 at = np.full_like(stops, layer)
                 last = np.maximum(stops, at)
                 done = self._whole_ns(at, last) if whole else self._part_ns(self._weight_grad, at, last)
                 ready = np.where(inside, done, ready) if beside else ready
-                full = held >= BUCKET_BYTES
-                if full.any():
-                    end = np.where(full, np.maximum(end, ready) + ring(held), end)
-                    held = np.where(full, 0, held)
-            if layer in place_of:
-                found[place_of[layer]] = np.where(held > 0, np.maximum(end, ready) + ring(held), end)
-        flat: Numbers = found[grid.starts, grid.ends]
-        return flat if beside else flat + (self.backward if whole else self.weight_grad)
+                fills = np.flatnonzero(held >= BUCKET_BYTES)
+                if len(fills):
+                    full.append((fills, held[fills], ready[fills]))
+                    counts[place] += 1
+                    held[fills] = 0
+            if layer == grid.cuts[place]:
+                left[0, place], left[1, place] = held, ready
+                place -= 1
+        return _Filling(
+            full=tuple(full),
+            num_full=tuple(counts),
+            held=left[0][grid.starts, grid.ends],
+            ready=left[1][grid.starts, grid.ends],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filling:
+    """How the all-reduce buckets of every run fill.
+
+    Attributes:
+        full: last layers first, where they run over: the ends of those runs as places, their bytes, and when they are
+            ready.
+        num_full: how many of these lie from each place to the next.
+        held, ready: what is left for the last bucket, run by run, and when it is ready.
+    """
+
+    full: tuple[tuple[Numbers, Numbers, Numbers], ...]
+    num_full: tuple[int, ...]
+    held: Numbers
+    ready: Numbers
 
 
 def _sums(values: Sequence[int]) -> Numbers:

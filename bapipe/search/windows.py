@@ -125,6 +125,11 @@ class Windows:
         found: Numbers = np.maximum(done, self.before[starts] + turn)
         return found
 
+    def forget(self) -> None:
+        """Drops the limits, which are large; they are made again when asked for."""
+        self._limits.clear()
+        self._ends.clear()
+
     def ends(self, limits: Limits, limit_ns: int) -> tuple[Numbers, Numbers]:
         """Returns for each start the last end that a limit allows, without and with recomputation."""
         if limit_ns != self._limit_ns:
