@@ -79,14 +79,21 @@ def profiles_of(sources: list[str], pairs: list[str] | None) -> dict[str, ModelP
 def all_profiles_of(
     sources: list[str], pairs: list[str] | None, num_threads: Sequence[int]
 ) -> tuple[ModelProfile, ...]:
-    """Returns the profiles of files, or of a model that is measured with some numbers of threads."""
+    """Returns the profiles of files, or of a model that is measured with some numbers of threads.
+
+    With several threads only the larger micro-batches are measured: smaller ones leave threads idle.
+    """
     if len(sources) == 1 and not is_file(sources[0]):
         resolve(sources[0])
         found = []
         for num in num_threads:
             with parts_bar() as tell:
-                settings = Settings(threads=num)
-                found.append(api.kept_profile(sources[0], key_values(pairs), settings=settings, progress=tell))
+                settings, sizes = Settings(threads=num), (4, 8) if num > 1 else (1, 2, 4, 8)
+                found.append(
+                    api.kept_profile(
+                        sources[0], key_values(pairs), microbatch_sizes=sizes, settings=settings, progress=tell
+                    )
+                )
         return tuple(found)
     if pairs:
         raise BapipeError("--arg goes with a model; a profile holds its arguments already")

@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapipe.codec import read, write
+from bapipe.host import num_cores
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 
@@ -82,7 +83,9 @@ def test_run_of_a_model_profiles_and_plans_first(folder: Path) -> None:
     done = bapipe(folder, "run", "tiny:tiny", "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "predicted and measured" in done.stdout
-    assert len(list((folder / "cache" / "bapipe").glob("*.profile.json"))) == 1
+    kept = [read(path, ModelProfile) for path in (folder / "cache" / "bapipe").glob("*.profile.json")]
+    asked = {(p.settings.threads, p.microbatch_sizes) for p in kept if not p.arguments}  # type: ignore[union-attr]
+    assert asked == {(1, (1, 2, 4, 8)), *([(num_cores(), (4, 8))] if num_cores() > 1 else [])}
 
 
 def test_cluster_lists_devices_and_a_measured_link(folder: Path) -> None:
