@@ -42,7 +42,7 @@ def measure(
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
     settings: Settings = Settings(),  # noqa: B008
-    seconds_per_size: float = 20.0,
+    seconds_per_size: float = 12.0,
     spread: float = 0.03,
     layer_by_layer: bool = False,
     exhaustive: bool = False,

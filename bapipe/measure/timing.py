@@ -24,8 +24,8 @@ DISTURBED = 0.05
 """Share of a pass that a thread may wait for the processor before the pass does not count."""
 
 
-MANY_PAGES, MAX_WARM_UPS = 1000, 4
-"""Pages that a pass may take from the kernel and still be like those of a long training, and how many may not be."""
+MANY_PAGES = 1000
+"""Pages of memory that a pass may take from the kernel and still be like those of a long training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,14 @@ def time_layers(subject: Subject, seconds: float, target: float, exhaustive: boo
     With `exhaustive` each has its own time.
 
     On a CPU with one thread, times are those of the processor, without what other processes take of it. A pass in which
-    they take much does not count, for they empty the caches too; where such passes are all there are, twice as long
-    is spent, and the least disturbed half counts. What watching adds to a layer's time is measured and taken off.
+    they take much does not count, for they empty the caches too; nor one that takes new memory from the kernel, which
+    is slow and soon ends in a long training. Where such passes are all there are, twice as long is spent, and the least
+    disturbed half counts. What watching adds to a layer's time is measured and taken off.
     """
     clock = clock_of(subject.device)
     watched = Watched(subject=subject, enter=clock.stamp)
     runner = _Runner(watched, clock, tuple(range(watched.num_layers + 1)) if exhaustive else _kinds(subject))
-    runner.warm_up()
+    runner.run()  # warms up, and makes the gradients to add to
     start, passes = time.monotonic(), [runner.run()]
 
     def wants_more() -> bool:
@@ -99,7 +100,8 @@ class _Pass:
 
     Attributes:
         alone_ns: F + B of the model as it is.
-        disturbed: the share of the time in which this thread waited for the processor; 0 where that is not known.
+        disturbed: the share of the time in which this thread waited for the processor, 1 where it took new memory from
+            the kernel; 0 where that is not known.
     """
 
     forward: list[int]
@@ -127,20 +129,9 @@ class _Runner:
         self.watched, self.clock, self.kinds = watched, clock, kinds
         self.called_ns, self.hooked_ns = watching_ns(watched.subject.device)
 
-    def warm_up(self) -> None:
-        """Runs two passes or more, until one finds the memory that it needs; the first makes the gradients to add to.
-
-        New memory is slow, and a long training soon takes no more of it.
-        """
-        for index in range(MAX_WARM_UPS):
-            before = pages_taken()
-            self.run()
-            if index and pages_taken() - before < MANY_PAGES:
-                return
-
     def run(self) -> _Pass:
         watched = self.watched
-        start_ns, own_ns = time.perf_counter_ns(), time.thread_time_ns()
+        start_ns, own_ns, pages = time.perf_counter_ns(), time.thread_time_ns(), pages_taken()
         whole, forward = self._timed(watched.forward, self.called_ns)
         _, backward = self._timed(lambda: watched.backward(whole), self.hooked_ns)
         split, again = self._timed(watched.forward, self.called_ns)
@@ -150,7 +141,7 @@ class _Runner:
         waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - own_ns)
         inner = [group for group in groups if not group.at_root and not watched.is_shared(group)]
         _share(inputs, {watched.layer_of(group) for group in inner})
-        on_cpu = watched.subject.device.type == "cpu"
+        on_cpu, new_memory = watched.subject.device.type == "cpu", pages_taken() - pages > MANY_PAGES
         return _Pass(
             forward=pooled(forward, self.kinds),
             whole=pooled(backward, self.kinds),
@@ -158,7 +149,7 @@ class _Runner:
             inputs=pooled(inputs, self.kinds),
             weights=pooled(weights, self.kinds),
             alone_ns=alone_ns,
-            disturbed=waited_ns / (time.perf_counter_ns() - start_ns) if on_cpu else 0.0,
+            disturbed=(1.0 if new_memory else waited_ns / (time.perf_counter_ns() - start_ns)) if on_cpu else 0.0,
         )
 
     def _alone_ns(self) -> int:
