@@ -20,7 +20,8 @@ class StepReport:
         bubble: the share of it that ranks were idle.
         learning_rate: of its update.
         as_planned: whether its samples have the sizes that the plan is for; else they are smaller.
-        peak_bytes: of each rank, the most memory its stages have taken so far; None where the system does not tell.
+        devices: names of the plan's devices that ran, in rank order.
+        peak_bytes: of each of them, the most memory its stages have taken so far; None where the system does not tell.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepReport:
     bubble: float
     learning_rate: float
     as_planned: bool
+    devices: tuple[str, ...]
     peak_bytes: tuple[int | None, ...]
 
 

@@ -169,9 +169,7 @@ def _reporting(
         return
     from bapipe.runtime.board import board
 
-    used = {name for stage in plan.stages for name in stage.devices}
-    names = [device.name for device in plan.cluster.devices if device.name in used]
-    with board(folder, plan.minibatch_size, names) as written:
+    with board(folder, plan.minibatch_size) as written:
 
         def stepped(report: StepReport) -> None:
             written.step(report)

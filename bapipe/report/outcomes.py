@@ -61,6 +61,7 @@ def outcome_json(plan: Plan, result: TrainResult) -> dict[str, object]:
         "step_ns": result.step_ns,
         "predicted_step_ns": plan.prediction.step_ns,
         "measured_step_ns": result.typical_step_ns,
+        "mean_step_ns": result.mean_step_ns,
         "evaluations": [
             {"steps": found.steps, "num_samples": found.num_samples, "loss": found.loss, **dict(found.metrics)}
             for found in result.evaluations

@@ -1,6 +1,6 @@
 """Scalars of a training run for TensorBoard."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from bapipe.outcome import Evaluation, StepReport
 class Board:
     """Writes what is reported to a folder, from the first report on."""
 
-    def __init__(self, folder: Path, minibatch_size: int, devices: Sequence[str]) -> None:
-        self._folder, self._minibatch_size, self._devices = folder, minibatch_size, devices
+    def __init__(self, folder: Path, minibatch_size: int) -> None:
+        self._folder, self._minibatch_size = folder, minibatch_size
         self._writer: Any = None
 
     def step(self, report: StepReport) -> None:
@@ -24,7 +24,7 @@ class Board:
             "learning_rate": report.learning_rate,
             "bubble": report.bubble,
         }
-        for device, peak in zip(self._devices, report.peak_bytes, strict=True):
+        for device, peak in zip(report.devices, report.peak_bytes, strict=True):
             if peak is not None:
                 scalars[f"peak_bytes/{device}"] = peak
         self._write(scalars, report.step + 1)
@@ -50,7 +50,7 @@ class Board:
 
 
 @contextmanager
-def board(folder: Path, minibatch_size: int, devices: Sequence[str]) -> Iterator[Board]:
+def board(folder: Path, minibatch_size: int) -> Iterator[Board]:
     """A board that is closed in the end.
 
     Raises:
@@ -66,7 +66,7 @@ def board(folder: Path, minibatch_size: int, devices: Sequence[str]) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BapipeError(f"{folder}: cannot hold TensorBoard's files: {error.strerror}") from None
-    made = Board(folder, minibatch_size, devices)
+    made = Board(folder, minibatch_size)
     try:
         yield made
     finally:

@@ -285,6 +285,7 @@ def _step(
         bubble=bubble,
         learning_rate=learning_rate,
         as_planned=batch.form is None,
+        devices=names,
         peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
     )
     if not isfinite(report.loss):

@@ -49,6 +49,7 @@ def test_training_does_not_depend_on_the_cut() -> None:
     assert two.evaluations[-1].loss < two.evaluations[0].loss
     assert [found for _, _, found in told if found is not None] == list(two.evaluations)
     assert [(done, of) for done, of, _ in told[:4]] == [(0, 19), (16, 19), (19, 19), (19, 19)]
+    assert {report.devices for report in reports} == {two.devices}
     assert {report.learning_rate for report in reports} == {0.1}
     assert all(
         a is not None and b is not None and 0 < a <= b
