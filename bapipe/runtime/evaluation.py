@@ -89,6 +89,7 @@ class Evaluator:
         """
         self._parts, self._schedule, self._ranks = parts, plan.table, ranks
         self._size, self._loss, self._total = plan.microbatch_size, loss, total
+        self._examples = {plan.microbatch_size: parts.examples}  # of other sizes when they are first met: it takes long
         self._device, self._group = device, group
         self._own = ranks[dist.get_rank(group)]
         self._modules = modules
@@ -133,7 +134,7 @@ class Evaluator:
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields the micro-batches of the last stage on this rank and what they give."""
-        passing = _Passing(self._parts, rows, self._device, self._group)
+        passing = _Passing(self._parts, rows, self._examples, self._device, self._group)
         for stage, what, m in self._actions(len(rows)):
             if what == "RECV_F":
                 passing.receive(stage, m, self._process(stage - 1, m))
@@ -175,22 +176,25 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 @dataclass(slots=True)
 class _Passing:
-    """What is on its way between stages; `made` are the outputs of this rank's stages, by stage and micro-batch."""
+    """What is on its way between stages; `made` are the outputs of this rank's stages, by stage and micro-batch.
+
+    `examples` are those of the split for each size of a micro-batch that was met so far.
+    """
 
     parts: Split
     rows: Sequence[range]
+    examples: dict[int, dict[str, Tensor]]
     device: torch.device
     group: dist.ProcessGroup | None
     made: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
     sent: list[tuple[Any, Tensor]] = field(default_factory=list)
-    examples: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def receive(self, stage: int, microbatch: int, source: int) -> None:
         """Begins to receive what a stage needs of the one before."""
         begun = []
         for name in self.parts.stages[stage].received:
-            example = self._examples(len(self.rows[microbatch]))[name]
+            example = self._example(len(self.rows[microbatch]), name)
             buffer = torch.empty(example.shape, dtype=example.dtype, device=self.device)
             begun.append((buffer, dist.irecv(buffer, group=self.group, group_src=source)))
         self.received[stage, microbatch] = begun
@@ -216,7 +220,7 @@ class _Passing:
         for work, _ in self.sent:
             work.wait()
 
-    def _examples(self, size: int) -> dict[str, Tensor]:
+    def _example(self, size: int, name: str) -> Tensor:
         if size not in self.examples:
             self.examples[size] = at_size(self.parts, size)
-        return self.examples[size]
+        return self.examples[size][name]
