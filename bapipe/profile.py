@@ -10,7 +10,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.settings import Settings, difference
-from bapipe.units import NonNegative, Positive, Share, round_half_up
+from bapipe.units import NonNegative, Positive, Share
 
 LOSS = "loss"
 """Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
@@ -185,8 +185,10 @@ def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.Unse
 
 
 def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> LayerMeasurement:
-    def mix(x: int, y: int) -> int:
-        return round_half_up(x + (y - x) * weight)
+    up, down = weight.as_integer_ratio()
+
+    def mix(x: int, y: int) -> int:  # rounded half up
+        return (2 * (x * down + (y - x) * up) + down) // (2 * down)
 
     def either(mixed: int, *given: int | msgspec.UnsetType) -> int | msgspec.UnsetType:
         return msgspec.UNSET if all(value is msgspec.UNSET for value in given) else mixed

@@ -6,8 +6,9 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from bapipe.search.bounds import Prefix
+from bapipe.search.nearby import regrouped, restated, shifted
 from bapipe.search.options import Progress
-from bapipe.search.problem import Found, Layout, Problem, Start
+from bapipe.search.problem import Found, Problem, Start
 from bapipe.search.spans import BIG, Numbers
 
 ACTIONS = 1200
@@ -92,12 +93,11 @@ class _Search:
 
     def begin(self, i: int, start: Start) -> None:
         problem = self.problems[i]
-        for bound_ns, prefix in problem.bounds.starts(start.first, start.num_places):
-            if bound_ns < self.best_ns:
-                self.count += 1
-                heappush(self.queue, (bound_ns, 0, self.count, _Item(i, None, prefix, None, 0)))
         ready = [(b, p) for b, p in problem.bounds.starts(start.first, start.num_places) if b < self.best_ns]
-        if ready:
+        for bound_ns, prefix in ready:
+            self.count += 1
+            heappush(self.queue, (bound_ns, 0, self.count, _Item(i, None, prefix, None, 0)))
+        if ready and self.best is None:
             bound_ns, prefix = min(ready, key=lambda entry: entry[0])
             self.dive(problem, prefix, bound_ns)
 
@@ -124,21 +124,39 @@ class _Search:
         self.judge(problem, prefix, bound_ns)
 
     def judge(self, problem: Problem, prefix: Prefix, bound_ns: int) -> None:
+        """Judges a plan; one that is the best so far is changed here and there as long as that makes it better."""
+        better = (problem, prefix) if self.consider(problem, prefix) else None
+        while better is not None and bound_ns < self.best_ns:
+            better = self.improve(*better)
+        if self.progress and self.best:
+            self.progress(self.judged, self.best_ns, min(bound_ns, self.best_ns))
+
+    def improve(self, problem: Problem, prefix: Prefix) -> tuple[Problem, Prefix] | None:
+        """Returns the first plan like the best one that is better; None where there is none."""
+        here = [problem]
+        elsewhere = [other for other in self.problems if other is not problem]
+        for like, problems in ((restated, elsewhere), (shifted, here), (regrouped, here)):
+            for own in problems:
+                for other in like(own, prefix, self.best_ns):
+                    self.spent += len(other.slots)
+                    if self.consider(own, other):
+                        return own, other
+        return None
+
+    def consider(self, problem: Problem, prefix: Prefix) -> bool:
+        """Returns whether a plan fits and is the best so far."""
         layout = problem.layout(prefix.places, prefix.slots)
         num_actions = 3 * len(layout.slots) * problem.num_microbatches
         self.spent += num_actions * (1 if problem.is_fast(layout) else SLOW) // ACTIONS
         self.judged += 1
-        self.consider(problem, layout)
-        if self.progress and self.best:
-            self.progress(self.judged, self.best_ns, min(bound_ns, self.best_ns))
-
-    def consider(self, problem: Problem, layout: Layout) -> None:
         if not problem.fits(layout):
-            return
+            return False
         step_ns = problem.step_ns(layout)
-        if self.best is None or step_ns < self.best_ns:
-            self.best = Found(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
-            self.best_ns = step_ns
+        if self.best is not None and step_ns >= self.best_ns:
+            return False
+        self.best = Found(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
+        self.best_ns = step_ns
+        return True
 
 
 class Children:

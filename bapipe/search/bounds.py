@@ -18,8 +18,8 @@ must be over, too. A step cannot be shorter than
           the way and back to any stage j, which finishes. Stage i lets go of it when
             - its device has done its F of the micro-batches before, and r of those up to M-d_i
             - every d-th micro-batch before it has gone all the way from stage i to the last stage and back, in turn
-            - zigzag, of single devices i < s: F of m goes from stage i to stage s, where r of m-d_s+1 follows it; that
-              comes back to stage i, where F of m-d_s+1+d_i follows it, until that is the last micro-batch
+            - zigzag: F of m goes from stage i to stage s, where r of m-a_s follows it, a_s being the most that its F
+              are always ahead; that comes back to stage i, where F of m-a_s+d_i follows it, and so on
   shared  devices with several stages: the most work of one of them, and the mean over all
   gpipe   a device of the last stage ends all its F, one of the last of all micro-batches among them, before its B; k
           micro-batches a device have passed any stage before that one: F takes sum(f+x) + max(k f, k x). From there on
@@ -29,15 +29,16 @@ must be over, too. A step cannot be shorter than
 layers from there on are theirs; it comes from one dynamic programme over slots, last to first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bapipe.search.pieces import Piece, Pieces
-from bapipe.search.rests import Held, Rest, Rests, Stay, Steps, keep, most_of, stay
+from bapipe.search.rests import Rest, Rests, Steps
 from bapipe.search.slots import Slot
 from bapipe.search.spans import BIG, Numbers
+from bapipe.search.stay import Held, Stay, keep, most_of, stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,19 @@ class _Own:
 class Bounds:
     """The bounds of one schedule and micro-batch size. A `Rest` takes O(places**2)."""
 
-    def __init__(self, pieces: Pieces, num_microbatches: int, send: Numbers, grad: Numbers, *, gpipe: bool) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        num_microbatches: int,
+        send: Numbers,
+        grad: Numbers,
+        *,
+        gpipe: bool,
+        limits_ns: Sequence[int] = (),
+    ) -> None:
         self.pieces, self.num, self._gpipe = pieces, num_microbatches, gpipe
-        self.rests = Rests(pieces, num_microbatches, send, grad, gpipe=gpipe)
+        self.rests = Rests(pieces, num_microbatches, send, grad, (), gpipe=gpipe)
+        self._fine = Rests(pieces, num_microbatches, send, grad, limits_ns, gpipe=gpipe)
 
     def starts(self, first: tuple[Slot, ...], num_places: int) -> Iterator[tuple[int, Prefix]]:
         """Yields the empty plans that begin with each of some slots, and their bounds; none where nothing fits."""
@@ -129,14 +140,15 @@ class Bounds:
                 np.array([self.pieces.grid.num_places - 1]),
                 np.array([-1]),
             )
-        steps = self.rests.steps(slot)
+        steps = self._fine.steps(slot)
         if steps is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        steps = steps.at(slice(None), slice(start + 1, None))
-        bounds = np.where(piece.fits, self._child(prefix, piece, steps), BIG)
         places = np.arange(start + 1, start + 1 + len(piece.fits))
-        return bounds.ravel(), np.tile(places, len(steps.slots)), np.repeat(np.arange(len(steps.slots)), len(places))
+        bounds = self._child(prefix, piece, steps.at(slice(None), slice(start + 1, None)))
+        least = bounds.reshape(len(slot.next), self._fine.num_classes, len(places)).min(axis=1)
+        numbers = np.repeat(np.arange(len(slot.next)), len(places))
+        return np.where(piece.fits, least, BIG).ravel(), np.tile(places, len(slot.next)), numbers
 
     def extend(self, prefix: Prefix, place: int, number: int) -> Prefix:
         """Returns the prefix with one more stage that ends at a place, and the next slot by number."""
@@ -155,7 +167,7 @@ class Bounds:
             work = (*work[: slot.place], added, *work[slot.place + 1 :])
         return Prefix(
             places=(*prefix.places, place),
-            slots=prefix.slots if steps is None else (*prefix.slots, *steps.slots),
+            slots=prefix.slots if steps is None else (*prefix.slots, slot.next[number]),
             head_ns=head,
             feed_ns=feed,
             tail_ns=tail,
@@ -182,9 +194,8 @@ class Bounds:
         own = stay(slot, self.num, piece, reach, linked, self._held(prefix, steps))
         after = np.maximum(piece.after, prefix.tail_ns)
         start = np.maximum(prefix.head_ns + own.start, prefix.feed_ns)
-        if len(slot.devices) == 1:
-            for stage in prefix.passed:
-                start = np.maximum(start, self._zigzag(prefix, stage, piece.forward + piece.back))
+        for stage in prefix.passed:
+            start = np.maximum(start, self._zigzag(prefix, stage, piece.forward + piece.back))
         asked = [start + np.maximum(own.around + after, onward)]
         asked += [prefix.head_ns + own.load + piece.after, prefix.head_ns + own.left + prefix.tail_ns]
         for k, work in own.work:
@@ -200,13 +211,14 @@ class Bounds:
 
     def _zigzag(self, prefix: Prefix, stage: Passed, here: Numbers) -> Numbers | int:
         """When the last micro-batch reaches the next stage that goes there and back from an earlier one, in turn."""
-        first = prefix.slots[-1].turns.least_depth - 1
+        first = prefix.slots[-1].turns.ahead
         ahead = stage.depth - first
-        if stage.num_devices > 1 or ahead < 1 or first >= self.num:
+        if ahead < 1 or first >= self.num:
             return 0
         rounds, extra = divmod(self.num - 1 - first, ahead)
         around = np.minimum(prefix.way_ns - stage.way_ns + here, BIG // max(rounds, 1))
-        start: Numbers = prefix.head_ns + (first + extra) * stage.forward_ns + rounds * around
+        waits = (first + extra) // stage.num_devices * stage.forward_ns
+        start: Numbers = prefix.head_ns + waits + rounds * around
         return start
 
     def _longer(
@@ -255,9 +267,9 @@ class Bounds:
         return keep(bound)
 
     def _bound(self, prefix: Prefix, rest: Rest) -> int:
-        bound = int(max(rest.done[0], rest.load[0]))
+        bound = int(max(rest.done[0, 0], rest.load[0, 0]))
         if prefix.work_ns:
-            bound = max(bound, min(BIG, self.num * int(rest.total[0])) // len(prefix.work_ns))
-        if self._gpipe and rest.path[0] < BIG:
-            bound = max(bound, int(rest.back_done[0] + rest.send[0]))
+            bound = max(bound, min(BIG, self.num * int(rest.total[0, 0])) // len(prefix.work_ns))
+        if self._gpipe and rest.path[0, 0] < BIG:
+            bound = max(bound, int(rest.back_done[0, 0] + rest.send[0, 0]))
         return min(bound, BIG)

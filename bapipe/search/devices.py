@@ -17,11 +17,13 @@ class DeviceClass:
         ranks: their places in the cluster, ascending.
         device: the first of them.
         limit_bytes: what each of them may hold.
+        twin: the first of the classes that this one can be exchanged with as a whole, by number: those of hosts alike.
     """
 
     ranks: tuple[int, ...]
     device: Device
     limit_bytes: int
+    twin: int
 
 
 def classes_of(
@@ -36,16 +38,21 @@ def classes_of(
     named = {end for link in cluster.links for end in (link.source, link.target)}
     on_host = Counter(device.host for device in cluster.devices)
     same_links = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
-    found: dict[Hashable, list[int]] = {}
+    found: dict[tuple[Hashable, ...], list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         host = None if same_links or on_host[device.host] == 1 else device.host
         own = device.name if device.name in named else None
         key = (device.kind, device.speed, device.overlaps_transfers, limits[rank], apart[rank], host, own)
         found.setdefault(key, []).append(rank)
-    groups = sorted(found.values(), key=lambda ranks: (pace[ranks[0]], ranks[0]))
+    groups = sorted(found.items(), key=lambda group: (pace[group[1][0]], group[1][0]))
+    first: dict[Hashable, int] = {}
+    twins = []
+    for number, ((*kind, at, name), ranks) in enumerate(groups):
+        whole_host = at is not None and name is None
+        twins.append(first.setdefault((*kind, len(ranks)), number) if whole_host else number)
     return tuple(
-        DeviceClass(ranks=tuple(ranks), device=cluster.devices[ranks[0]], limit_bytes=limits[ranks[0]])
-        for ranks in groups
+        DeviceClass(ranks=tuple(ranks), device=cluster.devices[ranks[0]], limit_bytes=limits[ranks[0]], twin=twin)
+        for (_, ranks), twin in zip(groups, twins, strict=True)
     )
 
 

@@ -74,6 +74,7 @@ class Pieces:
         self._times, self.sizes, self.may_recompute, self._mask = times, sizes, recompute, mask
         self._reduced: dict[Hashable, Numbers] = {}
         self._transfers: dict[tuple[Bandwidth, int], tuple[Numbers, Numbers]] = {}
+        self._ways: dict[Hashable, tuple[Numbers, Numbers]] = {}
         self._rows: dict[tuple[int, int], tuple[Slot, Piece]] = {}
 
     def row(self, slot: Slot, place: int) -> Piece:
@@ -129,6 +130,12 @@ class Pieces:
         if slot.place is not None and slot.place == other.place:
             none = np.zeros(len(num_bytes), dtype=np.int64)
             return none, none
+        key = (slot.devices, other.devices, slot.turns.num_microbatches, id(num_bytes), forward)
+        if key not in self._ways:
+            self._ways[key] = self._way(slot, other, num_bytes, forward)
+        return self._ways[key]
+
+    def _way(self, slot: Slot, other: Slot, num_bytes: Numbers, forward: bool) -> tuple[Numbers, Numbers]:
         counts = _counts(slot, other)
         links = {(a, b): self.links.between([a], [b]) for a, b in (p if forward else p[::-1] for p in counts)}
         times = {pair: self._transfer_ns(link, num_bytes) for pair, (link,) in links.items()}
@@ -212,14 +219,19 @@ class Pieces:
 
 
 def _counts(slot: Slot, other: Slot) -> dict[tuple[int, int], int]:
-    """The most micro-batches that one device of a class hands to one of another class, by their classes."""
-    num = sum(share.num_microbatches for share in slot.turns.shares)
+    """How many micro-batches a device of a class hands to one of another class, by their classes.
+
+    It is the most on one link, and where a slot has several classes what any two of them that meet have at least: that
+    is the same with twins exchanged, which changes the order of the devices.
+    """
+    num = slot.turns.num_microbatches
     period = int(np.lcm(len(slot.devices), len(other.devices)))
-    found: dict[tuple[int, int], int] = {}
-    for first in range(min(num, period)):  # micro-batches that come first on their link
-        pair = slot.devices[first % len(slot.devices)], other.devices[first % len(other.devices)]
-        found[pair] = max(found.get(pair, 0), -(-(num - first) // period))
-    return found
+    if len({*slot.devices}) > 1 or len({*other.devices}) > 1:
+        return {
+            (slot.devices[first % len(slot.devices)], other.devices[first % len(other.devices)]): num // period
+            for first in range(period)
+        }
+    return {(slot.devices[0], other.devices[0]): -(-num // period)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,8 @@
 Letters as in `bapipe.search.bounds`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +12,16 @@ import numpy as np
 from bapipe.search.pieces import Piece, Pieces
 from bapipe.search.slots import Slot
 from bapipe.search.spans import BIG, Numbers
+from bapipe.search.stay import Held, keep, most_of, stay
+
+NOTHING = np.zeros(0, dtype=np.int64)
+"""Stands for what nobody asks for."""
 
 
 class Rest(NamedTuple):
     """For every place, the least that a slot and those after it add, counted from the first F there.
+
+    A row for each class of what is to come: of the largest e in it.
 
     Attributes:
         path: one micro-batch all the way down and back.
@@ -40,10 +45,9 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """From a slot to each of those that can be next, a row each, at every place.
+    """From a slot to each of those that can be next, a row for each class of its rest, at every place.
 
     Attributes:
-        slots: the next slots.
         x, y: transfer times of one micro-batch.
         all_x, all_y: how long the busiest link takes for all of them.
         most: micro-batches that pass a link before the last one, a column.
@@ -51,7 +55,6 @@ class Steps:
         rest: of the next slots.
     """
 
-    slots: tuple[Slot, ...]
     x: Numbers
     y: Numbers
     all_x: Numbers
@@ -64,7 +67,6 @@ class Steps:
         """Returns some rows, at some places."""
         part = (rows, places)
         return Steps(
-            self.slots[rows],
             self.x[part],
             self.y[part],
             self.all_x[part],
@@ -75,87 +77,36 @@ class Steps:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How long a device that cannot overlap is held by each transfer of a micro-batch; nothing where it can.
-
-    Attributes:
-        enter, leave: activations from the stage before, gradients back to it.
-        send, take: activations to the next stage, and gradients from there; `out` is both.
-    """
-
-    enter: Numbers | int = 0
-    leave: Numbers | int = 0
-    send: Numbers | int = 0
-    take: Numbers | int = 0
-
-    @property
-    def out(self) -> Numbers | int:
-        return self.send + self.take
-
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """What a stage takes, counted from its first F.
-
-    Attributes:
-        around: one micro-batch from here to the end and back.
-        start: until F of the last micro-batch begins.
-        load: until the last r is done.
-        left: until all transfers before the last one to the stage before are done too.
-        again: what all r but the first add.
-        work: for some devices, given by number, until their update is done.
-    """
-
-    around: Numbers
-    start: Numbers
-    load: Numbers
-    left: Numbers
-    again: Numbers
-    work: tuple[tuple[int, Numbers], ...]
-
-
-def stay(slot: Slot, num: int, piece: Piece, reach: Numbers | int, linked: Numbers | int, held: Held) -> Stay:
-    """Returns what a stage with each of some runs of layers takes, of `num` micro-batches.
-
-    `reach` is one micro-batch's way from the next transfer until its gradients are here again, and `linked` the same
-    while all micro-batches pass the link to the next stage, or that from it.
-    """
-    f, r = piece.forward, piece.back
-    replicas, depth = len(slot.devices), slot.turns.depth
-    most = -(-num // replicas)
-    late = max(0, most - depth // replicas)  # F of a device that follow its first r
-    around = f + r + reach
-    start = (most - 1) * (f + held.enter) + late * (r + held.out)
-    rounds, extra = divmod(num - 1, depth)
-    if late:
-        start = np.maximum(start, around + (late - 1) * (f + r))
-    if rounds:
-        start = np.maximum(start, rounds * np.minimum(around, BIG // rounds) + extra // replicas * f)
-    again = (most - 1) * (r + held.take)
-    busy = [own + n * held.out + (n - 1) * held.enter for n, own in piece.turns]
-    load = most_of([start + around, f + r + linked, around + late * (f + held.send) + again, *busy])
-    left = most_of([load, *(own + (n - 1) * held.leave for own, (n, _) in zip(busy, piece.turns, strict=True))])
-    work = tuple(
-        (k, own + n * held.out + (n - 1) * held.enter) for (k, own), (n, _) in zip(piece.work, piece.turns, strict=True)
-    )
-    return Stay(around=around, start=start, load=load, left=left, again=again, work=work)
-
-
 class Rests:
-    """The rests of one schedule and micro-batch size. Each takes O(places**2)."""
+    """The rests of one schedule and micro-batch size. Each takes O(places**2) for every class.
 
-    def __init__(self, pieces: Pieces, num_microbatches: int, send: Numbers, grad: Numbers, *, gpipe: bool) -> None:
+    A short way for the last micro-batch needs stages with a small e, and less work for a device needs replicas, whose
+    all-reduces make e large. So what is to come is told apart by its largest e, between `limits_ns`.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        num_microbatches: int,
+        send: Numbers,
+        grad: Numbers,
+        limits_ns: Sequence[int],
+        *,
+        gpipe: bool,
+    ) -> None:
         self.pieces, self.num, self.gpipe = pieces, num_microbatches, gpipe
+        self._limits = np.array(limits_ns, dtype=np.int64)
+        self.num_classes = len(limits_ns) + 1
         self.send, self.grad = send, grad
-        self._rests: dict[int, tuple[Slot, Rest]] = {}
+        self._rests: dict[Hashable, tuple[Slot, Rest]] = {}
         self._steps: dict[int, tuple[Slot, Steps | None]] = {}
 
     def rest(self, slot: Slot) -> Rest:
         """Returns the least that a slot and those after it add, made when it is first asked for."""
-        if id(slot) not in self._rests:
-            self._rests[id(slot)] = slot, self._make(slot)
-        return self._rests[id(slot)][1]
+        key = id(slot) if slot.alike is None else slot.alike
+        if key not in self._rests:
+            self._rests[key] = slot, self._make(slot)
+        return self._rests[key][1]
 
     def steps(self, slot: Slot) -> Steps | None:
         """Returns the ways from a slot to the next ones; None where there is none."""
@@ -177,33 +128,53 @@ class Rests:
         ways = [self.pieces.transfers(slot, other, self.send, forward=True) for other in slot.next]
         backs = [self.pieces.transfers(slot, other, self.grad, forward=False) for other in slot.next]
         links = [int(np.lcm(len(slot.devices), len(other.devices))) for other in slot.next]
+
+        def rows(values: Sequence[object]) -> Numbers:
+            return np.repeat(np.array(values), self.num_classes, axis=0)
+
         return Steps(
-            slot.next,
-            np.stack([one for one, _ in ways]),
-            np.stack([one for one, _ in backs]),
-            np.stack([every for _, every in ways]),
-            np.stack([every for _, every in backs]),
-            np.array([[(self.num - 1) // link] for link in links]),
-            np.array([[max(0, (self.num - self._last(slot)) // link)] for link in links]),
-            Rest(*map(np.stack, zip(*map(self.rest, slot.next), strict=True))),
+            rows([one for one, _ in ways]),
+            rows([one for one, _ in backs]),
+            rows([every for _, every in ways]),
+            rows([every for _, every in backs]),
+            rows([[(self.num - 1) // link] for link in links]),
+            rows([[max(0, (self.num - self._last(slot)) // link)] for link in links]),
+            Rest(*map(np.concatenate, zip(*map(self.rest, slot.next), strict=True))),
         )
 
     def _make(self, slot: Slot) -> Rest:
-        grid, num = self.pieces.grid, self.num
         piece = self.pieces.all(slot, slice(None))
         steps = self.steps(slot)
         if steps is None and not slot.last:
-            return Rest(*[np.full(grid.num_places, BIG, dtype=np.int64)] * 8)
+            return Rest(*[np.full((self.num_classes, self.pieces.grid.num_places), BIG, dtype=np.int64)] * 8)
         after = self._after(slot, steps)
+        own = np.searchsorted(self._limits, piece.after)
+        rows = []
+        for k in range(self.num_classes):
+            chosen = _After(*(self._at_ends(values, own, k) for values in after))
+            rows.append(self._row(slot, piece, chosen, own <= k))
+        return Rest(*map(np.stack, zip(*rows, strict=True)))
+
+    def _at_ends(self, values: Numbers, own: Numbers, k: int) -> Numbers:
+        """Returns for every run what follows it, where that makes the larger of its class and that of the rest k."""
+        ends = self.pieces.grid.ends
+        if not len(values):
+            return NOTHING
+        found: Numbers = values[k].take(ends)
+        if self.num_classes > 1:
+            found = np.where(own == k, np.minimum.reduce(values[: k + 1]).take(ends), found)
+        return found
+
+    def _row(self, slot: Slot, piece: Piece, after: "_After", may: Numbers) -> Rest:
+        """The least that a slot adds with the runs that it may hold, `after` being what follows each of them."""
+        grid, num = self.pieces.grid, self.num
         f, r, e = piece.forward, piece.back, piece.after
-        reach, linked = after.path[grid.ends], after.linked[grid.ends]
-        own = stay(slot, num, piece, reach, linked, self._held(slot, after))
-        fits = piece.fits & (reach < BIG)
-        back = f + r
-        load = np.maximum(own.load, back + after.load[grid.ends])
+        own = stay(slot, num, piece, after.path, after.linked, self._held(slot, after))
+        fits = piece.fits & may & (after.path < BIG)
+        load = np.maximum(own.load, f + r + after.load)
         left = np.maximum(own.left, load)
-        x_last = f + after.last[grid.ends]
-        done = most_of([load + e, f + after.done[grid.ends], own.start + x_last, *(work for _, work in own.work)])
+        last = f + after.last
+        done = most_of([load + e, f + after.done, own.start + last, *(work for _, work in own.work)])
 
         def least(values: Numbers) -> Numbers:
             return keep(grid.least(np.where(fits, values, BIG)))
@@ -211,16 +182,16 @@ class Rests:
         none = np.zeros(grid.num_places, dtype=np.int64)
         send = back_done = back_load = none
         if self.gpipe:
-            again = np.maximum(own.around + own.again, back + after.back_load[grid.ends])
+            again = np.maximum(own.around + own.again, f + r + after.back_load)
             back_load = least(again)
-            back_done = least(most_of([again + e, own.around - r + piece.spent, f + after.back_done[grid.ends]]))
-            send = least(np.maximum(self.before(slot) * f, after.send[grid.ends]))
+            back_done = least(most_of([again + e, own.around - r + piece.spent, f + after.back_done]))
+            send = least(np.maximum(self.before(slot) * f, after.send))
         return Rest(
             path=least(own.around),
-            last=least(np.maximum(own.around + e, x_last)),
+            last=least(np.maximum(own.around + e, last)),
             done=least(done),
             load=least(left),
-            total=least(piece.both + after.total[grid.ends]),
+            total=none if slot.place is None else least(piece.both + after.total),
             send=send,
             back_done=back_done,
             back_load=back_load,
@@ -229,40 +200,45 @@ class Rests:
     def _held(self, slot: Slot, after: "_After") -> Held:
         if not self.pieces.stalls(slot):
             return Held()
-        grid = self.pieces.grid
+        starts = self.pieces.grid.starts
         enter = self.pieces.entry(slot, self.send, forward=True)
         leave = self.pieces.entry(slot, self.grad, forward=False)
-        return Held(enter[grid.starts], leave[grid.starts], after.send_one[grid.ends], after.take_one[grid.ends])
+        return Held(enter[starts], leave[starts], after.one_x, after.one_y)
 
     def _after(self, slot: Slot, steps: Steps | None) -> "_After":
-        """What follows a slot, at every place where it may end."""
+        """What follows a slot, at every place where it may end, a row for each class; only what is asked for."""
+        gpipe, stalls, looped = self.gpipe, self.pieces.stalls(slot), slot.place is not None
         if steps is None:
-            last = np.full(self.pieces.grid.num_places, BIG, dtype=np.int64)
-            last[-1] = 0
-            return _After(*[last] * 11)
+            last = np.full((self.num_classes, self.pieces.grid.num_places), BIG, dtype=np.int64)
+            last[0, -1] = 0
+            none = NOTHING
+            return _After(
+                *[last] * 5,
+                *[last if looped else none],
+                *[last if gpipe else none] * 3,
+                *[last if stalls else none] * 2,
+            )
         rest, x, y = steps.rest, steps.x, steps.y
-        send = back = back_load = np.zeros(1)
-        if self.gpipe:
-            send = least_of(np.maximum(steps.before * x, rest.send))
-            back = least_of(x + rest.back_done)
-            back_load = least_of(x + y + np.maximum(rest.back_load, rest.path + steps.most * y))
+
+        def least(values: Numbers) -> Numbers:
+            return keep(np.minimum.reduce(values.reshape(-1, self.num_classes, values.shape[-1])))
+
         return _After(
-            path=least_of(x + y + rest.path),
-            last=least_of(x + rest.last),
-            done=least_of(x + rest.done),
-            load=least_of(x + y + rest.load),
-            linked=least_of(rest.path + np.maximum(steps.all_x + y, x + steps.all_y)),
-            total=least_of(rest.total),
-            send=send,
-            back_done=back,
-            back_load=back_load,
-            send_one=least_of(x),
-            take_one=least_of(y),
+            path=least(x + y + rest.path),
+            last=least(x + rest.last),
+            done=least(x + rest.done),
+            load=least(x + y + rest.load),
+            linked=least(rest.path + np.maximum(steps.all_x + y, x + steps.all_y)),
+            total=least(rest.total) if looped else NOTHING,
+            send=least(np.maximum(steps.before * x, rest.send)) if gpipe else NOTHING,
+            back_done=least(x + rest.back_done) if gpipe else NOTHING,
+            back_load=least(x + y + np.maximum(rest.back_load, rest.path + steps.most * y)) if gpipe else NOTHING,
+            one_x=least(x) if stalls else NOTHING,
+            one_y=least(y) if stalls else NOTHING,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _After:
+class _After(NamedTuple):
     """A `Rest` from the transfer before it on, least over what can be next."""
 
     path: Numbers
@@ -274,21 +250,5 @@ class _After:
     send: Numbers
     back_done: Numbers
     back_load: Numbers
-    send_one: Numbers
-    take_one: Numbers
-
-
-def least_of(rows: Numbers) -> Numbers:
-    """Returns the least of every column."""
-    return keep(np.minimum.reduce(rows))
-
-
-def most_of(values: Sequence[Numbers]) -> Numbers:
-    """Returns the largest, element by element."""
-    return reduce(np.maximum, values)
-
-
-def keep(values: Numbers) -> Numbers:
-    """Returns the values, infinity where they are larger."""
-    found: Numbers = np.minimum(values, BIG)
-    return found
+    one_x: Numbers
+    one_y: Numbers

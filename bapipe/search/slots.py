@@ -5,6 +5,7 @@ for as many stages as there are devices, shared among its devices: 1F1B on 3 + 1
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import permutations, product
 
 from bapipe.schedule import Schedule
@@ -24,6 +25,7 @@ class Slot:
         receives, returns: whether the stages before and after are on other devices.
         last: whether the pipeline ends here.
         most_last: devices that the last stage has at most, if that is a later one.
+        alike: the same for slots that differ only in which of some twins has which part; None where that is not known.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Slot:
         receives: bool = True,
         returns: bool = True,
         most_last: int = 1,
+        alike: Hashable = None,
     ) -> None:
         self.devices, self.turns, self.last, self.place = devices, turns, last, place
-        self.receives, self.returns, self.most_last = receives, returns, most_last
+        self.receives, self.returns, self.most_last, self.alike = receives, returns, most_last, alike
         self._follow = follow
         self._next: tuple[Slot, ...] | None = None
 
@@ -53,15 +56,18 @@ class Slot:
 class Slots:
     """The slots of one schedule and number of micro-batches; equal ones are the same object."""
 
-    def __init__(self, schedule: str, num_microbatches: int, *, replicas: bool, arranged: bool = False) -> None:
+    def __init__(
+        self, schedule: str, num_microbatches: int, twins: Sequence[int], *, replicas: bool, arranged: bool = False
+    ) -> None:
         self.schedule, self.num_microbatches, self.replicas = schedule, num_microbatches, replicas
+        self.twins = tuple(twins)
         self.arranged = arranged  # whether unlike devices of one stage are taken in every order
         self._tables: dict[int, Schedule] = {}
         self._orders: dict[Hashable, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
         self._rests: dict[tuple[int, int], int] = {}
         self._turns: dict[tuple[int, int], Turns] = {}
         self._slots: dict[Hashable, Slot] = {}
-        self._firsts: dict[tuple[int, int | None], tuple[Slot, ...]] = {}
 
     def table(self, num_devices: int) -> Schedule:
         """Returns the schedule with one device a stage, or a device for each of its ranks."""
@@ -99,7 +105,7 @@ class Slots:
 
     def _after(self, rest: Counts, num_used: int, stages: int | None) -> tuple[Slot, ...]:
         """The slots that can come first on the devices that are left."""
-        key = (rest, self._rest(num_used, num_used - sum(rest)), stages, "free")
+        state = (self._rest(num_used, num_used - sum(rest)), stages, "free")
         most = self._most(sum(rest))
         made = []
         for group in product(*(range(min(count, most) + 1) for count in rest)):
@@ -107,33 +113,43 @@ class Slots:
             if not 0 < sum(group) <= most or not self._ends_well(sum(left), stages):
                 continue
             sorted_devices = tuple(c for c, count in enumerate(group) for _ in range(count))
+            follow = partial(self._after, left, num_used, _fewer(stages))
+            alike = None if self.arranged else (*state, tuple(sorted(zip(self.twins, group, left, strict=True))))
             for devices in sorted(set(permutations(sorted_devices))) if self.arranged else [sorted_devices]:
-                made.append(self._make((*key, devices), devices, num_used, sum(rest), sum(left) == 0, stages, left))
+                key = (*state, rest, devices)
+                made.append(self._make(key, devices, num_used, sum(rest), sum(left) == 0, follow, alike))
         return tuple(made)
 
     def _runs(self, rest: Counts, num_used: int, stages: int | None) -> tuple[Slot, ...]:
-        key = (rest, self._rest(num_used, num_used - len(rest)), stages, "runs")
+        key = (self._rest(num_used, num_used - len(rest)), stages, "runs", rest)
         made = []
         for size in range(1, self._most(len(rest)) + 1):
             if self._ends_well(len(rest) - size, stages):
                 last = size == len(rest)
                 devices = tuple(sorted(rest[:size]))
-                made.append(self._make((*key, size), devices, num_used, len(rest), last, stages, rest[size:]))
+                follow = partial(self._runs, rest[size:], num_used, _fewer(stages))
+                made.append(self._make((*key, size), devices, num_used, len(rest), last, follow, None))
         return tuple(made)
 
     def _make(
-        self, key: Hashable, devices: Counts, num_used: int, num_left: int, last: bool, stages: int | None, left: Counts
+        self,
+        key: Hashable,
+        devices: Counts,
+        num_used: int,
+        num_left: int,
+        last: bool,
+        follow: "Callable[[], tuple[Slot, ...]]",
+        alike: Hashable,
     ) -> Slot:
         if key not in self._slots:
             order = self._order(num_used, num_used - num_left)
-            fewer = None if stages is None else stages - 1
-            follow = self._after if isinstance(key, tuple) and key[3] == "free" else self._runs
             self._slots[key] = Slot(
                 devices,
                 self._shared(order, num_used, num_used - num_left, len(devices)),
                 last,
-                lambda: () if last else follow(left, num_used, fewer),
+                (lambda: ()) if last else follow,
                 most_last=self._most(num_left - len(devices)),
+                alike=alike,
             )
         return self._slots[key]
 
@@ -145,8 +161,10 @@ class Slots:
 
     def _order(self, num_used: int, first: int) -> int:
         """A number for the order of a device in the table, the same where only the stage's own number differs."""
-        actions = tuple((phase, m) for _, phase, m in self.table(num_used).order[first])
-        return self._orders.setdefault(actions, len(self._orders))
+        if (num_used, first) not in self._numbers:
+            actions = tuple((phase, m) for _, phase, m in self.table(num_used).order[first])
+            self._numbers[num_used, first] = self._orders.setdefault(actions, len(self._orders))
+        return self._numbers[num_used, first]
 
     def _rest(self, num_used: int, first: int) -> int:
         """A number for the table from a device on."""
@@ -162,3 +180,7 @@ class Slots:
         if key not in self._turns:
             self._turns[key] = turns(self.table(num_used).order[first], num_devices)
         return self._turns[key]
+
+
+def _fewer(stages: int | None) -> int | None:
+    return None if stages is None else stages - 1

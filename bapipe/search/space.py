@@ -28,6 +28,9 @@ MAX_ARRANGED = 5
 MAX_WORDS = 500
 """Most orders of devices of one pipeline for a schedule with several stages a device."""
 
+PARTS = (20, 5)
+"""What is to come is told apart by the largest time after a stage's last backward: as parts of an ideal step."""
+
 MAX_STARTS = 16
 """Most devices of which any number is looked at, where they are taken in the cluster's order."""
 
@@ -74,9 +77,12 @@ def space(
         grid = grid or Grid(rules.cuts(next(iter(kinds.values())), chains[0].legal))
         pieces = _pieces(kinds, classes, links, grid, size, chains, recompute, rules)
         send, grad = _least_alive(chains, grid)
+        num = minibatch_size // size
+        ideal_ns = int(num * _least_work_ns(kinds, size) / _rate([len(own.ranks) for own in classes], classes))
+        limits_ns = [ideal_ns // part for part in PARTS]
         for schedule in schedules:
-            num = minibatch_size // size
-            slots = Slots(schedule, num, replicas=replicas, arranged=len(cluster.devices) <= MAX_ARRANGED)
+            twins = [own.twin for own in classes]
+            slots = Slots(schedule, num, twins, replicas=replicas, arranged=len(cluster.devices) <= MAX_ARRANGED)
             flow_shop = schedule in ("gpipe", "gpipe-2bp")  # all F of a device before its first B
             problems.append(
                 Problem(
@@ -87,7 +93,7 @@ def space(
                     microbatch_size=size,
                     num_microbatches=num,
                     slots=slots,
-                    bounds=Bounds(pieces, num, send, grad, gpipe=flow_shop),
+                    bounds=Bounds(pieces, num, send, grad, gpipe=flow_shop, limits_ns=limits_ns),
                     starts=_starts(slots, kinds, classes, size, num_stages, grid.num_places - 1, free),
                 )
             )
@@ -133,12 +139,11 @@ def _starts(
     if num_stages is not None and num_stages > most_stages:
         return []
     most = most_stages * (slots.num_microbatches if slots.replicas else 1)
-    rates = [Fraction(str(own.device.speed)) for own in classes]
     work = _least_work_ns(kinds, size)
     starts = []
 
     def add(used: Counts, first: "tuple[object, ...]", num_places: int = 0) -> None:
-        rate = sum(count * rate for count, rate in zip(used, rates, strict=True))
+        rate = _rate(used, classes)
         slack = 3 * slots.num_microbatches * max(sum(used), most_stages)  # times of stages are rounded
         least_ns = max(0, int(slots.num_microbatches * work / rate) - slack)
         starts.append(Start(devices=sum(used), first=first, least_ns=least_ns, num_places=num_places))  # type: ignore[arg-type]
@@ -157,6 +162,12 @@ def _starts(
             if count <= most and (num_stages is None or count >= num_stages):
                 add(_used(line[:count], classes), slots.in_order(line[:count], num_stages))
     return [start for start in starts if start.first]
+
+
+def _rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:
+    """The speeds of so many devices of each class, added up."""
+    speeds = (count * Fraction(str(own.device.speed)) for count, own in zip(used, classes, strict=True))
+    return sum(speeds, start=Fraction(0))
 
 
 def _allowed(num_stages: int | None, most: int) -> range:

@@ -29,17 +29,22 @@ class Turns:
     Attributes:
         shares: of each device.
         depth: F of micro-batch m + depth follows B or I of micro-batch m on the same device.
-        least_depth: on a single device, F of micro-batch m + least_depth - 1 comes before B or I of micro-batch m,
-            while there are that many.
+        ahead: F of micro-batch m + ahead comes before B or I of micro-batch m on the same device, while there are that
+            many.
         phases: which there are.
         ends: the phases that can come last on a device: B, W, or both.
     """
 
     shares: tuple[Share, ...]
     depth: int
-    least_depth: int
+    ahead: int
     phases: frozenset[Phase]
     ends: frozenset[Phase]
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many there are."""
+        return sum(share.num_microbatches for share in self.shares)
 
     @property
     def splits(self) -> bool:
@@ -55,28 +60,29 @@ class Turns:
 def turns(order: Sequence[Action], num_devices: int) -> Turns:
     """Returns how `num_devices` devices share the order of a stage. O(actions)."""
     parts = [[action for action in order if action.microbatch % num_devices == k] for k in range(num_devices)]
-    depths = _depths(order)
-    depth, num = max(depths), len(depths)
+    depths = [_depths(part, num_devices) for part in parts]
+    depth = max(max(own, default=1) for own in depths)
+    least = min((found for own in depths for j, found in enumerate(own) if j + found < len(own)), default=depth)
     return Turns(
         shares=tuple(
             Share(num_microbatches=sum(a.phase is Phase.FORWARD for a in part), points=_points(part)) for part in parts
         ),
-        depth=-(-depth // num_devices) * num_devices,
-        least_depth=min(depth for m, depth in enumerate(depths) if m + max(depths) <= num),
+        depth=depth * num_devices,
+        ahead=(least - 1) * num_devices,
         phases=frozenset(action.phase for action in order),
         ends=frozenset(part[-1].phase for part in parts if part),
     )
 
 
-def _depths(order: Sequence[Action]) -> list[int]:
-    """For every micro-batch, how many F from its own on come before its B or I."""
+def _depths(order: Sequence[Action], num_devices: int) -> list[int]:
+    """For every micro-batch of a device, how many of its F from its own on come before its B or I."""
     forwards = 0
     found: dict[int, int] = {}
     for _, phase, microbatch in order:
         if phase is Phase.FORWARD:
             forwards += 1
         elif phase is not Phase.WEIGHT_GRAD:
-            found[microbatch] = max(1, forwards - microbatch)
+            found[microbatch] = max(1, forwards - microbatch // num_devices)
     return [found[microbatch] for microbatch in sorted(found)]
 
 

@@ -174,11 +174,14 @@ def test_bounds_never_exceed_the_judge_of_many_microbatches(schedule: str) -> No
 
 def random_pipeline(random: Random, schedule: str) -> Problem:
     """Up to five devices on two hosts, many micro-batches, and at times slow links, all-reduces or devices that stall."""
-    profile, cluster = random_profile(random, random.randint(3, 7), splits_badly=random.random() < 0.3), None
+    profile = random_profile(random, random.randint(3, 7), splits_badly=random.random() < 0.3)
     cluster = random_cluster(random, random.randint(2, 5))
     stalls = random.random() < 0.5
     devices = tuple(replace(d, overlaps_transfers=not stalls, memory_bytes=2**32) for d in cluster.devices)
     cluster = replace(cluster, devices=devices)
+    if random.random() < 0.4:  # two hosts alike
+        devices = tuple(replace(devices[0], name=f"d{i}", host=f"h{i // 3}") for i in range(6))
+        cluster = replace(cluster, devices=devices, links=())
     if random.random() < 0.4:
         profile, cluster = heavy(profile), heavy_duty(cluster)
     num = random.randint(1, 24)
@@ -261,6 +264,36 @@ def test_the_space_leaves_no_plan_out(seed: int) -> None:
             best = timeline.step_ns if best is None else min(best, timeline.step_ns)
     found = best_first(problems)
     assert (found and found.step_ns) == best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
+    random = Random(seed)
+    profile, cluster = random_profile(random, 3), random_cluster(random, 4)
+    device = replace(cluster.devices[0], speed=1.0, memory_bytes=2**40, overlaps_transfers=seed % 2 == 0)
+    devices = tuple(replace(device, name=f"d{i}", host=f"h{i % 2}") for i in range(4))
+    slow = replace(cluster.inter_host, bytes_per_s=cluster.intra_host.bytes_per_s // 3)
+    cluster = replace(cluster, devices=devices, links=(), inter_host=slow)
+    problems = space(
+        {"a": profile},
+        cluster,
+        minibatch_size=4,
+        sizes=[1],
+        schedules=["1f1b"],
+        limits=[2**40] * 4,
+        recompute=False,
+    ).problems
+    assert [own.twin for own in problems[0].classes] == [0, 0]
+    want = []
+    for stages in every_plan(profile, cluster):
+        if not any(stage.recompute for stage in stages):
+            ranks = tuple(tuple(cluster.index[name] for name in stage.devices) for stage in stages)
+            table = merged(SCHEDULES["1f1b"](sum(map(len, ranks)), 4), ranks, 4)
+            want.append(judge(table, stages_of(stages, {"a": profile}, cluster, 1), cluster).step_ns)
+    found, every = best_first(problems), exhaustive(problems)
+    assert found is not None
+    assert every is not None
+    assert found.step_ns == found.lower_bound_ns == every.step_ns == min(want)
 
 
 def test_a_stopped_search_gives_an_honest_bound() -> None:
