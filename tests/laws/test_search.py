@@ -146,7 +146,7 @@ def test_bounds_never_exceed_the_judge(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
 def test_bounds_never_exceed_the_judge_of_many_microbatches(schedule: str) -> None:
     checked = late = 0
-    for seed in range(60):
+    for seed in range(25):
         random = Random(seed)
         problem = random_pipeline(random, schedule)
         if not problem.starts:
@@ -168,8 +168,8 @@ def test_bounds_never_exceed_the_judge_of_many_microbatches(schedule: str) -> No
                 assert max(bounds_ns) <= step_ns, (seed, prefix.places, [slot.devices for slot in prefix.slots])
                 checked += 1
                 late += max(bounds_ns) > 0.98 * step_ns
-    assert checked > 150
-    assert late > 20
+    assert checked > 80
+    assert late > 10
 
 
 def random_pipeline(random: Random, schedule: str) -> Problem:
