@@ -92,7 +92,7 @@ class Runs:
         params = self._params[end] - self._params[begin]
         update = self._at_speed(self._update[end] - self._update[begin])
         share = -(-params // devices)
-        turn = ring.latency_ns - (-share * 1_000_000_000 // ring.bytes_per_s)
+        turn = message_ns(share, ring)
         return update + np.where((devices > 1) & (params > 0), 2 * (devices - 1) * turn, 0)
 
     def most_bytes(self, in_flight: int, microbatches: int) -> int:
@@ -133,7 +133,14 @@ def most_ns(
 
 def transfer_ns(num_bytes: Any, link: Bandwidth) -> Any:
     """Returns the time of one transfer of each of many sizes; no bytes take none."""
-    return np.where(num_bytes > 0, link.latency_ns - (-num_bytes * 1_000_000_000 // link.bytes_per_s), 0)
+    return np.where(num_bytes > 0, message_ns(num_bytes, link), 0)
+
+
+def message_ns(num_bytes: Any, link: Bandwidth) -> Any:
+    """Returns latency and bytes over bandwidth, exact where their product is more than 64 bits hold; at most 2^60."""
+    sizes = np.asarray(num_bytes)
+    wide = sizes if np.abs(sizes).max(initial=0) < 2**33 else sizes.astype(object)
+    return np.minimum(link.latency_ns - (-wide * 1_000_000_000 // link.bytes_per_s), 2**60).astype(np.int64)
 
 
 def _alive(inside: "Integers", profile: ModelProfile, microbatch_size: int) -> "tuple[Integers, Integers]":

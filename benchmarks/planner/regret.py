@@ -2,9 +2,9 @@
 
     python -m benchmarks.planner.regret FOLDER
 
-FOLDER holds PipeDream's V100 profiles, `pipedream/<model>/graph.txt`, from https://github.com/msr-fiddle/pipedream at
-7db6a1c under the MIT licence. Each is cut into 2, 4 and 8 stages for 1F1B with 8 micro-batches, over links of 1 and of
-12 GB/s, by
+FOLDER holds the workloads that `benchmarks.planner` names; `benchmarks.planner.as_profiles` says how they are read.
+Each is cut into 2, 4 and 8 stages for 1F1B with 8 micro-batches, PipeDream's models over links of 1 and of 12 GB/s, the
+others over links as their files say, by
 
     even layers         as many layers a stage
     equal parameters    the least largest number of parameters
@@ -15,14 +15,14 @@ FOLDER holds PipeDream's V100 profiles, `pipedream/<model>/graph.txt`, from http
                         2SR(N-1) and 2SR(N+M-2-ceil((M-1)/N)); GPipe's sum f + (M-1) max f + sum b + (M-1) max b
 
 Regret is step time / best known step time - 1; the best known is the least of bapipe's plan for as many stages, whose
-gap to its bound is in the table, and of every rule.
+gap to its bound is in the table, and of every rule. The rules cut the layers in the order of the file.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, product
 from math import ceil
 from pathlib import Path
 from statistics import mean
@@ -36,16 +36,17 @@ from rich.table import Table
 from bapipe import api
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.cost import stages_of
-from bapipe.importers import Origin, read_foreign
-from bapipe.plan import StagePlan
+from bapipe.plan import Plan, StagePlan
 from bapipe.profile import ModelProfile
 from bapipe.schedules import SCHEDULES
 from bapipe.search.steady import Cuts, Runs, transfer_ns
 from bapipe.simulate import judge
+from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 
-MICROBATCHES = 8
-BATCH = {"gnmt": 32, "resnet101": 64}
-"""Samples of the pass that was measured, where it is not 128."""
+MICROBATCHES = NUM_MICROBATCHES
+
+MOST_TRIED = 64
+"""About how many values the largest F of GPipe's form is tried at, evenly among all those that it may have."""
 
 Edges = Sequence[int]
 """(0, ..., number of layers): stage s holds the layers edges[s] to edges[s+1], the last one left out."""
@@ -53,7 +54,7 @@ Edges = Sequence[int]
 
 def cluster(num_devices: int, gigabytes: float) -> Cluster:
     link = Bandwidth(bytes_per_s=round(gigabytes * 1e9), latency_ns=20_000)
-    devices = [Device(name=f"d{i}", host="h", kind="v100", memory_bytes=2**40) for i in range(num_devices)]
+    devices = [Device(name=f"d{i}", host="h", kind="v100", memory_bytes=2**50) for i in range(num_devices)]
     return Cluster(devices=tuple(devices), intra_host=link, inter_host=link)
 
 
@@ -121,24 +122,37 @@ def closed_form(work: int, transfers: Callable[[int], int]) -> Callable[[Line, i
     """The least (M+N-work)(F+B) + transfers(N) SR: for each SR, the least largest F + B over cuts that take no more."""
 
     def rule(line: Line, num_stages: int) -> Edges:
-        found = []
+        times, best = line.f + line.b, (np.inf, even_layers(line, num_stages))
+        turns, moves = MICROBATCHES + num_stages - work, transfers(num_stages)
+        least, edges = least_largest(times, num_stages)
+        if moves == 0:
+            return edges
         for most in np.unique(line.sent):
+            if turns * least + moves * most >= best[0]:
+                break
             allowed = line.sent <= most
-            costs = np.where(allowed[:, None] & allowed[None, :], line.f + line.b, np.inf)
+            costs = np.where(allowed[:, None] & allowed[None, :], times, np.inf)
             value, edges = least_largest(costs, num_stages)
-            total = (MICROBATCHES + num_stages - work) * value + transfers(num_stages) * most
-            found.append((total, edges))
-        return min(found, key=lambda pair: pair[0])[1]
+            best = min(best, (turns * value + moves * most, edges), key=lambda pair: pair[0])
+        return best[1]
 
     return rule
 
 
 def gpipe_form(line: Line, num_stages: int) -> Edges:
-    """The sums are the same for all cuts: the least max f + max b, over all that max f can be."""
-    found = []
-    for most in np.unique(line.f[np.isfinite(line.f)]):
+    """The sums are the same for all cuts: the least max f + max b.
+
+    Its max f lies between the least there is, and what max f may be where max b is least.
+    """
+    lowest, edges = least_largest(line.f, num_stages)
+    least_b, edges_of_b = least_largest(line.b, num_stages)
+    highest = max(line.f[a, b] for a, b in pairwise(edges_of_b))
+    found = [(highest + least_b, edges_of_b), (lowest + max(line.b[a, b] for a, b in pairwise(edges)), edges)]
+    values = np.unique(line.f[(line.f >= lowest) & (line.f <= highest)])
+    for most in values[:: -(-len(values) // MOST_TRIED) or 1]:
         value, edges = least_largest(np.where(line.f <= most, line.b, np.inf), num_stages)
-        found.append((most + value, edges))
+        if np.isfinite(value):
+            found.append((most + value, edges))
     return min(found, key=lambda pair: pair[0])[1]
 
 
@@ -154,66 +168,60 @@ RULES: Mapping[str, Callable[[Line, int], Edges]] = {
 }
 
 
-def workloads(folder: Path) -> Iterator[tuple[str, ModelProfile]]:
-    for path in sorted((folder / "pipedream").glob("*/graph.txt")):
-        name = path.parent.name
-        batch = BATCH.get(name, 128)
-        origin = Origin(
-            model=name,
-            source="msr-fiddle/pipedream at 7db6a1c",
-            kind="v100",
-            device_name="V100",
-            memory_bytes=2**40,
-            batch_size=batch,
-            sizes=(batch // MICROBATCHES,),
-            optimizer="sgd",
-        )
-        yield name, read_foreign(path, origin)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the workloads are")
     folder = parser.parse_args().folder
     regrets: dict[str, list[float]] = {rule: [] for rule in [*RULES, "bapipe"]}
+    gaps: list[float] = []
     each = Table(title="regret by workload", box=SIMPLE_HEAD, title_justify="left")
-    for column in ("workload", "GB/s", "stages", "best ms", "gap", "CPU s", *RULES):
+    for column in ("workload", "layers", "GB/s", "stages", "best ms", "gap", "CPU s", *RULES):
         each.add_column(column, justify="right")
-    for name, profile in workloads(folder):
-        size = profile.microbatch_sizes[0]
-        for gigabytes in (1, 12):
-            for num_stages in (2, 4, 8):
-                where = cluster(num_stages, gigabytes)
-                start = time.process_time()
-                plan = api.plan(
-                    profile,
-                    where,
-                    minibatch_size=size * MICROBATCHES,
-                    microbatch_size=size,
-                    num_stages=num_stages,
-                    schedules=["1f1b"],
-                )
-                seconds = time.process_time() - start
-                line = Line(profile, where.intra_host)
-                steps = {rule: step_ns(profile, where, cut(line, num_stages)) for rule, cut in RULES.items()}
-                steps["bapipe"] = plan.prediction.step_ns
-                best = min(steps.values())
-                for rule, took in steps.items():
-                    regrets[rule].append(took / best - 1)
-                each.add_row(
-                    *(name, str(gigabytes), str(num_stages), f"{best / 1e6:.1f}", f"{plan.certificate.gap:.2%}"),
-                    *(f"{seconds:.2f}", *(f"{steps[rule] / best - 1:.1%}" for rule in RULES)),
-                )
-                print(f"{name} {gigabytes} GB/s {num_stages} stages: {seconds:.1f} s", file=sys.stderr)
+    for name, profile, links in workloads(folder):
+        for gigabytes, num_stages in product(links, (2, 4, 8)):
+            where = cluster(num_stages, gigabytes)
+            start = time.process_time()
+            plan = best_plan(profile, where)
+            seconds = time.process_time() - start
+            line = Line(profile, where.intra_host)
+            steps = {rule: step_ns(profile, where, cut(line, num_stages)) for rule, cut in RULES.items()}
+            steps["bapipe"] = plan.prediction.step_ns
+            best = min(steps.values())
+            gaps.append(plan.certificate.gap)
+            for rule, took in steps.items():
+                regrets[rule].append(took / best - 1)
+            each.add_row(
+                *(name, str(len(profile.layers)), str(gigabytes), str(num_stages), f"{best / 1e6:.1f}"),
+                *(f"{gaps[-1]:.2%}", f"{seconds:.2f}", *(f"{steps[rule] / best - 1:.1%}" for rule in RULES)),
+            )
+            spent = time.process_time() - start
+            print(f"{name} {gigabytes} GB/s {num_stages} stages: {spent:.1f} s", file=sys.stderr)
     table = Table(title="regret over all workloads", box=SIMPLE_HEAD, title_justify="left")
     for column in ("rule", "mean", "worst", "best known in"):
         table.add_column(column, justify="left" if column == "rule" else "right")
     for rule, found in sorted(regrets.items(), key=lambda item: mean(item[1])):
         hits = sum(regret < 1e-9 for regret in found)
         table.add_row(rule, f"{mean(found):.1%}", f"{max(found):.1%}", f"{hits} of {len(found)}")
-    out = Console(width=190)
+    out = Console(width=200)
     out.print(each)
     out.print(table)
+    proven = sum(gap == 0 for gap in gaps)
+    out.print(f"bapipe's plans: {proven} of {len(gaps)} proven optimal; largest gap {max(gaps):.1%}")
+
+
+def best_plan(profile: ModelProfile, where: Cluster) -> Plan:
+    """Returns bapipe's plan with one stage a device."""
+    size = profile.microbatch_sizes[0]
+    return api.plan(
+        profile,
+        where,
+        minibatch_size=size * MICROBATCHES,
+        microbatch_size=size,
+        num_stages=len(where.devices),
+        schedules=["1f1b"],
+        replicas=False,
+        recompute=False,
+    )
 
 
 if __name__ == "__main__":

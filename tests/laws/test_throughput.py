@@ -4,6 +4,7 @@ from itertools import product
 from math import ceil
 from random import Random
 
+import numpy as np
 import pytest
 
 from bapipe.cluster import Bandwidth, Cluster, Device
@@ -13,6 +14,7 @@ from bapipe.errors import Infeasible, InvalidFile
 from bapipe.plan import Plan, StagePlan
 from bapipe.profile import ModelProfile
 from bapipe.search import throughput
+from bapipe.search.steady import message_ns
 from bapipe.search.throughput import explore_throughput, plan_throughput
 from bapipe.simulate import simulate
 from tests.random_graphs import branching_profile
@@ -299,3 +301,11 @@ def test_layers_that_nothing_joins_are_named() -> None:
         "the layers fall into 2 parts that share no tensor: 'l0' is in one of 2, 'l2' in one of 2; remove what the "
         "loss does not use, or plan the parts apart - at `$.layers[2].inputs`"
     )
+
+
+def test_messages_of_many_gigabytes_take_what_the_judge_says() -> None:
+    """A product of bytes and nanoseconds that 64 bits do not hold."""
+    sizes = [0, 1, 10**9, 10**10, 3 * 10**12, 10**15]
+    for link in (Bandwidth(bytes_per_s=12 * 10**9, latency_ns=7), Bandwidth(bytes_per_s=10**9, latency_ns=0)):
+        assert message_ns(np.array(sizes), link).tolist() == [link.transfer_ns(num_bytes) for num_bytes in sizes]
+        assert int(message_ns(np.int64(10**11), link)) == link.transfer_ns(10**11)

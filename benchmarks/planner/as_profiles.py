@@ -1,0 +1,136 @@
+"""Third-party workloads as profiles, so that bapipe's judge can time any plan of them.
+
+PipeDream's files say F and B of every layer, and are read as `bapipe import` reads them. The graphs of dnn-partitioning
+say which nodes are a forward's and which a backward's, and how long a transfer takes. Nodes that must share a device
+are a layer, together with those after it whose forward shares no tensor with any. Transfers take what the file says at
+1 GB/s (in LayerGraphs, which give seconds beside milliseconds, 1,000 times as much), and what a node holds stands for
+its parameters. Graphs of inference have no backward. Piper's file says F + B of a sample on one device, of which a
+third is taken as F, and the bytes of every transfer.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bapipe.graph import topological_order
+from bapipe.importers import Origin, read_foreign
+from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from benchmarks.planner import dnn_partitioning, piper
+
+NUM_MICROBATCHES = 8
+BATCH = {"gnmt": 32, "resnet101": 64}
+"""Samples of the pass that PipeDream measured, where it is not 128."""
+
+MEMORY_BYTES = 2**50
+
+Row = tuple[str, list[str], dict[str, float], float, float, Any]
+"""Of a layer: name, inputs, bytes of each output, nanoseconds of F and of B, and bytes of parameters."""
+
+
+def workloads(folder: Path) -> Iterator[tuple[str, ModelProfile, tuple[float, ...]]]:
+    """Yields every workload's name, profile, and the links in GB/s that it is planned for."""
+    for path in sorted((folder / "pipedream").glob("*/graph.txt")):
+        yield f"pipedream/{path.parent.name}", _pipedream(path), (1, 12)
+    for path in sorted((folder / "dnn-partitioning").glob("*/*.json")):
+        yield f"{path.parent.name}/{path.stem}", _dnn_partitioning(path), (1,)
+    for path in sorted((folder / "piper").glob("*.json")):
+        yield f"piper/{path.stem}", _piper(path), (25,)
+
+
+def _pipedream(path: Path) -> ModelProfile:
+    batch = BATCH.get(path.parent.name, 128)
+    origin = Origin(
+        model=path.parent.name,
+        source="msr-fiddle/pipedream at 7db6a1c",
+        kind="v100",
+        device_name="V100",
+        memory_bytes=MEMORY_BYTES,
+        batch_size=batch,
+        sizes=(batch // NUM_MICROBATCHES,),
+        optimizer="sgd",
+    )
+    return read_foreign(path, origin)
+
+
+def _dnn_partitioning(path: Path) -> ModelProfile:
+    workload = dnn_partitioning.read(path)
+    found = msgspec.json.decode(path.read_bytes())
+    nodes = {node["id"]: node for node in found["nodes"]}
+    part = {node: i for i, own in enumerate(workload.nodes) for node in own}
+    bytes_per_ms = 1e9 if path.parent.name == "LayerGraphs" else 1e6
+    sent: dict[int, float] = {}
+    users: dict[int, set[int]] = defaultdict(set)
+    for edge in found["edges"]:
+        source, target = edge["sourceId"], edge["destId"]
+        if part[source] != part[target] and not nodes[target]["isBackwardNode"]:
+            sent[source] = edge["cost"] * bytes_per_ms
+            users[source].add(part[target])
+    rows: list[Row] = []
+    for i in topological_order(workload.graph):
+        own = [nodes[node] for node in workload.nodes[i]]
+        forward, backward = (
+            sum(node["fpgaLatency"] for node in own if node["isBackwardNode"] == back) * 1e6 for back in (False, True)
+        )
+        outputs = {f"t{node}": sent[node] for node in workload.nodes[i] if node in sent}
+        inputs = [f"t{source}" for source, into in users.items() if i in into]
+        held = sum(node.get("size", 0) for node in own)
+        if rows and not inputs and not outputs:  # such as an update: it goes with the layer before
+            name, *tensors, f, b, num_bytes = rows[-1]
+            rows[-1] = name, *tensors, f + forward, b + backward, num_bytes + held
+        else:
+            rows.append((f"n{i}", inputs, outputs, forward, backward, held))
+    return _profile(path.stem, rows)
+
+
+def _piper(path: Path) -> ModelProfile:
+    found = msgspec.json.decode(path.read_bytes())
+    workload = piper.Workload(path)
+    rows = []
+    for i in topological_order(workload.graph):
+        node = found["nodes"][i]
+        option = node["TMPCs"]["1"][0]
+        own = [(f"e{k}", edge) for k, edge in enumerate(found["edges"])]
+        outputs = {name: edge["communicationCost"] for name, edge in own if edge["sourceId"] == node["id"]}
+        inputs = [name for name, edge in own if edge["destId"] == node["id"]]
+        third = option["timePerSample"] * 1e9 / 3
+        rows.append((f"n{node['id']}", inputs, outputs, third, 2 * third, option["parameterSize"]))
+    return _profile(path.stem, rows)
+
+
+def _profile(model: str, rows: list[Row]) -> ModelProfile:
+    return ModelProfile(
+        model=model,
+        device=DeviceKind(kind="v100", name="as in the file", memory_bytes=MEMORY_BYTES),
+        dtype="float32",
+        optimizer="sgd",
+        layers=tuple(
+            LayerProfile(
+                name=name,
+                kind="Nodes",
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                param_bytes=round(num_bytes),
+                optimizer_state_bytes=0,
+                no_gradient=() if any(row[4] for row in rows) else tuple(outputs),
+            )
+            for name, inputs, outputs, _, _, num_bytes in rows
+        ),
+        measurements=(
+            Measurement(
+                microbatch_size=1,
+                layers=tuple(
+                    LayerMeasurement(
+                        forward_ns=round(forward),
+                        input_grad_ns=round(backward) // 2,
+                        weight_grad_ns=round(backward) - round(backward) // 2,
+                        stash_bytes=0,
+                        output_bytes=tuple(map(round, outputs.values())),
+                    )
+                    for _, _, outputs, forward, backward, _ in rows
+                ),
+            ),
+        ),
+    )
