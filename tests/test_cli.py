@@ -188,8 +188,8 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--schedule", "1b1f"),
             1,
-            "unknown schedule '1b1f'; choose from gpipe, 1f1b, eager-1f1b, 2f2b, fbp-as, zb-h1, zb-h2, gpipe-2bp, 1f1b-2bp, "
-            "interleaved-1f1b, looped-bfs, zb-v, v-half, v-min, dualpipe-v, search",
+            "unknown schedule '1b1f'; choose from gpipe, 1f1b, 1f1b+1, 1f1b+2, eager-1f1b, 2f2b, fbp-as, zb-h1, zb-h2, "
+            "gpipe-2bp, 1f1b-2bp, interleaved-1f1b, looped-bfs, zb-v, v-half, v-min, dualpipe-v, search",
         ),
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--devices", "2"),

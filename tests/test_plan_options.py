@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from bapipe import api
 from bapipe.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
-from bapipe.plan import StagePlan
+from bapipe.plan import Plan, StagePlan
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.search.critical_path import critical_path, shares
 from bapipe.search.explore import explore
@@ -109,6 +109,20 @@ def test_nothing_fits_says_what_would_help() -> None:
         "devices 300 bytes would be lacking; with another number of stages 304 bytes would be lacking. Try more "
         "devices, smaller micro-batches, or a smaller mini-batch"
     )
+
+
+def test_as_deep_a_warm_up_as_memory_has_room_for() -> None:
+    """Stage 0 of 3 stashes 3 x 100 bytes in 1F1B, one more in 1f1b+1, two in eager 1F1B; a transfer takes 1 ms."""
+    profile = chain([1, 1, 1], stash_bytes=100, output_bytes=1)
+
+    def plan(*schedules: str) -> Plan:
+        options = Options(minibatch_size=8, schedules=schedules, replicas=False, recompute=False, num_stages=3)
+        return explore({"a": profile}, devices(3, memory_bytes=450, bytes_per_s=1000), options)
+
+    deeper = plan("1f1b", "1f1b+1", "eager-1f1b")
+    assert deeper.schedule == "1f1b+1"
+    assert [rank.memory.stash for rank in deeper.prediction.ranks] == [400, 300, 100]
+    assert deeper.prediction.step_ns < plan("1f1b", "eager-1f1b").prediction.step_ns
 
 
 def test_a_margin_leaves_memory_free() -> None:

@@ -82,7 +82,7 @@ def test_every_rank_has_as_many_stages(name: str) -> None:
     assert [ranks[0] for ranks in EVERY[name](3, 2).devices] == want
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "2f2b", "3f3b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b+2", "eager-1f1b", "2f2b", "3f3b"])
 @pytest.mark.parametrize(("f", "i", "w"), TIMES[:3])
 def test_whole_backwards_idle_as_gpipe(name: str, f: int, i: int, w: int) -> None:
     """(p-1)(F+B), for any m."""
@@ -144,6 +144,8 @@ def test_v_shapes_of_equal_times(unit: int) -> None:
 @pytest.mark.parametrize(
     ("name", "most"),
     [
+        ("1f1b+1", lambda p, m, r: min(m, p - r + 1, 2 * (p - 1 - r) + 1)),
+        ("1f1b+2", lambda p, m, r: min(m, p - r + 2, 2 * (p - 1 - r) + 1)),
         ("eager-1f1b", lambda p, m, r: min(m, 2 * (p - 1 - r) + 1)),
         ("2f2b", lambda p, m, r: min(m, 2 * (p - r))),
         ("3f3b", lambda p, m, r: min(m, 3 * (p - r))),
@@ -253,6 +255,8 @@ def test_options_that_are_refused(call: Callable[[], Schedule], message: str) ->
     ("schedule", "rank", "order"),
     [
         (SCHEDULES["eager-1f1b"](3, 5), 1, "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4"),
+        (SCHEDULES["1f1b+1"](4, 6), 1, "1F0 1F1 1F2 1F3 1B0 1F4 1B1 1F5 1B2 1B3 1B4 1B5"),
+        (SCHEDULES["1f1b+1"](3, 4), 2, "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"),
         (SCHEDULES["2f2b"](2, 4), 1, "1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3"),
         (SCHEDULES["zb-h1"](3, 4), 1, "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3"),
         (SCHEDULES["zb-h2"](2, 4), 1, "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3"),

@@ -1,9 +1,11 @@
 """Schedules by name. A new one is a function in a file of its own and one line here."""
 
 from collections.abc import Callable
+from functools import partial
 
 from bapipe.schedule import Schedule
 from bapipe.schedules.controllable_memory import v_half, v_min
+from bapipe.schedules.deeper_one_f_one_b import deeper_one_f_one_b
 from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
 from bapipe.schedules.dualpipe_v import dualpipe_v
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
@@ -19,6 +21,8 @@ from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "1f1b+1": partial(deeper_one_f_one_b, extra=1),
+    "1f1b+2": partial(deeper_one_f_one_b, extra=2),
     "eager-1f1b": eager_one_f_one_b,
     "2f2b": k_f_k_b,
     "fbp-as": fbp_as,

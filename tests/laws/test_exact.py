@@ -13,7 +13,7 @@ from bapipe.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
 from tests.reference.every_pipeline import Question, least_step
 
-NAMED = "gpipe", "1f1b", "eager-1f1b", "2f2b", "zb-h1", "zb-h2", "gpipe-2bp", "1f1b-2bp"
+NAMED = "gpipe", "1f1b", "1f1b+1", "eager-1f1b", "2f2b", "zb-h1", "zb-h2", "gpipe-2bp", "1f1b-2bp"
 
 
 def random_question(seed: int, most_layers: int, most_devices: int) -> tuple[Question, list[int], list[str]]:

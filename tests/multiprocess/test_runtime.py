@@ -66,6 +66,8 @@ TWO = (
     _random(31, "tied", (2,), (0, 1), 3, 1.0),
     _random(10, "tied", (1, 2), (0, 1, 0), 3, 0.0),
     _random(11, "twice", (1, 2), (0, 1, 0), 3, 0.0),
+    _named("1f1b+1", "mlp", (4,), 5),
+    _named("1f1b+2", "residual", (4,), 5),
     _named("eager-1f1b", "mlp", (4,), 5),
     _named("2f2b", "residual", (4,), 5),
     _named("zb-h1", "mlp", (4,), 4),
