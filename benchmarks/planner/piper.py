@@ -10,7 +10,7 @@ replicas holds them.
 """
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
 GROWTH = (1.03, 1.1, 1.3, 1.5, 2.0, 16.0, 4096.0)
 """By what the limit is raised, one after another, until a plan is below it."""
+
+NEAR = 1.002
+"""The interval is halved until a plan is so near its lower end; then the next one need only be better."""
 
 MANY = 1 << 40
 
@@ -112,12 +115,13 @@ class Stages:
         sent = (self.traffic[:, :, None] / d + sync) / setting.bytes_per_s
         self.base = sent + self.compute[:, :, None] / d
         self.devices = d * np.array(workload.degrees)[:, None, None]
+        self.groups = self._groups()
         self.extra, self.most = self._recomputing()
         degrees = np.array(workload.degrees)[:, None, None]
         least = (workload.time * degrees).min(axis=(0, 1))
         self.work = membership(sets, workload.graph.num_nodes) @ least  # device-seconds of each downset, at least
 
-    def groups(self) -> list[list[int]]:
+    def _groups(self) -> list[list[int]]:
         """Nodes for which recomputing changes memory by the same, whatever the degree."""
         found: dict[tuple[float, ...], list[int]] = {}
         change = np.concatenate([np.diff(self.workload.a, axis=1)[:, 0], np.diff(self.workload.b, axis=1)[:, 0]])
@@ -127,48 +131,61 @@ class Stages:
         return list(found.values())
 
     def _recomputing(self) -> tuple[Any, Any]:
-        """For each stage, ways to recompute by rising extra time, and the most micro-batches in flight so far."""
+        """For each stage, by how many nodes recompute: extra time, and micro-batches that fit.
+
+        The last axis is the number of nodes of the last group, the one before that of all others; extra times rise
+        along the last.
+        """
         w = self.workload
         slower = np.diff(w.time, axis=1)[:, 0]
         change_a, change_b = np.diff(w.a, axis=1)[:, 0], np.diff(w.b, axis=1)[:, 0]
-        a, b = w.a[:, 0] @ self.inside.T, w.b[:, 0] @ self.inside.T
-        sums = []
-        for group in self.groups():
+        a, b = (held[:, 0] @ self.inside.T for held in (w.a, w.b))
+        shape, extra, a, b = (*a.shape, -1), np.zeros((*a.shape, 1)), a[:, :, None], b[:, :, None]
+        for group in self.groups:
             costs = np.where(self.inside[None, :, group] > 0, slower[:, None, group], np.inf)
-            sums.append(np.concatenate([np.zeros((*costs.shape[:2], 1)), np.cumsum(np.sort(costs), axis=2)], axis=2))
-        firsts = [group[0] for group in self.groups()]
-        extras, mosts = [], []
-        for counts in product(*(range(s.shape[2]) for s in sums)):
-            extra = sum((s[:, :, c] for s, c in zip(sums, counts, strict=True)), np.zeros_like(a))
-            total_a = a + sum(c * change_a[:, node, None] for c, node in zip(counts, firsts, strict=True))
-            total_b = b + sum(c * change_b[:, node, None] for c, node in zip(counts, firsts, strict=True))
-            room = self.setting.memory - total_b
-            most = np.where(room < 0, 0, np.where(total_a > 0, room / np.maximum(total_a, 1e-9), MANY))
-            extras.append(extra)
-            mosts.append(np.floor(np.minimum(most, MANY) * (1 + 1e-12)))
-        extra, most = np.stack(extras, axis=2), np.stack(mosts, axis=2)
-        order = np.argsort(extra, axis=2, kind="stable")
-        most = np.take_along_axis(np.where(np.isfinite(extra), most, 0), order, axis=2)
-        return np.take_along_axis(extra, order, axis=2), np.maximum.accumulate(most, axis=2)
+            sums = np.concatenate([np.zeros((*costs.shape[:2], 1)), np.cumsum(np.sort(costs), axis=2)], axis=2)
+            counts = np.arange(sums.shape[2])
+            extra = (extra[:, :, :, None] + sums[:, :, None, :]).reshape(shape)
+            a = (a[:, :, :, None] + change_a[:, group[0], None, None, None] * counts).reshape(shape)
+            b = (b[:, :, :, None] + change_b[:, group[0], None, None, None] * counts).reshape(shape)
+        room = self.setting.memory - b
+        most = np.where(room < 0, 0, np.where(a > 0, room / np.maximum(a, 1e-9), MANY))
+        most = np.where(np.isfinite(extra), np.floor(np.minimum(most, MANY) * (1 + 1e-12)), 0)
+        by_last = (*a.shape[:2], -1, len(counts))
+        return extra.reshape(by_last), np.maximum.accumulate(most.reshape(by_last), axis=3)
 
-    def ways(self, limit: float, some: Any) -> Any:
-        """For each degree, stage and number of replicas: after how many replicas it runs below the limit at most.
-
-        Below 0 where it never does, or fewer replicas do as well.
+    def ways(self, limit: float, some: Any, room: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns stages that may run below the limit: degrees, numbers among `some`, numbers in `replicas`, and after
+        how many replicas at most; not those of which fewer replicas do as well.
         """
         slack = (limit - self.base[:, some]) * self.replicas
-        extra = self.extra[:, some]
-        last = np.zeros(slack.shape, dtype=np.int64)
-        for choice in range(extra.shape[2]):
-            last += extra[:, :, choice, None] < slack
-        most = np.take_along_axis(self.most[:, some], np.maximum(last - 1, 0), axis=2)
-        after = np.where((last > 0) & (most >= 1), (most - 1) * self.replicas, -1).clip(-1, self.setting.num_devices)
+        degree, stage, number = np.nonzero((slack > 0) & (self.devices <= room[None, :, None]))
+        fitting = self._fitting(degree, some[stage], slack[degree, stage, number])
+        after = np.full(slack.shape, -1.0)
+        after[degree, stage, number] = np.where(fitting >= 1, (fitting - 1) * self.replicas[number], -1)
+        after = after.clip(-1, self.setting.num_devices).astype(np.int64)
         earlier = np.maximum.accumulate(after, axis=2)
         after[:, :, 1:][after[:, :, 1:] <= earlier[:, :, :-1]] = -1
-        return after.astype(np.int64)
+        degree, stage, number = np.nonzero(after >= 0)
+        return degree, stage, number, after[degree, stage, number]
+
+    def _fitting(self, degree: Any, stage: Any, slack: Any) -> Any:
+        """Returns how many micro-batches fit where less extra time is taken: by halving along the last axis."""
+        others, size = np.arange(self.extra.shape[2]), self.extra.shape[3]
+        degree, stage, place = degree[:, None], stage[:, None], np.full((len(stage), len(others)), -1)
+        step = 1 << size.bit_length()
+        while step := step >> 1:
+            further = np.minimum(place + step, size - 1)
+            place = np.where(self.extra[degree, stage, others, further] < slack[:, None], further, place)
+        most = self.most[degree, stage, others, np.maximum(place, 0)]
+        return np.where(place >= 0, most, 0).max(axis=1, initial=0)
 
 
-def below(stages: Stages, limit: float) -> tuple[float, tuple[Stage, ...]] | None:
+Way = tuple[int, int, int, int]
+"""Of a stage: degree, stage, number of replicas, all by number, and micro-batches in flight."""
+
+
+def below(stages: Stages, limit: float) -> tuple[float, tuple[Way, ...]] | None:
     """Returns a plan with every stage below the limit, and its slowest stage's time; None where there is none."""
     k, last = stages.setting.num_devices, len(stages.sets) - 1
     least = stages.work / limit * (1 - 1e-9)
@@ -176,55 +193,60 @@ def below(stages: Stages, limit: float) -> tuple[float, tuple[Stage, ...]] | Non
     room = k - before[stages.begin] - later[stages.end]
     needs = np.ceil(least[stages.end] - least[stages.begin])
     some = np.nonzero(room >= np.maximum(needs, 1))[0]
-    after = stages.ways(limit, some)
-    degree_at, stage_at, number_at = np.nonzero((after >= 0) & (stages.devices <= room[None, some, None]))
-    most_at, stage_at = after[degree_at, stage_at, number_at], some[stage_at]
-    order = np.argsort(-stages.begin[stage_at], kind="stable")
-    fewest = np.full((last + 1, k + 1), k + 1, dtype=np.int64)
+    degree, stage, number, most = stages.ways(limit, some, room[some])
+    stage = some[stage]
+    order = np.argsort(-stages.begin[stage], kind="stable")
+    degree, stage, number, most = degree[order], stage[order], number[order], most[order]
+    begin, end, replicas = stages.begin[stage], stages.end[stage], stages.replicas[number]
+    devices = replicas * np.array(stages.workload.degrees)[degree]
+    numbers = np.arange(k + 1)
+    fewest = np.full((last + 1, k + 2), k + 1, dtype=np.int64)  # of no replicas at all in the last column
     fewest[last, 0] = 0
-    came = np.zeros((last + 1, k + 1, 3), dtype=np.int64)
-    for degree, stage, number, most in np.stack([degree_at, stage_at, number_at, most_at], axis=1)[order].tolist():
-        begin, end, d = int(stages.begin[stage]), int(stages.end[stage]), int(stages.replicas[number])
-        most = min(most, k - d)
-        devices = d * stages.workload.degrees[degree]
-        total = fewest[end, : most + 1] + devices
-        now = fewest[begin, d : d + most + 1]
-        better = (total < now) & (total <= k - before[begin])
-        if better.any():
-            now[better] = total[better]
-            came[begin, d : d + most + 1][better] = degree, stage, number
+    came = np.zeros((last + 1, k + 1), dtype=np.int64)
+    rests = numbers - replicas[:, None]
+    rests[(rests < 0) | (rests > most[:, None])] = k + 1
+    first = np.flatnonzero(np.diff(begin, prepend=-1)).tolist()
+    for low, high in pairwise([*first, len(begin)]):
+        total = fewest[end[low:high, None], rests[low:high]] + devices[low:high, None]
+        choice = total.argmin(axis=0)
+        least_devices, at = total[choice, numbers], int(begin[low])
+        fewest[at, :-1] = np.where(least_devices <= k - before[at], least_devices, k + 1)
+        came[at] = low + choice
     if fewest[0].min() > k:
         return None
-    return _path(stages, fewest, came)
+    boundary, left, slowest, found = 0, int(fewest[0].argmin()), 0.0, []
+    while boundary < last:
+        way = int(came[boundary, left])
+        own, d = (int(degree[way]), int(stage[way]), int(number[way])), int(replicas[way])
+        flight = -(-left // d)
+        extra = stages.extra[own[:2]][stages.most[own[:2]] >= flight].min()
+        slowest = max(slowest, float(stages.base[own]) + float(extra) / d)
+        found.append((*own, flight))
+        boundary, left = int(end[way]), left - d
+    return slowest, tuple(found)
 
 
-def _path(stages: Stages, fewest: Any, came: Any) -> tuple[float, tuple[Stage, ...]]:
-    boundary, replicas, found, slowest = 0, int(fewest[0].argmin()), [], 0.0
-    while boundary < len(stages.sets) - 1:
-        degree, stage, number = came[boundary, replicas].tolist()
-        d = int(stages.replicas[number])
-        flight = -(-replicas // d)
-        recomputed, extra = _recomputed(stages, degree, stage, flight)
-        w = stages.workload
-        nodes = members(stages.sets[int(stages.end[stage])] & ~stages.sets[boundary])
-        slowest = max(slowest, float(stages.base[degree, stage, number]) + extra / d)
+def _plan(stages: Stages, ways: tuple[Way, ...]) -> tuple[Stage, ...]:
+    w, found = stages.workload, []
+    for degree, stage, number, flight in ways:
+        recomputed = _recomputed(stages, degree, stage, flight)
+        nodes = members(stages.sets[int(stages.end[stage])] & ~stages.sets[int(stages.begin[stage])])
         found.append(
             Stage(
                 nodes=tuple(w.ids[node] for node in nodes),
-                replicas=d,
+                replicas=int(stages.replicas[number]),
                 tensor=w.degrees[degree],
                 options={w.ids[node]: w.names[node in recomputed] for node in nodes},
             )
         )
-        boundary, replicas = int(stages.end[stage]), replicas - d
-    return slowest, tuple(found)
+    return tuple(found)
 
 
-def _recomputed(stages: Stages, degree: int, stage: int, flight: int) -> tuple[set[int], float]:
-    """The cheapest nodes to recompute so that so many micro-batches fit, and the time that takes."""
+def _recomputed(stages: Stages, degree: int, stage: int, flight: int) -> set[int]:
+    """The cheapest nodes to recompute so that so many micro-batches fit."""
     w, inside = stages.workload, np.nonzero(stages.inside[stage])[0]
     slower, held_nodes = w.time[degree, 1] - w.time[degree, 0], set(inside.tolist())
-    groups = [sorted(set(group) & held_nodes, key=lambda node: slower[node]) for group in stages.groups()]
+    groups = [sorted(set(group) & held_nodes, key=lambda node: slower[node]) for group in stages.groups]
     best: tuple[float, set[int]] | None = None
     for counts in product(*(range(len(group) + 1) for group in groups)):
         chosen = {node for group, count in zip(groups, counts, strict=True) for node in group[:count]}
@@ -236,7 +258,7 @@ def _recomputed(stages: Stages, degree: int, stage: int, flight: int) -> tuple[s
         if held <= stages.setting.memory and (best is None or extra < best[0]):
             best = extra, chosen
     assert best is not None
-    return best[1], best[0]
+    return best[1]
 
 
 def solve(workload: Workload, setting: Setting) -> Answer | None:
@@ -250,13 +272,12 @@ def solve(workload: Workload, setting: Setting) -> Answer | None:
         if best is not None:
             break
         bound = limit
-    halves = False
     while best is not None and bound < best[0]:
-        limit = (best[0] + bound) / 2 if halves else best[0] * (1 - 1e-12)
+        near = best[0] < bound * NEAR
+        limit = best[0] * (1 - 1e-12) if near else (best[0] + bound) / 2
         found = below(stages, limit)
         if found is None:
-            bound = limit if halves else best[0]
+            bound = best[0] if near else limit
         else:
             best = found
-        halves = not halves
-    return None if best is None else Answer(seconds=best[0], bound=bound, stages=best[1])
+    return None if best is None else Answer(seconds=best[0], bound=bound, stages=_plan(stages, best[1]))
