@@ -1,7 +1,7 @@
 """Plans for throughput: the least load of any device once the pipeline is full, whatever its first step takes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
 
@@ -28,6 +28,7 @@ from bapipe.search.identical import least_load_alike
 from bapipe.search.inputs import check_inputs, microbatch_sizes
 from bapipe.search.loads import LeastLoad
 from bapipe.search.min_max import least_load
+from bapipe.search.near import near
 from bapipe.search.options import Options
 from bapipe.search.steady import AlikeDevices, Cuts, Runs
 from bapipe.search.unlike import MAX_COUNTS, MAX_GAPS, UnlikeDevices
@@ -35,6 +36,12 @@ from bapipe.simulate import judge
 
 MAX_DOWNSETS = 3000
 """Up to how many downsets all of them are looked at."""
+
+MAX_NEAR = 800
+"""How many downsets are looked at around the best cuts, where not all of them are."""
+
+WORTH = 0.9998
+"""Cuts near the best are looked for again where they made its load less than this share of what it was."""
 
 Tell = Callable[[float, float], None]
 """(best load so far, or the limit that none was found below; bound), in nanoseconds."""
@@ -163,13 +170,16 @@ def explore_throughput(
     graph = of_layers(first)
     place = {layer.name: i for i, layer in enumerate(first.layers)}
     together = [(i, *(place[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
-    cuts, whole, where = _cuts(*contract(graph, together), num_layers=graph.num_nodes)
+    small, parts = contract(graph, together)
+    cuts, whole, where = _cuts(small, parts, num_layers=graph.num_nodes)
     search = Search(profiles=profiles, cluster=cluster, cuts=cuts, whole=whole, minibatch_size=minibatch_size)
     answers = [search.answer(size, limits, tell) for size in microbatch_sizes]
     fitting = [answer for answer in answers if answer.stages]
     if not fitting:
         raise Infeasible(_lack(search, microbatch_sizes, limits))
     best = min(fitting, key=lambda answer: (answer.load_ns, -answer.microbatch_size))
+    if not whole:
+        best = _improved(search, small, parts, best, limits, tell)
     bound_ns = min(best.load_ns, *(answer.bound_ns for answer in answers))
     alike = _alike(cluster, limits)
     devices = (
@@ -194,8 +204,27 @@ def _cuts(graph: Graph, parts: Sequence[Sequence[int]], num_layers: int) -> tupl
         return Cuts(found, parts, num_layers), True, f"all cuts, at {len(found)} downsets,"
     orders = [topological_order(graph), depth_first_order(graph), depth_first_order(graph, reverse=True)]
     some = sorted({nodes for order in orders for nodes in prefixes(order)}, key=lambda n: (n.bit_count(), n))
-    words = f"cuts along 3 orders, at {len(some)} of more than {MAX_DOWNSETS} downsets (the bound holds for all),"
+    words = f"cuts along 3 orders and near the best, of more than {MAX_DOWNSETS} downsets (the bound holds for all),"
     return Cuts(some, parts, num_layers), False, words
+
+
+def _improved(
+    search: Search,
+    graph: Graph,
+    parts: Sequence[Sequence[int]],
+    answer: Answer,
+    limits: Sequence[int],
+    tell: Tell | None,
+) -> Answer:
+    """Returns the best answer with cuts near those of an answer, near those of that one, and so on."""
+    node_of = {layer: node for node, layers in enumerate(parts) for layer in layers}
+    while True:
+        ends = accumulate((sum({1 << node_of[layer] for layer in layers}) for layers, _ in answer.stages), initial=0)
+        cuts = Cuts(near(graph, list(ends), MAX_NEAR), parts, search.cuts.inside.shape[1])
+        found = replace(search, cuts=cuts).answer(answer.microbatch_size, limits, tell)
+        if found.load_ns >= WORTH * answer.load_ns or not found.stages:
+            return answer
+        answer = found
 
 
 def _alike(cluster: Cluster, limits: Sequence[int]) -> bool:
