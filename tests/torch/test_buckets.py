@@ -97,3 +97,20 @@ def test_made_up_sentences_have_lengths() -> None:
     data = translations("synthetic", vocabulary_size=9, source_length=6, target_length=7)
     (source, length, _), after = data[5]
     assert data.lengths(5) == (int(length), int((after != PAD).sum())) == (int((source != PAD).sum()), int(length) + 1)
+
+
+def test_what_goes_on_from_any_place_is_the_same(data: Bucketed) -> None:
+    asked: Any = Needs(
+        needs=("left",), needs_target=False, input_names=("left", "right", "last"), minibatch_size=2, microbatch_size=1
+    )
+    feed = batches(asked, asked, data, 3, Position())
+    seen = [next(feed) for _ in range(9)]  # two passes and one more
+    assert len({batch.form for batch in seen}) == 3
+    for place in (0, 3, 4, 7):
+        again = batches(asked, asked, data, 3, seen[place].after)
+        for batch in seen[place + 1 :]:
+            found = next(again)
+            assert (found.form, found.after) == (batch.form, batch.after)
+            assert found.inputs[0] is not None
+            assert batch.inputs[0] is not None
+            assert torch.equal(found.inputs[0], batch.inputs[0])

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from bapipe.api import run
 from bapipe.codec import read, write
+from bapipe.errors import BapipeError
 from bapipe.host import num_cores
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
@@ -77,6 +79,32 @@ def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
     assert told["predicted_step_ns"] == plan.prediction.step_ns
     names = {event["name"] for event in json.loads((folder / "measured.json").read_text())["traceEvents"]}
     assert {action for order in plan.order for action in order} <= names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"augment": True}, "data 'tiny:own' is no folder of images, so --augment cannot draw pieces of them"),
+        ({"buckets": 2}, "data 'tiny:own' are no sentences, so they cannot be put into 2 buckets by length"),
+        ({"evaluate_every": 0}, "evaluation every 0 steps: want 1 or more"),
+        ({"evaluate_every": 1, "evaluate_samples": 0}, "evaluation of 0 samples: want 1 or more"),
+        (
+            {"evaluate_every": 1, "evaluate_samples": 64},
+            "the data has 64 samples, and evaluation takes 64 of them away: give more data, or a smaller --eval-samples",
+        ),
+        (
+            {"evaluate_every": 1, "evaluate_samples": 60},
+            "the data has 4 samples, less than a mini-batch of 8: give more data, or plan with a smaller --minibatch-size",
+        ),
+    ],
+)
+def test_what_the_data_cannot_give_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(BapipeError) as error:
+        run(read(folder / "plan.json", Plan), data="tiny:own", **options)
+    assert str(error.value) == message
 
 
 def test_run_of_a_model_profiles_and_plans_first(folder: Path) -> None:
