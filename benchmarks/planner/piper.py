@@ -185,11 +185,15 @@ Way = tuple[int, int, int, int]
 """Of a stage: degree, stage, number of replicas, all by number, and micro-batches in flight."""
 
 
-def below(stages: Stages, limit: float) -> tuple[float, tuple[Way, ...]] | None:
-    """Returns a plan with every stage below the limit, and its slowest stage's time; None where there is none."""
+def below(stages: Stages, limit: float, after: Any) -> tuple[float, tuple[Way, ...], Any] | None:
+    """Returns a plan with every stage below the limit, and its slowest stage's time; None where there is none.
+
+    `after` holds the fewest devices after every boundary below a larger limit, or zeros; and so does the last result.
+    """
     k, last = stages.setting.num_devices, len(stages.sets) - 1
     least = stages.work / limit * (1 - 1e-9)
     before, later = np.ceil(least).astype(np.int64), np.ceil(least[-1] - least).astype(np.int64)
+    later = np.maximum(later, after)
     room = k - before[stages.begin] - later[stages.end]
     needs = np.ceil(least[stages.end] - least[stages.begin])
     some = np.nonzero(room >= np.maximum(needs, 1))[0]
@@ -223,7 +227,7 @@ def below(stages: Stages, limit: float) -> tuple[float, tuple[Way, ...]] | None:
         slowest = max(slowest, float(stages.base[own]) + float(extra) / d)
         found.append((*own, flight))
         boundary, left = int(end[way]), left - d
-    return slowest, tuple(found)
+    return slowest, tuple(found), fewest[:, :-1].min(axis=1)
 
 
 def _plan(stages: Stages, ways: tuple[Way, ...]) -> tuple[Stage, ...]:
@@ -265,17 +269,17 @@ def solve(workload: Workload, setting: Setting) -> Answer | None:
     """Returns the plan of least time, proven; None where nothing fits."""
     stages = Stages(workload, setting)
     bound = float(stages.work[-1]) / setting.num_devices
-    best = None
+    best, after = None, np.zeros(len(stages.sets), dtype=np.int64)
     for growth in GROWTH:
         limit = bound * growth
-        best = below(stages, limit)
+        best = below(stages, limit, after)
         if best is not None:
             break
         bound = limit
     while best is not None and bound < best[0]:
-        near = best[0] < bound * NEAR
+        near, after = best[0] < bound * NEAR, best[2]
         limit = best[0] * (1 - 1e-12) if near else (best[0] + bound) / 2
-        found = below(stages, limit)
+        found = below(stages, limit, after)
         if found is None:
             bound = best[0] if near else limit
         else:
