@@ -272,6 +272,21 @@ def test_more_memory_helps_where_it_was_lacking() -> None:
     assert effects["memory of every device"].planned_again
 
 
+def test_more_memory_is_not_said_to_help_where_replicas_would() -> None:
+    """Two replicas would be faster than any pipeline here, with as much memory as there is."""
+    profiles = {"a": chain([5, 1])}
+    fast = explore(profiles, devices(2), Options(minibatch_size=4))
+    for options in (
+        Options(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1),
+        Options(minibatch_size=4, replicas=False),
+    ):
+        plan = explore(profiles, devices(2), options)
+        assert plan.prediction.step_ns > fast.prediction.step_ns
+        assert api.explain(plan, profiles, options)[4].startswith(
+            "Memory fine-tuning: not needed, no plan found is faster"
+        )
+
+
 def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:
     profiles = {"a": chain([2, 1, 1, 2], param_bytes=1000, stash_bytes=100, output_bytes=10)}
     points = pareto(profiles, devices(3), Options(minibatch_size=4))

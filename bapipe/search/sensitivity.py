@@ -11,6 +11,7 @@ from bapipe.profile import ModelProfile
 from bapipe.search.explore import solve
 from bapipe.search.options import Options
 from bapipe.search.pinned import BEST_FOUND
+from bapipe.search.reorder import SEARCH
 from bapipe.simulate import simulate
 from bapipe.units import MAX_INT
 
@@ -62,7 +63,9 @@ def _more_memory(
             for device, num_bytes in zip(plan.cluster.devices, memory_bytes, strict=True)
         )
         cluster = msgspec.structs.replace(plan.cluster, devices=devices)
-        _, found = solve(profiles, cluster, replace(options, memory_limit_bytes=limit), stop=stop)
+        same = options.replicas and SEARCH not in options.schedules  # an order is searched without replicas
+        asked = replace(options, memory_limit_bytes=limit, replicas=same)
+        _, found = solve(profiles, cluster, asked, stop=stop)
         return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
 
     have = [device.memory_bytes for device in plan.cluster.devices]
