@@ -30,10 +30,23 @@ def nearest(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int
             layout = lacks.least(start)
             if layout is None:
                 continue
+            layout = _recomputing(problem, layout)
             found = problem.lacks(layout)
             if best is None or max(found.values()) < best[0]:
                 best = (max(found.values()), problem, layout, found)
     return None if best is None else best[1:]
+
+
+def _recomputing(problem: Problem, layout: Layout) -> Layout:
+    """Returns the layout with recomputation also where a stage does not fit even so, but lacks less."""
+    if layout.slots[0].place is not None or not problem.bounds.pieces.may_recompute:
+        return layout
+    plain, again = (problem.lacks(replace(layout, recompute=(flag,) * len(layout.slots))) for flag in (False, True))
+    flags = []
+    for ranks in problem.ranks(layout.slots):
+        short = max(plain[rank] for rank in ranks)
+        flags.append(short > 0 and max(again[rank] for rank in ranks) < short)
+    return replace(layout, recompute=tuple(flags))
 
 
 class _Lacks:

@@ -100,9 +100,10 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: O
     theirs = _sent(other, profiles)
     timeline = simulate(other, profiles)
     lack = max(m.total - limit for m, limit in zip(timeline.memory, options.limits(plan.cluster), strict=True))
-    change = in_words(timeline.step_ns, plan.prediction.step_ns)
+    counts = timeline.step_ns > plan.prediction.step_ns * (1 + LEAST_SAVED)
+    change = in_words(timeline.step_ns, plan.prediction.step_ns) if counts else "as long"
     change = f"a device would lack {lack:,} bytes" if lack > 0 else f"a step is {change}"
-    taken = "taken" if sum(own) < sum(theirs) else "not needed"
+    taken = "taken" if (counts or lack > 0) and sum(own) < sum(theirs) else "not needed"
     return (
         f"Coarse-grained cuts: {taken}, {carries}; with the cuts that balance time alone it takes "
         f"{_megabytes(theirs)}, and {change}."
