@@ -27,14 +27,19 @@ def best_first(
     limit: int = 20_000,
     stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    known: Found | None = None,
 ) -> Found | None:
     """Returns the fastest layout over all problems, None where nothing was found that fits.
+
+    It begins with a layout that is known, if there is one.
 
     The bound never exceeds the judged time, so the first moment it reaches the best plan's time proves that plan
     optimal. After `limit` partial plans, or when `stop` says so, the best one so far is returned with the bound
     reached; what the judge does counts as some partial plans too.
     """
     search = _Search(problems, progress)
+    if known is not None:
+        search.best, search.best_ns = known, known.step_ns
     while search.is_open and search.spent < limit and not (search.best is not None and stop()):
         search.advance()
     return search.result()

@@ -76,7 +76,7 @@ def solve(
     space = space_of(profiles, cluster, options)
     limit = WORK if stop is None else 10**12
     if is_large(space.problems):
-        found = large(space.problems, limit=1000 * limit, stop=stop or (lambda: False), progress=progress)
+        found = large(space.problems, limit=400 * limit, stop=stop or (lambda: False), progress=progress)
     else:
         found = best_first(space.problems, limit=limit, stop=stop or (lambda: False), progress=progress)
     if found is None:

@@ -7,6 +7,7 @@ are short. The best of them move their cuts as long as the judge says that it he
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 
 from bapipe.search.best_first import best_first
@@ -29,6 +30,12 @@ SLOW = 20
 SLACK = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
 """By how much stages may exceed the most even cut, for shorter transfers."""
 
+NEAR = 1.01
+"""Partial plans are opened too where the best plan exceeds the bound by more than this,"""
+
+RUNS = 100_000_000
+"""and the slots of all problems have no more runs of layers."""
+
 CLIMBS = 4
 """Plans whose cuts are moved."""
 
@@ -44,7 +51,7 @@ def is_large(problems: Sequence[Problem]) -> bool:
 def large(
     problems: Sequence[Problem],
     *,
-    limit: int = 30_000_000,
+    limit: int = 12_000_000,
     stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Found | None:
@@ -58,9 +65,14 @@ def large(
     search.look_at_even_cuts()
     search.find_bound()
     search.climb()
-    if search.best_ns is None and search.may_fit:
-        return best_first(problems, limit=limit // 1000, stop=stop, progress=progress)
-    return search.result()
+    found = search.result()
+    if found is None:
+        return best_first(problems, limit=limit // 1000, stop=stop, progress=progress) if search.may_fit else None
+    if found.step_ns > NEAR * found.lower_bound_ns and search.size <= RUNS and not stop():
+        better = best_first(problems, limit=limit // 10_000, stop=stop, progress=progress, known=found)
+        assert better is not None
+        return replace(better, lower_bound_ns=max(better.lower_bound_ns, found.lower_bound_ns))
+    return found
 
 
 class _Search:
@@ -84,6 +96,7 @@ class _Search:
         self.best_ns: int | None = None
         self.spent = 0
         self.may_fit = True
+        self.size = 0
 
     @property
     def bound_ns(self) -> int:
@@ -167,6 +180,7 @@ class _Search:
     def _halve(self, key: int, numbers: Sequence[int], enough_ns: int | None) -> None:
         """Raises the bound of some problems, to `enough_ns` at most, and judges the paths it meets."""
         relaxed = [(i, self._relaxed(self.problems[i])) for i in numbers]
+        self.size += sum(within.num_runs for _, within in relaxed)
 
         def allowed(limit_ns: int) -> bool:
             place = next((place for place, (_, within) in enumerate(relaxed) if within.allows(limit_ns)), None)

@@ -79,6 +79,11 @@ class Within:
         self._paths, self._reach = np.full(shape, BIG), np.full(shape, BIG)
         self._ends = np.zeros(shape, dtype=np.int64)
 
+    @property
+    def num_runs(self) -> int:
+        """Runs of layers times slots."""
+        return len(self._nodes) * self.last * self.last
+
     def _add(self, slot: Slot) -> None:
         """Adds a slot after all those that can follow it."""
         stack = [slot]

@@ -6,17 +6,23 @@ import numpy as np
 import pytest
 
 from bapipe.schedules import LOOPED, SCHEDULES
+from bapipe.search import large as search
 from bapipe.search.exhaustive import exhaustive
-from bapipe.search.large import large
 from bapipe.search.spans import BIG
 from bapipe.search.within import least_within
 from tests.laws.test_search import random_problems
 
 
+@pytest.fixture
+def _unopened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No partial plan is opened: the relaxation and the plans near it stand alone."""
+    monkeypatch.setattr(search, "RUNS", 0)
+
+
 def check(seed: int, schedules: list[str], **changes: object) -> tuple[int, int, int]:
     """Bound, best and optimum of random problems, or zeros where nothing fits."""
     problems = random_problems(seed, schedules, **changes)  # type: ignore[arg-type]
-    want, found = exhaustive(problems), large(problems)
+    want, found = exhaustive(problems), search.large(problems)
     assert (found is None) == (want is None), seed
     if found is None or want is None:
         return 0, 0, 0
@@ -25,6 +31,7 @@ def check(seed: int, schedules: list[str], **changes: object) -> tuple[int, int,
     return found.lower_bound_ns, found.step_ns, want.step_ns
 
 
+@pytest.mark.usefixtures("_unopened")
 @pytest.mark.parametrize("schedules", [["1f1b", "gpipe"], ["1f1b"], ["gpipe"]])
 def test_bounds_hold_and_most_plans_are_optimal(schedules: list[str]) -> None:
     found = [check(seed, schedules) for seed in range(24)]
@@ -33,10 +40,17 @@ def test_bounds_hold_and_most_plans_are_optimal(schedules: list[str]) -> None:
     assert sum(best == want for _, best, want in feasible) > 0.8 * len(feasible)
 
 
+def test_small_chains_are_solved_exactly_all_the_same() -> None:
+    found = [check(seed, ["1f1b", "gpipe"]) for seed in range(12)]
+    assert all(bound == best == want for bound, best, want in found)
+
+
+@pytest.mark.usefixtures("_unopened")
 def test_bounds_hold_where_all_reduces_take_several_buckets() -> None:
     assert all(check(seed, ["1f1b", "gpipe"], buckets=True)[2] for seed in range(12))
 
 
+@pytest.mark.usefixtures("_unopened")
 @pytest.mark.parametrize("schedule", [*LOOPED, *(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))])
 def test_bounds_hold_for_every_schedule(schedule: str) -> None:
     for seed in range(5):
