@@ -142,4 +142,6 @@ def _address(host: int) -> str:
 
 
 def _do(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # In a session of its own, so that what ends this program does not end its tidying up.
+    done = subprocess.run(command, check=True, capture_output=True, text=True, start_new_session=True)
+    return done.stdout
