@@ -21,7 +21,7 @@ from bapipe.cost import Stage, StageCost
 from bapipe.program import compile_table
 from bapipe.schedule import Schedule
 from bapipe.schedules import ALL
-from bapipe.search.problem import spread
+from bapipe.search.step.problem import spread
 from bapipe.simulate import compile_for, finish_ns, judge
 
 MS = 10**6

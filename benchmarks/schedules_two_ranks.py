@@ -25,7 +25,7 @@ from bapipe.cluster import Cluster
 from bapipe.codec import read, write
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
-from bapipe.search.reorder import SEARCH
+from bapipe.search.ordering.reorder import SEARCH
 
 
 def kendall_tau(pairs: list[tuple[float, float]]) -> float:

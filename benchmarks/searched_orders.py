@@ -22,7 +22,7 @@ from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.cost import Stage, StageCost
 from bapipe.memory import peak_memory
 from bapipe.schedules import SCHEDULES
-from bapipe.search.order import search_order
+from bapipe.search.ordering.order import search_order
 from bapipe.simulate import judge
 
 MS = 10**6

@@ -123,7 +123,8 @@ def test_only_the_command_line_prints_and_exits() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["import bapipe", "import bapipe.cli", "import bapipe.search.explore", "import bapipe.search.order"]
+    "command",
+    ["import bapipe", "import bapipe.cli", "import bapipe.search.step.explore", "import bapipe.search.ordering.order"],
 )
 def test_planning_loads_no_heavy_package(command: str) -> None:
     code = f"import sys; {command}; print([m for m in {sorted(HEAVY)} if m in sys.modules])"

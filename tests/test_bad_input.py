@@ -13,8 +13,8 @@ import pytest
 from bapipe.cli import main
 from bapipe.cluster import Cluster
 from bapipe.profile import ModelProfile
-from bapipe.search.explore import explore
 from bapipe.search.options import Options
+from bapipe.search.step.explore import explore
 from tests.random_profiles import random_profile
 
 PROFILE = msgspec.to_builtins(random_profile(Random(5), 6))

@@ -13,8 +13,8 @@ from bapipe.codec import KINDS, decode, decode_as, encode, read, schema, write
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
-from bapipe.search.explore import explore
 from bapipe.search.options import Options
+from bapipe.search.step.explore import explore
 from tests.random_profiles import random_cluster, random_profile
 
 

@@ -8,10 +8,10 @@ from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.cost import Stage, StageCost
 from bapipe.schedule import Schedule, parse_action
 from bapipe.schedules import SCHEDULES
-from bapipe.search import cpsat
-from bapipe.search.join import join
-from bapipe.search.order import FoundOrder, search_order
-from bapipe.search.order_bounds import Job, one_machine_ns
+from bapipe.search.ordering import cpsat
+from bapipe.search.ordering.join import join
+from bapipe.search.ordering.order import FoundOrder, search_order
+from bapipe.search.ordering.order_bounds import Job, one_machine_ns
 from bapipe.simulate import judge
 from tests.random_pipelines import Pipeline, random_pipeline
 

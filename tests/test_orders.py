@@ -6,8 +6,8 @@ from bapipe import api
 from bapipe.cluster import Bandwidth, Cluster, Device
 from bapipe.errors import Infeasible
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.search.explore import explore
 from bapipe.search.options import Options
+from bapipe.search.step.explore import explore
 from bapipe.simulate import simulate
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster

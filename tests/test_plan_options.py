@@ -12,10 +12,10 @@ from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.plan import Plan, StagePlan
 from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.search.critical_path import critical_path, shares
-from bapipe.search.explore import explore
 from bapipe.search.options import Options
 from bapipe.search.pareto import pareto
 from bapipe.search.sensitivity import sensitivity
+from bapipe.search.step.explore import explore
 from bapipe.simulate import simulate
 
 MS = 1_000_000

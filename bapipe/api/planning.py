@@ -16,8 +16,8 @@ from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile, common_settings
-from bapipe.search.explore import explore
 from bapipe.search.options import Objective, Options, Progress
+from bapipe.search.step.explore import explore
 from bapipe.simulate import judge
 from bapipe.simulate import simulate as simulate_by_kind
 from bapipe.timeline import Timeline
@@ -43,7 +43,7 @@ def plan(
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Returns the fastest plan of the space its certificate names; see `bapipe.search.explore.explore`.
+    """Returns the fastest plan of the space its certificate names; see `bapipe.search.step.explore.explore`.
 
     Args:
         profiles: one for each kind of device; others of a kind, measured with more threads, are of several of the
@@ -196,7 +196,7 @@ def _for_throughput(
     stop: Callable[[], bool] | None,
     progress: Progress | None,
 ) -> Plan:
-    from bapipe.search.throughput import plan_throughput
+    from bapipe.search.throughput.throughput import plan_throughput
 
     if "1f1b" not in options.schedules:
         raise BapipeError(f"--objective throughput runs 1f1b, not {', '.join(options.schedules)}: leave --schedule out")

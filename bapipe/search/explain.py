@@ -9,10 +9,10 @@ from bapipe.cost import stages_of
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
 from bapipe.search.alternatives import in_words
-from bapipe.search.chain import Chain
 from bapipe.search.critical_path import shares
 from bapipe.search.options import Options
 from bapipe.search.sensitivity import ALL_MEMORY, Effect
+from bapipe.search.step.chain import Chain
 from bapipe.simulate import simulate
 from bapipe.timeline import Timeline
 

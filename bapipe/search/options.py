@@ -26,7 +26,7 @@ class Options:
         memory_margin: the share of that which is left free.
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
-        constraints: such as `conv1 with conv2`; see `bapipe.search.constraints`.
+        constraints: such as `conv1 with conv2`; see `bapipe.search.step.constraints`.
         objective: the time of one step; or the work of the most loaded device, see `bapipe.search.throughput`.
         search_effort: about the seconds that the search of an order takes; see `search_order`.
     """

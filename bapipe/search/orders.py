@@ -16,9 +16,9 @@ from bapipe.errors import Infeasible
 from bapipe.graph import contract, downsets, of_layers, prefixes, topological_order
 from bapipe.plan import Certificate, Plan, StagePlan, certify
 from bapipe.profile import LOSS, Measurement, ModelProfile
-from bapipe.search.identical import least_load_alike
-from bapipe.search.loads import StagePath
-from bapipe.search.steady import AlikeDevices, Cuts, Runs
+from bapipe.search.throughput.identical import least_load_alike
+from bapipe.search.throughput.loads import StagePath
+from bapipe.search.throughput.steady import AlikeDevices, Cuts, Runs
 
 MAX_DOWNSETS = 1000
 """Up to how many downsets the best cuts of a graph are looked for."""

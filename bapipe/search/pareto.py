@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from bapipe.cluster import Cluster
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
-from bapipe.search.explore import plan_of, space_of
-from bapipe.search.inputs import check_inputs
 from bapipe.search.options import Options
+from bapipe.search.step.explore import plan_of
+from bapipe.search.step.inputs import check_inputs
+from bapipe.search.step.question import space_of
 
 WORK = 3_000
 """Partial plans opened for one point."""
@@ -43,7 +44,7 @@ def pareto(
 
     Points between two rounds of memory are not looked for.
     """
-    from bapipe.search.best_first import best_first  # loads numpy
+    from bapipe.search.step.best_first import best_first  # loads numpy
 
     check_inputs(profiles, cluster, options)
     found: list[Point] = []

@@ -7,8 +7,8 @@ import msgspec
 from bapipe.errors import Infeasible
 from bapipe.plan import Alternative, Plan, certify
 from bapipe.profile import ModelProfile
-from bapipe.search.explore import solve
 from bapipe.search.options import Options, Progress
+from bapipe.search.step.explore import solve
 from bapipe.simulate import simulate
 
 BEST_FOUND = "best found"

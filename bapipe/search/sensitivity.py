@@ -8,10 +8,10 @@ import msgspec
 from bapipe.cluster import Cluster
 from bapipe.plan import Plan
 from bapipe.profile import ModelProfile
-from bapipe.search.explore import solve
 from bapipe.search.options import Options
+from bapipe.search.ordering.reorder import SEARCH
 from bapipe.search.pinned import BEST_FOUND
-from bapipe.search.reorder import SEARCH
+from bapipe.search.step.explore import solve
 from bapipe.simulate import simulate
 from bapipe.units import MAX_INT
 

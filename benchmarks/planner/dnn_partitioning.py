@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from bapipe.graph import Graph, contract, depth_first_order, downsets, members, prefixes
-from bapipe.search.loads import END, StagePath
-from bapipe.search.min_max import least_below, least_load
+from bapipe.search.throughput.loads import END, StagePath
+from bapipe.search.throughput.min_max import least_below, least_load
 
 EXACT = 1e-9
 """Relative difference below which two sums of floating-point times are the same."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bapipe.graph import Graph, contract, depth_first_order, downsets, members, prefixes
-from bapipe.search.identical import below, least_load_alike
-from bapipe.search.loads import StagePath
+from bapipe.search.throughput.identical import below, least_load_alike
+from bapipe.search.throughput.loads import StagePath
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
 _FIELDS = re.compile(r"(\w+_time|\w+_size)=(\[[\d.; ]*\]|[\d.]+)")

@@ -39,7 +39,7 @@ from bapipe.cost import stages_of
 from bapipe.plan import Plan, StagePlan
 from bapipe.profile import ModelProfile
 from bapipe.schedules import SCHEDULES
-from bapipe.search.steady import Cuts, Runs, transfer_ns
+from bapipe.search.throughput.steady import Cuts, Runs, transfer_ns
 from bapipe.simulate import judge
 from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 

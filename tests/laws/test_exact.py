@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.plan import Plan
-from bapipe.search.explore import explore
 from bapipe.search.options import Options
+from bapipe.search.step.explore import explore
 from bapipe.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
 from tests.reference.every_pipeline import Question, least_step

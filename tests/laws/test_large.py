@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from bapipe.schedules import LOOPED, SCHEDULES
-from bapipe.search import large as search
-from bapipe.search.exhaustive import exhaustive
-from bapipe.search.spans import BIG
-from bapipe.search.within import least_within
+from bapipe.search.step import large as search
+from bapipe.search.step.exhaustive import exhaustive
+from bapipe.search.step.spans import BIG
+from bapipe.search.step.within import least_within
 from tests.laws.test_search import random_problems
 
 

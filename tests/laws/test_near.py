@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from bapipe.graph import downsets, of_layers, prefixes, topological_order
-from bapipe.search import throughput
-from bapipe.search.near import near
-from bapipe.search.throughput import Search, explore_throughput
+from bapipe.search.throughput import throughput
+from bapipe.search.throughput.near import near
+from bapipe.search.throughput.throughput import Search, explore_throughput
 from tests.laws.test_throughput import same_devices
 from tests.random_graphs import branching_profile
 

@@ -5,11 +5,11 @@ from random import Random
 import pytest
 
 from bapipe.errors import InvalidSchedule
-from bapipe.search import cpsat, list_scheduler
-from bapipe.search.order import FoundOrder, search_order
-from bapipe.search.order_bounds import lower_bound_ns
-from bapipe.search.order_clock import clock
-from bapipe.search.order_problem import OrderProblem, order_problem
+from bapipe.search.ordering import cpsat, list_scheduler
+from bapipe.search.ordering.order import FoundOrder, search_order
+from bapipe.search.ordering.order_bounds import lower_bound_ns
+from bapipe.search.ordering.order_clock import clock
+from bapipe.search.ordering.order_problem import OrderProblem, order_problem
 from bapipe.simulate import judge
 from tests.random_pipelines import Pipeline, random_pipeline
 from tests.reference.every_order import every_table, fastest_ns
@@ -102,7 +102,7 @@ def test_bounds_hold_where_transfers_stop_devices() -> None:
 
 def test_a_bound_in_rounded_times_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpsat, "MOST_UNITS", 20)
-    monkeypatch.setattr("bapipe.search.order.lower_bound_ns", lambda problem: 0)
+    monkeypatch.setattr("bapipe.search.ordering.order.lower_bound_ns", lambda problem: 0)
     below = 0
     for seed in range(40):
         p = random_pipeline(Random(seed), (0, 1), 2)

@@ -14,14 +14,14 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.plan import StagePlan
 from bapipe.profile import ModelProfile
 from bapipe.schedules import LOOPED, SCHEDULES
-from bapipe.search.best_first import best_first
-from bapipe.search.closest import nearest
-from bapipe.search.exhaustive import exhaustive, layouts
-from bapipe.search.explore import explore
 from bapipe.search.options import Options
 from bapipe.search.placing import merged
-from bapipe.search.problem import Layout, Problem
-from bapipe.search.space import space
+from bapipe.search.step.best_first import best_first
+from bapipe.search.step.closest import nearest
+from bapipe.search.step.exhaustive import exhaustive, layouts
+from bapipe.search.step.explore import explore
+from bapipe.search.step.problem import Layout, Problem
+from bapipe.search.step.space import space
 from bapipe.simulate import judge, simulate
 from tests.random_profiles import random_cluster, random_profile
 

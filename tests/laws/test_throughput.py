@@ -13,9 +13,9 @@ from bapipe.cost import Stage, stages_of
 from bapipe.errors import Infeasible, InvalidFile
 from bapipe.plan import Plan, StagePlan
 from bapipe.profile import ModelProfile
-from bapipe.search import throughput
-from bapipe.search.steady import message_ns
-from bapipe.search.throughput import explore_throughput, plan_throughput
+from bapipe.search.throughput import throughput
+from bapipe.search.throughput.steady import message_ns
+from bapipe.search.throughput.throughput import explore_throughput, plan_throughput
 from bapipe.simulate import simulate
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from bapipe.search.order_problem import F, I, OrderProblem, W
+from bapipe.search.ordering.order_problem import F, I, OrderProblem, W
 
 Ends = list[list[list[int]]]
 """Least end by stage, part (0, 1, 2 in the order they run) and k."""

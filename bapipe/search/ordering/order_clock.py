@@ -1,6 +1,6 @@
 """The timeline of an order in a monotone problem: the judge's figures, from one pass over the actions."""
 
-from bapipe.search.order_problem import OrderProblem, Orders
+from bapipe.search.ordering.order_problem import OrderProblem, Orders
 
 Clock = tuple[list[list[int]], int]
 """The beginnings of each code's actions, and the step time."""

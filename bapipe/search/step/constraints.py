@@ -11,10 +11,10 @@ import numpy as np
 from bapipe.cluster import Cluster
 from bapipe.errors import BapipeError
 from bapipe.profile import ModelProfile
-from bapipe.search.devices import DeviceClass
-from bapipe.search.pieces import Mask
-from bapipe.search.slots import Slot
-from bapipe.search.spans import Grid, Numbers
+from bapipe.search.step.devices import DeviceClass
+from bapipe.search.step.pieces import Mask
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import Grid, Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

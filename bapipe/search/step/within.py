@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.search.problem import Problem
-from bapipe.search.slots import Slot
-from bapipe.search.spans import BIG, Numbers
-from bapipe.search.windows import Turn, Windows
+from bapipe.search.step.problem import Problem
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import BIG, Numbers
+from bapipe.search.step.windows import Turn, Windows
 
 Way = tuple[tuple[int, ...], tuple[Slot, ...]]
 """The places where stages begin and end, and their slots."""

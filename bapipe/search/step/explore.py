@@ -9,17 +9,16 @@ import msgspec
 
 from bapipe.cluster import Cluster
 from bapipe.codec import fingerprint
-from bapipe.errors import BapipeError
 from bapipe.plan import Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.search.alternatives import alternatives
-from bapipe.search.inputs import check_inputs, microbatch_sizes, named_schedules
 from bapipe.search.options import Options, Progress
-from bapipe.search.reorder import SEARCH, reorder
+from bapipe.search.ordering.reorder import SEARCH, reorder
+from bapipe.search.step.inputs import check_inputs, microbatch_sizes, named_schedules
 
 if TYPE_CHECKING:
-    from bapipe.search.problem import Found
-    from bapipe.search.space import Space
+    from bapipe.search.step.problem import Found
+    from bapipe.search.step.space import Space
 
 WORK = 30_000
 """Partial plans opened before a search without a time limit stops: some seconds."""
@@ -68,9 +67,10 @@ def solve(
     progress: Progress | None = None,
 ) -> "tuple[str, Found]":
     """Returns the space in words, and the best of it; see `explore`."""
-    from bapipe.search.best_first import best_first  # loads numpy
-    from bapipe.search.closest import nothing_fits
-    from bapipe.search.large import is_large, large
+    from bapipe.search.step.best_first import best_first  # these load numpy
+    from bapipe.search.step.closest import nothing_fits
+    from bapipe.search.step.large import is_large, large
+    from bapipe.search.step.question import space_of
 
     check_inputs(profiles, cluster, options)
     space = space_of(profiles, cluster, options)
@@ -82,39 +82,6 @@ def solve(
     if found is None:
         raise nothing_fits(profiles, cluster, options, space)
     return _words(profiles, cluster, options, space), found
-
-
-def space_of(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> "Space":
-    """Returns the problems to solve.
-
-    Raises:
-        BapipeError: constraints that cannot be met, or a number of stages that there cannot be.
-    """
-    from bapipe.search.constraints import check_constraints, parse_constraints
-    from bapipe.search.space import space
-
-    rules = parse_constraints(options.constraints)
-    check_constraints(rules, next(iter(profiles.values())), cluster)
-    made = space(
-        profiles,
-        cluster,
-        minibatch_size=options.minibatch_size,
-        sizes=microbatch_sizes(profiles, cluster, options),
-        schedules=named_schedules(options),
-        limits=options.limits(cluster),
-        num_stages=options.num_stages,
-        replicas=options.replicas,
-        recompute=options.recompute,
-        constraints=rules,
-    )
-    if not any(problem.starts for problem in made.problems):
-        asked = "any number of" if options.num_stages is None else options.num_stages
-        raise BapipeError(
-            f"{asked} stages asked for; {len(cluster.devices)} devices, {len(_names(profiles))} layers and "
-            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, made.stage_counts)) or 'none'}"
-            f"{f' where {options.in_words}' if options.constraints else ''}"
-        )
-    return made
 
 
 def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size: int, space: str) -> Plan:

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from math import floor, gcd
 from typing import TYPE_CHECKING
 
-from bapipe.search.order_bounds import heads_and_tails
-from bapipe.search.order_clock import clock
-from bapipe.search.order_problem import F, I, OrderProblem, Orders, W
+from bapipe.search.ordering.order_bounds import heads_and_tails
+from bapipe.search.ordering.order_clock import clock
+from bapipe.search.ordering.order_problem import F, I, OrderProblem, Orders, W
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

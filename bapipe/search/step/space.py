@@ -10,14 +10,14 @@ import numpy as np
 from bapipe.cluster import Cluster
 from bapipe.profile import ModelProfile
 from bapipe.schedules import SCHEDULES
-from bapipe.search.bounds import Bounds
-from bapipe.search.chain import Chain
-from bapipe.search.constraints import Constraints
-from bapipe.search.devices import DeviceClass, Links, classes_of
-from bapipe.search.pieces import Pieces
-from bapipe.search.problem import Problem, Start
-from bapipe.search.slots import Counts, Slots
-from bapipe.search.spans import Grid, Numbers, Sizes, Times
+from bapipe.search.step.bounds import Bounds
+from bapipe.search.step.chain import Chain
+from bapipe.search.step.constraints import Constraints
+from bapipe.search.step.devices import DeviceClass, Links, classes_of
+from bapipe.search.step.pieces import Pieces
+from bapipe.search.step.problem import Problem, Start
+from bapipe.search.step.slots import Counts, Slots
+from bapipe.search.step.spans import Grid, Numbers, Sizes, Times
 
 MAX_GROUPS = 3_000
 """Most ways to give a stage some of the devices that are left; with more, devices are taken in the cluster's order."""

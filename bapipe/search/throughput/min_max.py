@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapipe.search.loads import END, LeastLoad, LoadProblem, StagePath
+from bapipe.search.throughput.loads import END, LeastLoad, LoadProblem, StagePath
 
 if TYPE_CHECKING:
-    from bapipe.search.loads import Indices, Numbers
+    from bapipe.search.throughput.loads import Indices, Numbers
 
 BLOCK = 1 << 21
 """Most stages priced at once; bounds the memory."""

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.search.pieces import Piece, Pieces
-from bapipe.search.rests import Rest, Rests, Steps
-from bapipe.search.slots import Slot
-from bapipe.search.spans import BIG, Numbers
-from bapipe.search.stay import Held, Stay, keep, most_of, stay
+from bapipe.search.step.pieces import Piece, Pieces
+from bapipe.search.step.rests import Rest, Rests, Steps
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import BIG, Numbers
+from bapipe.search.step.stay import Held, Stay, keep, most_of, stay
 
 
 @dataclass(frozen=True, slots=True)

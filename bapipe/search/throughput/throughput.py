@@ -24,14 +24,14 @@ from bapipe.plan import THROUGHPUT, Alternative, Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedule import Action, Schedule
 from bapipe.schedules.one_f_one_b import one_rank
-from bapipe.search.identical import least_load_alike
-from bapipe.search.inputs import check_inputs, microbatch_sizes
-from bapipe.search.loads import LeastLoad
-from bapipe.search.min_max import least_load
-from bapipe.search.near import near
 from bapipe.search.options import Options
-from bapipe.search.steady import AlikeDevices, Cuts, Runs
-from bapipe.search.unlike import MAX_COUNTS, MAX_GAPS, UnlikeDevices
+from bapipe.search.step.inputs import check_inputs, microbatch_sizes
+from bapipe.search.throughput.identical import least_load_alike
+from bapipe.search.throughput.loads import LeastLoad
+from bapipe.search.throughput.min_max import least_load
+from bapipe.search.throughput.near import near
+from bapipe.search.throughput.steady import AlikeDevices, Cuts, Runs
+from bapipe.search.throughput.unlike import MAX_COUNTS, MAX_GAPS, UnlikeDevices
 from bapipe.simulate import judge
 
 MAX_DOWNSETS = 3000

@@ -1,6 +1,6 @@
 """What the stages still to come must add to the step, wherever they are cut: one dynamic programme over slots.
 
-Letters as in `bapipe.search.bounds`.
+Letters as in `bapipe.search.step.bounds`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.search.pieces import Piece, Pieces
-from bapipe.search.slots import Slot
-from bapipe.search.spans import BIG, Numbers
-from bapipe.search.stay import Held, keep, most_of, stay
+from bapipe.search.step.pieces import Piece, Pieces
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import BIG, Numbers
+from bapipe.search.step.stay import Held, keep, most_of, stay
 
 NOTHING = np.zeros(0, dtype=np.int64)
 """Stands for what nobody asks for."""

@@ -9,12 +9,12 @@ from bapipe.cluster import Cluster
 from bapipe.cost import Stage
 from bapipe.errors import InvalidSchedule
 from bapipe.schedule import Schedule
-from bapipe.search import cpsat, list_scheduler
-from bapipe.search.join import join
-from bapipe.search.order_bounds import lower_bound_ns
-from bapipe.search.order_clock import clock
-from bapipe.search.order_problem import OrderProblem, Orders, one_by_one, order_problem, orders_of, relaxed
-from bapipe.search.polish import polish
+from bapipe.search.ordering import cpsat, list_scheduler
+from bapipe.search.ordering.join import join
+from bapipe.search.ordering.order_bounds import lower_bound_ns
+from bapipe.search.ordering.order_clock import clock
+from bapipe.search.ordering.order_problem import OrderProblem, Orders, one_by_one, order_problem, orders_of, relaxed
+from bapipe.search.ordering.polish import polish
 from bapipe.simulate import compile_for, finish_ns, judge
 
 _log = logging.getLogger(__name__)

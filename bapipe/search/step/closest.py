@@ -10,10 +10,11 @@ from bapipe.cluster import Cluster
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.profile import ModelProfile
 from bapipe.search.options import Options
-from bapipe.search.problem import Layout, Problem, Start
-from bapipe.search.slots import Slot
-from bapipe.search.space import Space
-from bapipe.search.spans import BIG, Numbers
+from bapipe.search.step.problem import Layout, Problem, Start
+from bapipe.search.step.question import space_of
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.space import Space
+from bapipe.search.step.spans import BIG, Numbers
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
@@ -111,8 +112,6 @@ def nothing_fits(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
 
 def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> str:
     """Says which of the constraints to drop: one of those without which there is a plan."""
-    from bapipe.search.explore import space_of
-
     culprits = []
     for i, text in enumerate(options.constraints):
         fewer = replace(options, constraints=(*options.constraints[:i], *options.constraints[i + 1 :]))
@@ -143,8 +142,6 @@ def _devices(problem: Problem, layout: Layout, lacks: Mapping[int, int], names: 
 
 def _advice(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, lacks: Mapping[int, int]) -> str:
     """What each thing that the options hold fixed would do."""
-    from bapipe.search.explore import space_of
-
     changes = {}
     if not options.recompute:
         changes["recomputation"] = replace(options, recompute=True)

@@ -10,9 +10,9 @@ from bapipe.plan import Alternative, Plan, StagePlan, certify
 from bapipe.profile import ModelProfile
 from bapipe.schedule import Schedule
 from bapipe.schedules import ALL
-from bapipe.search.order import FoundOrder, search_order
-from bapipe.search.order_bounds import lower_bound_ns
-from bapipe.search.order_problem import one_by_one, order_problem
+from bapipe.search.ordering.order import FoundOrder, search_order
+from bapipe.search.ordering.order_bounds import lower_bound_ns
+from bapipe.search.ordering.order_problem import one_by_one, order_problem
 from bapipe.search.placing import place
 from bapipe.simulate import judge
 

@@ -5,11 +5,11 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from bapipe.search.bounds import Prefix
-from bapipe.search.nearby import regrouped, restated, shifted
 from bapipe.search.options import Progress
-from bapipe.search.problem import Found, Problem, Start
-from bapipe.search.spans import BIG, Numbers
+from bapipe.search.step.bounds import Prefix
+from bapipe.search.step.nearby import regrouped, restated, shifted
+from bapipe.search.step.problem import Found, Problem, Start
+from bapipe.search.step.spans import BIG, Numbers
 
 ACTIONS = 1200
 """How many actions the judge runs in the time that one partial plan takes to open."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.search.bounds import Bounds
-from bapipe.search.pieces import Part, Pieces
-from bapipe.search.slots import Slot
-from bapipe.search.spans import Numbers
+from bapipe.search.step.bounds import Bounds
+from bapipe.search.step.pieces import Part, Pieces
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ import numpy as np
 
 from bapipe.cluster import Bandwidth
 from bapipe.schedule import Phase
-from bapipe.search.devices import DeviceClass, Links
-from bapipe.search.slots import Slot
-from bapipe.search.spans import BIG, Grid, Numbers, Sizes, Times, transfer_ns
+from bapipe.search.step.devices import DeviceClass, Links
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import BIG, Grid, Numbers, Sizes, Times, transfer_ns
 
 Mask = Callable[[Slot, slice], Numbers | None]
 """Runs of layers that a slot must not hold, None where it may hold all."""

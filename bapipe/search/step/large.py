@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 
-from bapipe.search.best_first import best_first
 from bapipe.search.options import Progress
-from bapipe.search.problem import Found, Problem
-from bapipe.search.slots import Slot
-from bapipe.search.spans import BIG
-from bapipe.search.windows import Windows
-from bapipe.search.within import Way, Within
+from bapipe.search.step.best_first import best_first
+from bapipe.search.step.problem import Found, Problem
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import BIG
+from bapipe.search.step.windows import Windows
+from bapipe.search.step.within import Way, Within
 
 PLACES = 300
 """From so many places where a chain may be cut this search is used."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
 
-from bapipe.search.order_problem import F, I, OrderProblem, Orders, W
+from bapipe.search.ordering.order_problem import F, I, OrderProblem, Orders, W
 
 PATIENCE = (0, 50, 100)
 

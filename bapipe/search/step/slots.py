@@ -10,7 +10,7 @@ from itertools import permutations, product
 
 from bapipe.schedule import Schedule
 from bapipe.schedules import ALL
-from bapipe.search.turns import Turns, turns
+from bapipe.search.step.turns import Turns, turns
 
 Counts = tuple[int, ...]
 """How many devices of each class."""

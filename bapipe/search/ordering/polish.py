@@ -7,7 +7,7 @@ that falls to nothing. Random numbers come from the seed alone, so the same call
 from collections.abc import Callable
 from random import Random
 
-from bapipe.search.order_problem import OrderProblem, Orders
+from bapipe.search.ordering.order_problem import OrderProblem, Orders
 
 REACH = 12
 """Places an action moves at most."""

@@ -10,7 +10,7 @@ from bapipe.graph import check_connected, of_layers
 from bapipe.profile import ModelProfile
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.search.options import Options
-from bapipe.search.reorder import SEARCH
+from bapipe.search.ordering.reorder import SEARCH
 
 MAX_MICROBATCHES = 1024
 """Most micro-batches in a step; more would make tables that nobody runs."""

@@ -10,11 +10,11 @@ from bapipe.cost import Stage
 from bapipe.memory import peak_memory
 from bapipe.recurrence import Program, compile_table
 from bapipe.schedule import Phase, Schedule
-from bapipe.search.bounds import Bounds
-from bapipe.search.chain import Chain, stage_on
-from bapipe.search.devices import DeviceClass
 from bapipe.search.placing import merged, moved, place
-from bapipe.search.slots import Slot, Slots
+from bapipe.search.step.bounds import Bounds
+from bapipe.search.step.chain import Chain, stage_on
+from bapipe.search.step.devices import DeviceClass
+from bapipe.search.step.slots import Slot, Slots
 from bapipe.simulate import finish_ns, judge, needs_no_queue, ring_ns
 from bapipe.timeline import Timeline
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from bapipe.search.problem import Found, Layout, Problem
-from bapipe.search.slots import Slot
+from bapipe.search.step.problem import Found, Layout, Problem
+from bapipe.search.step.slots import Slot
 
 
 def exhaustive(problems: Sequence[Problem]) -> Found | None:

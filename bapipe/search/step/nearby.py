@@ -5,9 +5,9 @@ from itertools import permutations
 
 import numpy as np
 
-from bapipe.search.bounds import Prefix
-from bapipe.search.problem import Problem
-from bapipe.search.slots import Counts, Slot
+from bapipe.search.step.bounds import Prefix
+from bapipe.search.step.problem import Problem
+from bapipe.search.step.slots import Counts, Slot
 
 SHIFTS = (-1, 1, -2, 2, -4, 4)
 """Places that a cut is moved by."""

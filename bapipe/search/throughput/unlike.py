@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bapipe.cluster import Bandwidth, Cluster
-from bapipe.search.loads import END
-from bapipe.search.steady import NOTHING_FITS, Cuts, Runs, most_ns, transfer_ns
+from bapipe.search.throughput.loads import END
+from bapipe.search.throughput.steady import NOTHING_FITS, Cuts, Runs, most_ns, transfer_ns
 
 MAX_GAPS = 8
 """Up to how many devices some between others may be left out."""

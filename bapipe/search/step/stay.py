@@ -1,4 +1,4 @@
-"""What one stage takes, from its first F on, with each of some runs of layers: letters as in `bapipe.search.bounds`."""
+"""What one stage takes, from its first F on, with each of some runs of layers: letters as in `bounds`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from functools import reduce
 
 import numpy as np
 
-from bapipe.search.pieces import Piece
-from bapipe.search.slots import Slot
-from bapipe.search.spans import BIG, Numbers
+from bapipe.search.step.pieces import Piece
+from bapipe.search.step.slots import Slot
+from bapipe.search.step.spans import BIG, Numbers
 
 
 @dataclass(frozen=True, slots=True)

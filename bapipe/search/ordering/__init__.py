@@ -1,0 +1,1 @@
+"""Orders of a plan's actions that no named schedule has."""

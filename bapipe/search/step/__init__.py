@@ -1,0 +1,1 @@
+"""Plans for the least time of a step: every cut, device, micro-batch size and schedule, best first."""

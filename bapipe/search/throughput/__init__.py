@@ -1,0 +1,1 @@
+"""Plans for the least work on the most loaded device, once the pipeline is full."""
