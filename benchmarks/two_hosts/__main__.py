@@ -5,7 +5,8 @@
 Two network namespaces of this machine are the hosts; `tc` limits the link between them. The cluster is what `bapipe
 cluster --probe` measures under torchrun in both. Data parallelism is run by bapipe and by torch's
 DistributedDataParallel. What FOLDER holds, profile, clusters and step times, is not measured again. Needs root, or says
-why it does nothing.
+why it does nothing. The hosts share this machine's memory, so the layers are measured while a neighbour trains. A new
+connection takes a dozen steps to find the pace of a slow link, so the plan runs five times as many as the others.
 """
 
 import argparse
@@ -111,14 +112,14 @@ def ways(hosts: TwoHosts, rate: str, profile: bapipe.ModelProfile, given: argpar
     parallel = data_parallel(best, profile)
     cut = f"cut after {best.stages[0].layers[-1]}" if len(best.stages) > 1 else "one stage"
     found = []
-    for name, plan, run in (
-        (f"{best.schedule}, {cut}", best, by_bapipe),
-        ("all replicas", parallel, by_bapipe),
-        ("torch's DDP", parallel, by_torch),
+    for name, plan, run, steps in (
+        (f"{best.schedule}, {cut}", best, by_bapipe, 5 * given.steps),
+        ("all replicas", parallel, by_bapipe, given.steps),
+        ("torch's DDP", parallel, by_torch, given.steps),
     ):
         kept = given.folder / f"{rate}-{len(found)}.steps.json"
         if not kept.exists():
-            times = run(hosts, plan, given.folder / f"{rate}-{len(found)}.plan.json", given.steps)
+            times = run(hosts, plan, given.folder / f"{rate}-{len(found)}.plan.json", steps)
             kept.write_text(json.dumps(times))
         found.append(Way(name, plan, json.loads(kept.read_text())[WARM_UP_STEPS:]))
     return found
@@ -153,7 +154,7 @@ def main() -> None:
     path = given.folder / "profile.json"
     if not path.exists():
         sizes = [2**e for e in range(1, 10) if 2**e <= given.minibatch_size]
-        write(path, api.profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes))
+        write(path, api.profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes, num_neighbours=1))
     profile = bapipe.read(path, bapipe.ModelProfile)
     with two_hosts() as hosts:
         for rate in given.links:
