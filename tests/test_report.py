@@ -48,6 +48,7 @@ def test_a_trace_holds_every_action_in_microseconds(timeline: Timeline) -> None:
         (99.94, "99.9"),
         (1.005, "1.00"),
         (0.1234, "0.123"),
+        (0.0864, "0.086"),
         (0.00001, "0.000"),
     ],
 )

@@ -7,11 +7,10 @@ from rich.table import Table
 
 
 def number(value: float) -> str:
-    """Returns a figure with three significant digits, all those before the point, and none for zero."""
+    """Returns a figure with three significant digits, all those before the point, three at most after it."""
     if value == 0:
         return "0"
-    digits = max(0, 2 - floor(log10(abs(value))))
-    return f"{value:,.{digits}f}" if digits < 4 else "0.000"
+    return f"{value:,.{min(max(0, 2 - floor(log10(abs(value)))), 3)}f}"
 
 
 def ms(time_ns: float) -> str:
