@@ -14,7 +14,7 @@ from bapipe.measure.watch import Subject, Watched, layer_failed
 
 T = TypeVar("T")
 
-MIN_PASSES, MAX_PASSES = 3, 60
+MIN_PASSES, MAX_PASSES = 5, 60
 
 SMALL = 0.005
 """Share of a pass below which a layer's spread does not matter for how often passes are repeated."""
@@ -52,7 +52,7 @@ class LayerTimes:
 
 
 def time_layers(subject: Subject, seconds: float, target: float, exhaustive: bool) -> LayerTimes:
-    """Returns the times of every layer, from whole passes: at least three, until spreads are small or time is over.
+    """Returns the times of every layer, from whole passes: at least five, until spreads are small or time is over.
 
     Passes end when no layer that takes a two-hundredth of a pass has a spread above `target`, or after about `seconds`.
     A pass runs F and then B of all layers, parameter gradients added to those that are there, as in all micro-batches
