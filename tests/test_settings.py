@@ -64,13 +64,17 @@ def test_the_first_difference_in_words(changes: dict[str, object], words: tuple[
 
 def test_a_run_refuses_the_plan_of_a_profile_with_other_settings() -> None:
     plan = api.plan(measured(kind="cpu", channels_last=True), 1, minibatch_size=4)
-    with pytest.raises(BapipeError, match="measured with channels last true; this run computes with channels last false"):
+    with pytest.raises(
+        BapipeError, match="measured with channels last true; this run computes with channels last false"
+    ):
         api.run(plan, factory="bapipe.zoo.vgg:vgg16")
 
 
 def test_a_run_refuses_more_threads_than_there_are_cores() -> None:
     plan = api.plan(measured(kind="cpu", threads=10**6), 1, minibatch_size=4)
-    with pytest.raises(BapipeError, match="^the plan uses 1000000 threads on each of 1 cpu devices and this machine has "):
+    with pytest.raises(
+        BapipeError, match=r"^the plan uses 1000000 threads on each of 1 cpu devices and this machine has "
+    ):
         api.run(plan, factory="bapipe.zoo.vgg:vgg16")
 
 
