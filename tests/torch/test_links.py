@@ -29,10 +29,10 @@ def test_cluster_of_one_device() -> None:
     assert (device.name, device.host, device.kind) == ("cpu0", "host0", "cpu")
     assert device.memory_bytes > 0
     assert made.intra_host == made.inter_host
-    assert 0 < made.intra_host.latency_ns < 10**9
+    assert 0 <= made.intra_host.latency_ns < 10**9
     assert 10**6 < made.intra_host.bytes_per_s < 10**12
     assert isinstance(made.intra_host_sum, Bandwidth)  # the cores sum gradients themselves
-    assert 0 < made.intra_host_sum.latency_ns < 10**9
+    assert 0 <= made.intra_host_sum.latency_ns < 10**9
     assert 10**6 < made.intra_host_sum.bytes_per_s < 10**12
 
 
