@@ -45,7 +45,7 @@ def compare(
         tell: called with what is searched next.
 
     Raises:
-        BapipeError: there is no plan at all; the message is that of the search over all schedules.
+        BapipeError: there is no plan at all; the message is that of the last search.
     """
     searches = {name: replace(options, schedules=[name], replicas=False) for name in options.schedules}
     if options.replicas:

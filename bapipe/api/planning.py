@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -69,10 +70,7 @@ def plan(
         constraints=constraints,
         objective=objective,
     )
-
-    def search(known: Mapping[str, ModelProfile], seen: Cluster) -> Plan:
-        return decide(known, seen, options, time_limit_s=time_limit_s, progress=progress)
-
+    search = partial(decide, options=options, time_limit_s=time_limit_s, progress=progress)
     return best_of(ways(profiles, where), search)
 
 
@@ -99,10 +97,7 @@ def kept_plan(
     progress: Progress | None = None,
 ) -> Plan:
     """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
-
-    def search(known: Mapping[str, ModelProfile], seen: Cluster) -> Plan:
-        return _kept(known, seen, options, time_limit_s=time_limit_s, progress=progress)
-
+    search = partial(_kept, options=options, time_limit_s=time_limit_s, progress=progress)
     return best_of(ways(profiles, cluster), search)
 
 

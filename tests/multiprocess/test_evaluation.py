@@ -1,10 +1,7 @@
 """What a pipeline computes in evaluation mode is what the whole model computes in it, and training goes on unchanged."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from evaluation_cases import Case, Dropping, Looking, Outcome, Passing, refused, run_cases
 from runtime_cases import loss, make_plan
 from torch import nn
@@ -50,13 +47,6 @@ def test_it_is_the_whole_models(item: Case, outcomes: dict[str, list[Outcome]]) 
     seen = sorted(rows for outcome in knowing for rows in outcome.rows)
     want = [(start, min(stop, item.num_samples)) for start, stop in EVERY if start < item.num_samples]
     assert seen == want
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

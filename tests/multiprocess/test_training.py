@@ -2,12 +2,10 @@
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from runtime_cases import make_plan, mlp
 from torch import nn
 
@@ -18,13 +16,6 @@ from bapipe.runtime.pipeline import Pipeline
 from bapipe.settings import Settings
 from bapipe.trace import trace
 from bapipe.training import Training
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
