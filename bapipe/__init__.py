@@ -7,15 +7,15 @@ Importing this loads neither torch nor a solver; `Pipeline`, `Example` and whate
 
 from typing import TYPE_CHECKING, Any
 
-# isort: off
-from bapipe.cluster import Bandwidth, Cluster, Device, Link
-from bapipe.codec import read, write
 from bapipe.errors import BapipeError, Infeasible, InvalidFile, InvalidModel, InvalidSchedule, RunFailed
-from bapipe.plan import Alternative, Certificate, Plan, Prediction, StagePlan
-from bapipe.profile import ModelProfile
-from bapipe.timeline import Timeline
-from bapipe.api import plan, profile, run, simulate  # last: three have the name of a module imported above
-# isort: on
+from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.codec import read, write
+from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.plan import plan, simulate
+from bapipe.profiler.profile import profile
+from bapipe.runtime.run import run
+from bapipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from bapipe.runtime.pipeline import Pipeline

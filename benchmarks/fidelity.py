@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from bapipe.cost import stage_cost
-from bapipe.machine import prepare_cpu
-from bapipe.measure.layers import measure
-from bapipe.profile import ModelProfile
-from bapipe.sharing import Sharing
+from bapipe.formats.profile import ModelProfile
+from bapipe.profiler.layers import measure
+from bapipe.simulator.stage_cost import stage_cost
+from bapipe.simulator.tied_weights import Sharing
+from bapipe.torch_device import prepare_cpu
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build

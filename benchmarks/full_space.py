@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 import bapipe
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.codec import read
-from bapipe.profile import ModelProfile
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import read
+from bapipe.formats.profile import ModelProfile
 
 PROFILES = Path(__file__).parent.parent / "profiles" / "v100"
 EQUAL = Bandwidth(bytes_per_s=1_250_000_000, latency_ns=50_000)

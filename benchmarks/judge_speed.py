@@ -16,13 +16,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost
-from bapipe.program import compile_table
-from bapipe.schedule import Schedule
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.planner.branch_and_bound.problem import spread
 from bapipe.schedules import ALL
-from bapipe.search.step.problem import spread
-from bapipe.simulate import compile_for, finish_ns, judge
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.compiled import compile_table
+from bapipe.simulator.simulate import compile_for, finish_ns, judge
+from bapipe.simulator.stage_cost import Stage, StageCost
 
 MS = 10**6
 

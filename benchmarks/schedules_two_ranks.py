@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 import bapipe
-from bapipe import api
-from bapipe.cluster import Cluster
-from bapipe.codec import read, write
-from bapipe.profile import ModelProfile
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import read, write
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.action_order.improve_plan import SEARCH
+from bapipe.planner.inputs import local_cluster
+from bapipe.profiler.profile import profile_model
 from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
-from bapipe.search.ordering.reorder import SEARCH
 
 
 def kendall_tau(pairs: list[tuple[float, float]]) -> float:
@@ -38,8 +39,8 @@ def inputs(folder: Path, microbatch_size: int) -> tuple[ModelProfile, Cluster]:
     """Returns the profile and the cluster of the folder, measured by the first call."""
     if not (folder / "cluster.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "profile.json", api.profile_model("vgg16", {}, microbatch_sizes=[microbatch_size]))
-        write(folder / "cluster.json", api.local_cluster(2, "cpu"))
+        write(folder / "profile.json", profile_model("vgg16", {}, microbatch_sizes=[microbatch_size]))
+        write(folder / "cluster.json", local_cluster(2, "cpu"))
     return read(folder / "profile.json", ModelProfile), read(folder / "cluster.json", Cluster)
 
 

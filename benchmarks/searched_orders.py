@@ -18,12 +18,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost
-from bapipe.memory import peak_memory
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.planner.action_order.search import search_order
 from bapipe.schedules import SCHEDULES
-from bapipe.search.ordering.order import search_order
-from bapipe.simulate import judge
+from bapipe.simulator.memory import peak_memory
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import Stage, StageCost
 
 MS = 10**6
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import bapipe
-from bapipe.zoo.images import images
+from bapipe.zoo.data.images import images
 
 
 def residual_mlp(width: int = 1024, depth: int = 6) -> bapipe.Example:

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import bapipe
+from bapipe.zoo.data.language_modeling import continued
 from bapipe.zoo.gpt2 import next_word_loss
-from bapipe.zoo.texts import continued
 
 
 def loss(output: CausalLMOutputWithCrossAttentions, target: Tensor) -> Tensor:

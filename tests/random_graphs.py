@@ -4,7 +4,7 @@ from random import Random
 
 import msgspec
 
-from bapipe.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile
 from tests.random_profiles import random_profile
 
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from random import Random
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost
-from bapipe.memory import peak_memory
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.simulator.memory import peak_memory
+from bapipe.simulator.stage_cost import Stage, StageCost
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from random import Random
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from bapipe.cluster import Bandwidth, Cluster, Device, Link
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 
 
 def random_profile(

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from bapipe.cli import main
-from bapipe.cluster import Cluster
-from bapipe.profile import ModelProfile
-from bapipe.search.options import Options
-from bapipe.search.step.explore import explore
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import explore
 from tests.random_profiles import random_profile
 
 PROFILE = msgspec.to_builtins(random_profile(Random(5), 6))

@@ -4,9 +4,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from rich.console import Console
 
-from bapipe.changes import change_parts, layer_changes
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.settings import Settings
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.report.profile_diff import change_parts, layer_changes
 
 
 def profile(layers: dict[str, tuple[int, int, int, float | None]], settings: Settings = Settings()) -> ModelProfile:  # noqa: B008

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.codec import fingerprint, read, write
-from bapipe.plan import Plan
-from bapipe.simulate import simulate
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import fingerprint, read, write
+from bapipe.formats.plan import Plan
+from bapipe.simulator.simulate import simulate
 from bapipe.zoo import ZOO
 from tests.random_profiles import random_profile
 

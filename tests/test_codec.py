@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.codec import KINDS, decode, decode_as, encode, read, schema, write
 from bapipe.errors import BapipeError, InvalidFile
-from bapipe.plan import Plan
-from bapipe.profile import ModelProfile
-from bapipe.search.options import Options
-from bapipe.search.step.explore import explore
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import KINDS, decode, decode_as, encode, read, schema, write
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import explore
 from tests.random_profiles import random_cluster, random_profile
 
 
@@ -217,5 +217,5 @@ def test_optional_keys_may_be_left_out(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_packaged_schema_is_the_types(kind: str) -> None:
-    path = Path(__file__).parent.parent / "bapipe" / "schemas" / f"{kind.replace('/', '-')}.json"
-    assert path.read_bytes() == schema(kind), "write the schemas again: python -m bapipe.schemas"
+    path = Path(__file__).parent.parent / "bapipe" / "formats" / "schemas" / f"{kind.replace('/', '-')}.json"
+    assert path.read_bytes() == schema(kind), "write the schemas again: python -m bapipe.formats.schemas"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bapipe import codec
-from bapipe.profile import ModelProfile
+from bapipe.formats import codec
+from bapipe.formats.profile import ModelProfile
 
 FOLDER = Path(__file__).parent.parent / "profiles"
 FILES = sorted(FOLDER.rglob("*.json"))

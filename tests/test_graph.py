@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from bapipe.errors import InvalidModel
-from bapipe.graph import (
+from bapipe.graph.layer_graph import (
     Graph,
     contract,
     depth_first_order,

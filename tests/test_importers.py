@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bapipe.codec import read
 from bapipe.errors import BapipeError
+from bapipe.formats.codec import read
+from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.importers import Origin, import_profile, read_foreign
-from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
 
 
 def origin(sizes: tuple[int, ...] = (8,), optimizer: str = "adam") -> Origin:

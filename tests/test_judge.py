@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from bapipe.codec import decode_as
 from bapipe.errors import BapipeError
-from bapipe.plan import Plan
-from bapipe.profile import ModelProfile
-from bapipe.simulate import simulate
+from bapipe.formats.codec import decode_as
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.simulator.simulate import simulate
 from tests.reference.hand_cases import CASES
 from tests.reference.random_plans import random_case
 from tests.reference.reference_judge import judge as reference

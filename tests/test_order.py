@@ -4,15 +4,15 @@ from random import Random
 
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost
-from bapipe.schedule import Schedule, parse_action
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.planner.action_order import cp_sat
+from bapipe.planner.action_order.bounds import Job, one_machine_ns
+from bapipe.planner.action_order.fuse_backward import join
+from bapipe.planner.action_order.search import FoundOrder, search_order
 from bapipe.schedules import SCHEDULES
-from bapipe.search.ordering import cpsat
-from bapipe.search.ordering.join import join
-from bapipe.search.ordering.order import FoundOrder, search_order
-from bapipe.search.ordering.order_bounds import Job, one_machine_ns
-from bapipe.simulate import judge
+from bapipe.schedules.table import Schedule, parse_action
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import Stage, StageCost
 from tests.random_pipelines import Pipeline, random_pipeline
 
 PLENTY = 10**9
@@ -97,7 +97,7 @@ def test_the_same_arguments_give_the_same_answer(seed: int) -> None:
 def test_without_the_solver_the_answer_has_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     p = equal(4, 8, 7, 11, 5, 3, wire_ns=2)
     with_solver = search(p)
-    monkeypatch.setattr(cpsat, "find_spec", lambda name: None)
+    monkeypatch.setattr(cp_sat, "find_spec", lambda name: None)
     without = search(p)
     assert without.status in ("optimal", "feasible")
     assert None not in (without.step_ns, without.lower_bound_ns, with_solver.step_ns)

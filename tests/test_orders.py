@@ -2,13 +2,13 @@
 
 from random import Random
 
-from bapipe import api
-from bapipe.cluster import Bandwidth, Cluster, Device
+import bapipe
 from bapipe.errors import Infeasible
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.search.options import Options
-from bapipe.search.step.explore import explore
-from bapipe.simulate import simulate
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import explore
+from bapipe.simulator.simulate import simulate
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
 
@@ -59,7 +59,7 @@ def test_towers_are_parted_although_their_layers_come_in_turn() -> None:
     Along the profile's order a cut that halves the work carries 2,000 bytes.
     """
     profile, cluster = towers(), two_devices()
-    plan = api.plan(profile, cluster, minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
+    plan = bapipe.plan(profile, cluster, minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
     assert [stage.layers for stage in plan.stages] == [("a0", "a1"), ("b0", "b1", "join")]
     assert plan.prediction.step_ns == (8 + 1) * 400 + 2 * 10
     assert plan.certificate.proven_optimal
@@ -83,7 +83,7 @@ def test_more_orders_never_give_a_slower_plan() -> None:
             along = explore({"a": profile}, cluster, Options(minibatch_size=4, replicas=False))
         except Infeasible:
             continue
-        plan = api.plan(profile, cluster, minibatch_size=4, replicas=False)
+        plan = bapipe.plan(profile, cluster, minibatch_size=4, replicas=False)
         assert plan.prediction.step_ns <= along.prediction.step_ns
         assert plan.certificate.lower_bound_ns <= along.certificate.lower_bound_ns
         assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns

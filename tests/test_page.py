@@ -7,14 +7,14 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from bapipe.api import plan
 from bapipe.errors import BapipeError
-from bapipe.page import page
-from bapipe.plan import Plan
-from bapipe.recorded import read_trace
+from bapipe.formats.plan import Plan
+from bapipe.planner.plan import plan
 from bapipe.report import trace
-from bapipe.simulate import simulate
-from bapipe.timeline import Timeline
+from bapipe.report.html import page
+from bapipe.report.recorded_trace import read_trace
+from bapipe.simulator.simulate import simulate
+from bapipe.simulator.timeline import Timeline
 from tests.random_profiles import random_cluster, random_profile
 
 

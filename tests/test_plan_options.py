@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bapipe import api
-from bapipe.cluster import Bandwidth, Cluster, Device, Link
+import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
-from bapipe.plan import Plan, StagePlan
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.search.critical_path import critical_path, shares
-from bapipe.search.options import Options
-from bapipe.search.pareto import pareto
-from bapipe.search.sensitivity import sensitivity
-from bapipe.search.step.explore import explore
-from bapipe.simulate import simulate
+from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.planner.analysis.critical_path import critical_path, shares
+from bapipe.planner.analysis.pareto import pareto
+from bapipe.planner.analysis.sensitivity import sensitivity
+from bapipe.planner.options import Options
+from bapipe.planner.plan import certify, explain, kept_plan
+from bapipe.planner.plan_step import explore
+from bapipe.simulator.simulate import simulate
 
 MS = 1_000_000
 
@@ -195,7 +196,7 @@ def test_a_pinned_plan_is_judged_and_bounded() -> None:
         StagePlan(layers=("l0", "l1"), devices=("d0",)),
         StagePlan(layers=("l2", "l3"), devices=("d1",)),
     )
-    pinned = api.certify(replace(best, stages=worse), profiles, Options(minibatch_size=4, replicas=False))
+    pinned = certify(replace(best, stages=worse), profiles, Options(minibatch_size=4, replicas=False))
     assert pinned.stages == worse
     assert pinned.prediction.step_ns == simulate(pinned, profiles).step_ns > best.prediction.step_ns
     assert pinned.certificate.lower_bound_ns == best.prediction.step_ns
@@ -205,7 +206,7 @@ def test_a_pinned_plan_is_judged_and_bounded() -> None:
     assert held == 0
     heavy = {"a": chain([3, 1, 1, 1], stash_bytes=100)}
     with pytest.raises(Infeasible) as caught:
-        api.certify(replace(best, stages=worse), heavy, Options(minibatch_size=4, memory_limit_bytes=300))
+        certify(replace(best, stages=worse), heavy, Options(minibatch_size=4, memory_limit_bytes=300))
     assert str(caught.value) == (
         "the pinned plan does not fit: d0 needs 400 bytes and has 300 (100 bytes short). Plan without --pin for one "
         "that does"
@@ -227,7 +228,7 @@ def test_an_explanation_names_what_limits_the_plan() -> None:
     profiles = {"a": chain([3, 1, 1, 1], output_bytes=10**6)}
     options = Options(minibatch_size=4, replicas=False)
     plan = explore(profiles, devices(2), options)
-    words = api.explain(plan, profiles, options)
+    words = explain(plan, profiles, options)
     assert words[0] == "A pipeline of 2 stages, one device each."
     assert words[1].startswith("What limits it: a step waits for stage 1 computing (") or words[1].startswith(
         "What limits it: a step waits for stage 0 computing ("
@@ -244,7 +245,7 @@ def test_an_explanation_names_what_limits_the_plan() -> None:
     assert words[6].startswith("Fall-back to data parallelism: ")
     assert "speed of d" in words[7]
     alone = explore(profiles, devices(1), options)
-    assert api.explain(alone, profiles, options)[0] == "One device: d0 runs all layers."
+    assert explain(alone, profiles, options)[0] == "One device: d0 runs all layers."
 
 
 def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
@@ -282,9 +283,7 @@ def test_more_memory_is_not_said_to_help_where_replicas_would() -> None:
     ):
         plan = explore(profiles, devices(2), options)
         assert plan.prediction.step_ns > fast.prediction.step_ns
-        assert api.explain(plan, profiles, options)[4].startswith(
-            "Memory fine-tuning: not needed, no plan found is faster"
-        )
+        assert explain(plan, profiles, options)[4].startswith("Memory fine-tuning: not needed, no plan found is faster")
 
 
 def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:
@@ -306,18 +305,18 @@ def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profiles = {"a": chain([1, 2])}
     options = Options(minibatch_size=4)
-    first = api.kept_plan(profiles, devices(2), options)
-    monkeypatch.setattr("bapipe.api.planning._along_orders", None)  # a search would fail
-    assert api.kept_plan(profiles, devices(2), options) == first
+    first = kept_plan(profiles, devices(2), options)
+    monkeypatch.setattr("bapipe.planner.plan._along_orders", None)  # a search would fail
+    assert kept_plan(profiles, devices(2), options) == first
     for other in (options, Options(minibatch_size=8)):
         with pytest.raises(TypeError):
-            api.kept_plan(profiles, devices(3 if other is options else 2), other)
+            kept_plan(profiles, devices(3 if other is options else 2), other)
     with pytest.raises(TypeError):
-        api.kept_plan(profiles, devices(2), options, time_limit_s=1.0)
+        kept_plan(profiles, devices(2), options, time_limit_s=1.0)
     (kept,) = (tmp_path / "bapipe").glob("*.plan.json")
     kept.write_text("damaged")
     with pytest.raises(TypeError):
-        api.kept_plan(profiles, devices(2), options)
+        kept_plan(profiles, devices(2), options)
 
 
 def test_absurd_sizes_are_named() -> None:
@@ -343,8 +342,8 @@ def test_absurd_sizes_are_named() -> None:
 def test_a_time_limit_returns_the_best_so_far_with_its_gap() -> None:
     profiles = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], param_bytes=10**5, output_bytes=10**5)}
     cluster = devices(5, bytes_per_s=10**8)
-    hurried = api.plan(profiles, cluster, minibatch_size=8, time_limit_s=0.0)
-    patient = api.plan(profiles, cluster, minibatch_size=8)
+    hurried = bapipe.plan(profiles, cluster, minibatch_size=8, time_limit_s=0.0)
+    patient = bapipe.plan(profiles, cluster, minibatch_size=8)
     assert hurried.certificate.lower_bound_ns <= patient.prediction.step_ns <= hurried.prediction.step_ns
 
 

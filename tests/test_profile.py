@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from bapipe.cluster import Bandwidth
 from bapipe.errors import BapipeError
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.cluster import Bandwidth
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.units import at_speed
 from tests.random_profiles import random_profile
 
@@ -68,7 +68,7 @@ def test_a_transfer_takes_latency_and_the_bandwidths_share_rounded_up() -> None:
 
 
 def test_layers_of_a_stage_add_up() -> None:
-    from bapipe.search.step.chain import Chain
+    from bapipe.planner.branch_and_bound.chain import Chain
 
     profile = random_profile(Random(3), 6)
     chain = Chain(profile, 2, 1.0)

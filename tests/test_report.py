@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.report import gantt, mib, ms, number, trace
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.simulate import judge
-from bapipe.timeline import Timeline
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.timeline import Timeline
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import pytest
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedule import Action, Phase, Schedule, check, parse_action
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.schedules.table import Action, Phase, Schedule, check, parse_action
 
 
 def table(*ranks: str, devices: tuple[tuple[int, ...], ...] = ((0,), (1,)), num_microbatches: int = 1) -> Schedule:

@@ -5,11 +5,8 @@ from functools import partial
 
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost
 from bapipe.errors import InvalidSchedule
-from bapipe.memory import peak_memory
-from bapipe.schedule import Schedule
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
@@ -17,8 +14,11 @@ from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.simulate import judge
-from bapipe.timeline import Timeline
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.memory import peak_memory
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.timeline import Timeline
 
 EVERY: dict[str, Callable[[int, int], Schedule]] = {
     **SCHEDULES,

@@ -6,10 +6,11 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from bapipe import api, codec
+import bapipe
 from bapipe.errors import BapipeError, InvalidFile
-from bapipe.profile import ModelProfile
-from bapipe.settings import Settings, check_same, difference
+from bapipe.formats import codec
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings, check_same, difference
 from tests.random_profiles import random_cluster, random_profile
 
 
@@ -21,21 +22,21 @@ def measured(kind: str = "a", **changes: object) -> ModelProfile:
 
 def test_a_plan_has_the_settings_of_its_profile() -> None:
     profile = measured(threads=2, autocast="bfloat16")
-    plan = api.plan(profile, random_cluster(Random(1), 2), minibatch_size=4)
+    plan = bapipe.plan(profile, random_cluster(Random(1), 2), minibatch_size=4)
     assert plan.settings == profile.settings
     assert codec.decode(codec.encode(plan)) == plan
     assert codec.decode(codec.encode(profile)) == profile
 
 
 def test_a_profile_that_says_nothing_gives_a_plan_that_says_nothing() -> None:
-    plan = api.plan(random_profile(Random(3), 4), random_cluster(Random(1), 2), minibatch_size=4)
+    plan = bapipe.plan(random_profile(Random(3), 4), random_cluster(Random(1), 2), minibatch_size=4)
     assert plan.settings is UNSET
     assert b'"settings"' not in codec.encode(plan)
 
 
 def test_profiles_of_different_settings_make_no_plan() -> None:
     with pytest.raises(BapipeError) as error:
-        api.plan([measured(), measured(kind="b", tf32=True)], random_cluster(Random(1), 2), minibatch_size=4)
+        bapipe.plan([measured(), measured(kind="b", tf32=True)], random_cluster(Random(1), 2), minibatch_size=4)
     assert str(error.value) == (
         "the profile of a was measured with tf32 false, that of b with tf32 true: profile both with the same settings"
     )
@@ -63,19 +64,19 @@ def test_the_first_difference_in_words(changes: dict[str, object], words: tuple[
 
 
 def test_a_run_refuses_the_plan_of_a_profile_with_other_settings() -> None:
-    plan = api.plan(measured(kind="cpu", channels_last=True), 1, minibatch_size=4)
+    plan = bapipe.plan(measured(kind="cpu", channels_last=True), 1, minibatch_size=4)
     with pytest.raises(
         BapipeError, match="measured with channels last true; this run computes with channels last false"
     ):
-        api.run(plan, factory="bapipe.zoo.vgg:vgg16")
+        bapipe.run(plan, factory="bapipe.zoo.vgg:vgg16")
 
 
 def test_a_run_refuses_more_threads_than_there_are_cores() -> None:
-    plan = api.plan(measured(kind="cpu", threads=10**6), 1, minibatch_size=4)
+    plan = bapipe.plan(measured(kind="cpu", threads=10**6), 1, minibatch_size=4)
     with pytest.raises(
         BapipeError, match=r"^the plan uses 1000000 threads on each of 1 cpu devices and this machine has "
     ):
-        api.run(plan, factory="bapipe.zoo.vgg:vgg16")
+        bapipe.run(plan, factory="bapipe.zoo.vgg:vgg16")
 
 
 def test_settings_and_profile_must_agree() -> None:

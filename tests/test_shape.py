@@ -2,8 +2,8 @@
 
 import xml.etree.ElementTree as ET
 
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.shape import bar, rows, svg
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.report.layer_diagram import bar, rows, svg
 
 
 def _profile() -> ModelProfile:

@@ -1,7 +1,7 @@
 """What layers that share parameters cost in different stages, by hand."""
 
-from bapipe.profile import LayerProfile
-from bapipe.sharing import SharedGradient, Shares, Sharing, inseparable
+from bapipe.formats.profile import LayerProfile
+from bapipe.simulator.tied_weights import SharedGradient, Shares, Sharing, inseparable
 
 
 def layer(name: str, param_bytes: int = 0, shares: tuple[str, ...] = (), shared_bytes: int = 0) -> LayerProfile:

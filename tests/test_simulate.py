@@ -6,16 +6,16 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import Stage, StageCost, beside, fill_buckets
 from bapipe.errors import InvalidSchedule
-from bapipe.memory import peak_memory
-from bapipe.schedule import Schedule, parse_action
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.sharing import SharedGradient
-from bapipe.simulate import judge
+from bapipe.schedules.table import Schedule, parse_action
+from bapipe.simulator.memory import peak_memory
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import Stage, StageCost, beside, fill_buckets
+from bapipe.simulator.tied_weights import SharedGradient
 
 
 def cluster(num_devices: int, latency_ns: int = 0) -> Cluster:

@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from bapipe.cli import measuring, planning, running
-from bapipe.cli.console import err
+from bapipe.cli import plan, profile, run
+from bapipe.cli.progress import err
 from bapipe.errors import BapipeError, Infeasible, RunFailed
 
 app = typer.Typer(
@@ -17,15 +17,15 @@ app = typer.Typer(
     rich_markup_mode=None,  # formatting help with rich would double its time
     help="Decides, proves and runs the best way to train a network as a pipeline over several devices.",
 )
-app.command("profile")(measuring.profile)
-app.command("import")(measuring.import_)
-app.command("cluster")(measuring.cluster)
-app.command("plan")(planning.plan)
-app.command("compare")(planning.compare)
-app.command("simulate")(planning.simulate)
-app.command("show")(planning.show)
-app.command("run")(running.run)
-app.command("export")(running.export)
+app.command("profile")(profile.profile)
+app.command("import")(profile.import_)
+app.command("cluster")(profile.cluster)
+app.command("plan")(plan.plan)
+app.command("compare")(plan.compare)
+app.command("simulate")(plan.simulate)
+app.command("show")(plan.show)
+app.command("run")(run.run)
+app.command("export")(run.export)
 
 
 def main() -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from bapipe.codec import read_text
 from bapipe.errors import BapipeError
-from bapipe.importers.origin import STATE_OF, Origin
+from bapipe.formats.codec import read_text
+from bapipe.formats.profile import ModelProfile
+from bapipe.importers.metadata import STATE_OF, Origin
 from bapipe.importers.pipedream import is_pipedream, pipedream_layers
 from bapipe.importers.table import table_layers
-from bapipe.importers.whole import ForeignLayer, profile_of
-from bapipe.profile import ModelProfile
+from bapipe.importers.to_profile import ForeignLayer, profile_of
 
 __all__ = ["STATE_OF", "Origin", "import_profile", "read_foreign"]
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import BapipeError
-from bapipe.importers.whole import ForeignLayer
+from bapipe.importers.to_profile import ForeignLayer
 
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<kind>.*) -- forward_compute_time=(?P<forward>[\d.]+), "

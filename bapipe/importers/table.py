@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bapipe.errors import BapipeError
-from bapipe.importers.whole import ForeignLayer
+from bapipe.importers.to_profile import ForeignLayer
 
 _COLUMNS = {
     "name": r"layer|name",

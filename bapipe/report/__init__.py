@@ -1,11 +1,11 @@
 """What people look at: tables of plans and profiles, a text Gantt chart, a trace for Perfetto."""
 
 from bapipe.report.comparisons import comparison_json, comparison_parts
-from bapipe.report.figures import empty_table, mib, ms, number
-from bapipe.report.outcomes import evaluation_words, outcome_json, outcome_parts
+from bapipe.report.formatting import empty_table, mib, ms, number
 from bapipe.report.plans import pareto_table, plan_json, plan_parts
 from bapipe.report.profiles import cluster_parts, profile_parts
-from bapipe.report.timelines import NAME, gantt, trace
+from bapipe.report.runs import evaluation_words, outcome_json, outcome_parts
+from bapipe.report.text_gantt import NAME, gantt, trace
 
 __all__ = [
     "NAME",

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from rich.table import Table
 
-from bapipe.plan import Alternative, Plan
-from bapipe.report.figures import empty_table, number
+from bapipe.formats.plan import Alternative, Plan
+from bapipe.report.formatting import empty_table, number
 from bapipe.report.plans import widths
 
 

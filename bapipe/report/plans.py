@@ -6,9 +6,9 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.plan import Memory, Plan
-from bapipe.report.figures import empty_table, ms, number
-from bapipe.timeline import Timeline
+from bapipe.formats.plan import Memory, Plan
+from bapipe.report.formatting import empty_table, ms, number
+from bapipe.simulator.timeline import Timeline
 
 
 def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:

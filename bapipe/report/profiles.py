@@ -6,10 +6,10 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from bapipe import shape
-from bapipe.cluster import Cluster
-from bapipe.profile import ModelProfile
-from bapipe.report.figures import empty_table, number
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.report import layer_diagram
+from bapipe.report.formatting import empty_table, number
 
 
 def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
@@ -47,7 +47,7 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
 def shape_table(profile: ModelProfile) -> Table:
     """What a cut after each layer would carry, beside the rails of the tensors that are alive."""
     size = max(m.microbatch_size for m in profile.measurements)
-    found = shape.rows(profile)
+    found = layer_diagram.rows(profile)
     largest = max(row.cut_bytes for row in found)
     table = empty_table(
         f"shape, micro-batches of {size}", "", "layer", "F + B ms>", "a cut here carries MiB>", "", "tensors>"
@@ -59,7 +59,7 @@ def shape_table(profile: ModelProfile) -> Table:
             row.layer.name,
             number(row.forward_backward_ns / 1e6),
             carried,
-            shape.bar(row.cut_bytes, largest),
+            layer_diagram.bar(row.cut_bytes, largest),
             str(row.num_tensors or ""),
         )
     return table

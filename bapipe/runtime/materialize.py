@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.split import Split
-from bapipe.trace import idle_state, layer_states
+from bapipe.tracing import idle_state, layer_states
 
 _UNSET = -(2**40) - 7
 """Fills integers before initialisation, as NaN does floats, so that what no one sets is found."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from bapipe.errors import BapipeError
-from bapipe.training import MOMENTUM
+from bapipe.runtime.train_config import MOMENTUM
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 

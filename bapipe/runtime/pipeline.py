@@ -9,28 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.checkpoint import Scaling
 from bapipe.errors import BapipeError
-from bapipe.plan import Memory, Plan
+from bapipe.formats.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
+from bapipe.runtime.checkpoint.manifest import Scaling
 from bapipe.runtime.clock import clock_for
-from bapipe.runtime.conditions import check_optimizers, check_settings
-from bapipe.runtime.connections import connect_replicas, connect_shared
-from bapipe.runtime.draws import Draws
-from bapipe.runtime.evaluation import Evaluated, Evaluator, split_for_evaluation
-from bapipe.runtime.footprint import Footprint
-from bapipe.runtime.given import Expected
-from bapipe.runtime.lower import LocalStage, Loss, Runner
+from bapipe.runtime.data.batch_check import Expected
+from bapipe.runtime.evaluate.forward import Evaluated, Evaluator, split_for_evaluation
+from bapipe.runtime.executor import LocalStage, Loss, Runner
+from bapipe.runtime.gather_timeline import Measured, gather
+from bapipe.runtime.grad_scaler import unscale
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.measured import Measured, gather
 from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
+from bapipe.runtime.peak_memory import Footprint
+from bapipe.runtime.process_groups import connect_replicas, connect_shared
+from bapipe.runtime.rng import Draws
 from bapipe.runtime.runnable import check_runnable
-from bapipe.runtime.scaling import unscale
+from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
 from bapipe.runtime.updates import Updates
-from bapipe.schedule import Action, Schedule
-from bapipe.timeline import Timeline
-from bapipe.trace import TracedModel, granularity, idle_state, state_names, trace
+from bapipe.schedules.table import Action, Schedule
+from bapipe.simulator.timeline import Timeline
+from bapipe.tracing import TracedModel, granularity, idle_state, state_names, trace
 
 
 class Pipeline:

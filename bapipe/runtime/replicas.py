@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.cost import fill_buckets
 from bapipe.runtime.clock import Clock
+from bapipe.simulator.stage_cost import fill_buckets
 
 _LARGE_BYTES = 2**20
 """Gradients of so many bytes are summed where they lie; copying them together would cost more than a message."""

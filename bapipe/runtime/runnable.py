@@ -1,10 +1,10 @@
 """Which plans torch can run."""
 
-from bapipe.cost import Stage, StageCost
 from bapipe.errors import BapipeError
-from bapipe.plan import Plan
-from bapipe.runtime.transfers import with_transfers
-from bapipe.simulate import judge
+from bapipe.formats.plan import Plan
+from bapipe.runtime.lowering import with_transfers
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import Stage, StageCost
 
 
 def check_runnable(plan: Plan) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bapipe.cost import check_flow
 from bapipe.errors import InvalidModel
-from bapipe.plan import Plan
-from bapipe.profile import LOSS
-from bapipe.trace import TracedModel, changes_buffers, extract, layer_states
-from bapipe.trace.sizes import like, rows_of, shapes
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import LOSS
+from bapipe.simulator.stage_cost import check_flow
+from bapipe.tracing import TracedModel, changes_buffers, extract, layer_states
+from bapipe.tracing.sizes import like, rows_of, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def stage_module(
 
     Parameters keep their names in the model and are shared with it. What goes to another stage is contiguous and no
     view, and comes from a single node of the autograd graph: see `_Seal`. For `device` and `before_random` see
-    `bapipe.trace.extract`.
+    `bapipe.tracing.extract`.
     """
     stage = parts.stages[index]
     module = extract(

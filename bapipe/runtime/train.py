@@ -15,24 +15,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from bapipe.checkpoint import Manifest, Position, check_model, checkpoints, read_manifest
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.outcome import Evaluation, StepReport, TrainResult
-from bapipe.plan import Plan
-from bapipe.runtime.batches import Batch, batches, check_enough, num_samples
-from bapipe.runtime.checkpointing import Keeping, Writer, kinds_of, load
-from bapipe.runtime.forms import examples_in, forms_of
-from bapipe.runtime.held_out import hold_out
-from bapipe.runtime.launch import launch
-from bapipe.runtime.lower import Loss
+from bapipe.formats.plan import Plan
+from bapipe.runtime.checkpoint.manifest import Manifest, Position, check_model, checkpoints, read_manifest
+from bapipe.runtime.checkpoint.writer import Keeping, Writer, kinds_of, load
+from bapipe.runtime.data.buckets import examples_in, forms_of
+from bapipe.runtime.data.loader import Batch, batches, check_enough, num_samples
+from bapipe.runtime.data.validation_split import hold_out
+from bapipe.runtime.evaluate.evaluate import HeldOut, Metric, Writing, check_scores, validate
+from bapipe.runtime.executor import Loss
+from bapipe.runtime.launch.processes import launch
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.optimizers import optimizer
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rank import Rank
 from bapipe.runtime.runnable import check_runnable
-from bapipe.runtime.validate import HeldOut, Metric, Writing, check_scores, validate
-from bapipe.schedule import Action
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
+from bapipe.schedules.table import Action
 
 
 class Trainable(Protocol):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-from bapipe.schedule import Schedule
 from bapipe.schedules.controllable_memory import v_half, v_min
 from bapipe.schedules.deeper_one_f_one_b import deeper_one_f_one_b
 from bapipe.schedules.delayed_weights import gpipe_2bp, one_f_one_b_2bp
@@ -15,6 +14,7 @@ from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.schedules.table import Schedule
 from bapipe.schedules.zb_v import zb_v
 from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 
 PERIOD = 6
 """Slots from one micro-batch to the next: F, I and W of a rank's two stages."""

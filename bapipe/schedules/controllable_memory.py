@@ -1,7 +1,7 @@
 """V-Half and V-Min: about a half and a third of 1F1B's stashes (Qi et al. 2024, arXiv:2405.15362)."""
 
-from bapipe.schedule import Schedule
 from bapipe.schedules.building_block import Block, v_shaped
+from bapipe.schedules.table import Schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:

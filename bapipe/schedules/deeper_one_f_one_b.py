@@ -1,7 +1,7 @@
 """1F1B with some more forwards in its warm-up: between 1F1B and eager 1F1B in memory and in what it hides."""
 
-from bapipe.schedule import Schedule
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
+from bapipe.schedules.table import Schedule
 
 
 def deeper_one_f_one_b(num_ranks: int, num_microbatches: int, *, extra: int) -> Schedule:

@@ -1,6 +1,6 @@
 """2BP: GPipe and 1F1B with the weight gradients delayed (Rae et al. 2024, arXiv:2405.18047)."""
 
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.schedules.zero_bubble import late_weights
 
 

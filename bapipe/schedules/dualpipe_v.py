@@ -3,8 +3,8 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from bapipe.schedule import Action, Phase, Schedule
 from bapipe.schedules.fewer import first_microbatches
+from bapipe.schedules.table import Action, Phase, Schedule
 
 _Step = tuple[Phase, int]
 """What a rank does next, and for which of its stages; counting gives the micro-batch."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedule import Schedule
 from bapipe.schedules.one_f_one_b import one_rank
+from bapipe.schedules.table import Schedule
 
 
 def eager_one_f_one_b(num_ranks: int, num_microbatches: int, *, depths: Sequence[int] | None = None) -> Schedule:

@@ -1,7 +1,7 @@
 """FBP-AS: forward and backward at once on devices that split their compute (Zhao et al. 2020, arXiv:2012.12544)."""
 
-from bapipe.schedule import Schedule
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
+from bapipe.schedules.table import Schedule
 
 
 def fbp_as(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -1,6 +1,6 @@
 """A table for fewer micro-batches, by leaving the others out of a larger table."""
 
-from bapipe.schedule import Schedule
+from bapipe.schedules.table import Schedule
 
 
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965, fig. 2c)."""
 
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several stages a rank, a smaller bubble (Narayanan et al. 2021, arXiv:2104.04473, fig. 4)."""
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedule import Action, Phase, Schedule
 from bapipe.schedules.fewer import first_microbatches
+from bapipe.schedules.table import Action, Phase, Schedule
 
 
 def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, *, v: int = 2) -> Schedule:

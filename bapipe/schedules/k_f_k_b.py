@@ -1,7 +1,7 @@
 """kFkB: 1F1B over groups of k micro-batches, which hides transfers (Wang et al. 2023, arXiv:2303.01675)."""
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 
 
 def k_f_k_b(num_ranks: int, num_microbatches: int, *, k: int = 2) -> Schedule:

@@ -1,7 +1,7 @@
 """Looped breadth-first: a rank's stages in turn, all micro-batches each (Lamy-Poirier 2022, arXiv:2211.05953)."""
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 
 
 def looped_breadth_first(num_ranks: int, num_microbatches: int, *, v: int = 2) -> Schedule:

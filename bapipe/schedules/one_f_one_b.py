@@ -1,6 +1,6 @@
 """1F1B, also called PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, fig. 4)."""
 
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:

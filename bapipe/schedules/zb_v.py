@@ -1,7 +1,7 @@
 """ZB-V: zero bubble in the memory of 1F1B (Qi et al. 2023, arXiv:2401.10241, sec. 6; 2024, arXiv:2405.15362)."""
 
-from bapipe.schedule import Schedule
 from bapipe.schedules.building_block import Block, v_shaped
+from bapipe.schedules.table import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:

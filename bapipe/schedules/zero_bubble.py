@@ -1,6 +1,6 @@
 """ZB-H1 and ZB-H2: weight gradients wait and fill what 1F1B leaves idle (Qi et al. 2023, arXiv:2401.10241)."""
 
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.data.language_modeling import IGNORED, masked
 from bapipe.zoo.example import Example
-from bapipe.zoo.places import places
-from bapipe.zoo.texts import IGNORED, masked
+from bapipe.zoo.position_ids import places
 from bapipe.zoo.transformer import PostNormBlock, check_texts
 
 _DROPOUT = 0.1

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.checks import check_sizes
+from bapipe.zoo.data.synthetic_volumes import NUM_PARAMETERS, universes
 from bapipe.zoo.example import Example
-from bapipe.zoo.sizes import check_sizes
-from bapipe.zoo.universes import NUM_PARAMETERS, universes
 
 _CHANNELS = 4
 _WIDTHS = (1, 2, 4, 8, 16, 16, 16)

@@ -39,8 +39,8 @@ class Example:
         data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs. The
             data may have `part(index, place)`, which gives input `place` of an item, or its target where `place` is
             the number of inputs, so that a rank loads no more than it uses; `held_out`, other data to evaluate on;
-            `forms` with `form(index)`, see `bapipe.zoo.buckets`; and `at_epoch(number)`, the data as it is in one pass
-            over it.
+            `forms` with `form(index)`, see `bapipe.zoo.data.buckets`; and `at_epoch(number)`, the data as it is in one
+            pass over it.
         metrics: by name, (output, target) -> a value for each sample, whose mean over held-out samples is reported.
         writing: how the model writes text word by word, for models that do.
         learning_rate: one that trains the model with SGD, momentum 0.9, where nothing else is said.

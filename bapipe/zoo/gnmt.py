@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.checks import check_sizes
+from bapipe.zoo.data.translation import BEGIN, END, PAD, translations
 from bapipe.zoo.example import Example, Writing
 from bapipe.zoo.metrics import bleu
-from bapipe.zoo.places import places
-from bapipe.zoo.sizes import check_sizes
-from bapipe.zoo.translations import BEGIN, END, PAD, translations
+from bapipe.zoo.position_ids import places
 
 _UNIFORM = 0.1
 """Weights start uniform in ±0.1."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.checks import check_sizes
+from bapipe.zoo.data.images import images
 from bapipe.zoo.example import Example
-from bapipe.zoo.images import images
 from bapipe.zoo.metrics import top_1
-from bapipe.zoo.sizes import check_sizes
 
 _NUM_BLOCKS = (3, 4, 6, 3)
 _EXPANSION = 4

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bapipe.zoo.sizes import check_sizes
+from bapipe.zoo.checks import check_sizes
 
 
 class SelfAttention(nn.Module):

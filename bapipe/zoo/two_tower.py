@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.checks import check_sizes
+from bapipe.zoo.data.vqa import PAD, num_words, questions
 from bapipe.zoo.example import Example
 from bapipe.zoo.metrics import top_1
-from bapipe.zoo.places import places
-from bapipe.zoo.questions import PAD, num_words, questions
-from bapipe.zoo.sizes import check_sizes
+from bapipe.zoo.position_ids import places
 from bapipe.zoo.transformer import PreNormBlock, check_heads
 
 _DROPOUT = 0.1

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.checks import check_sizes
+from bapipe.zoo.data.segmentation import segmentations
 from bapipe.zoo.example import Example
-from bapipe.zoo.segmentations import segmentations
-from bapipe.zoo.sizes import check_sizes
 
 _NUM_HALVINGS = 4
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bapipe.zoo.checks import check_sizes
+from bapipe.zoo.data.images import images
 from bapipe.zoo.example import Example
-from bapipe.zoo.images import images
 from bapipe.zoo.metrics import top_1
-from bapipe.zoo.sizes import check_sizes
 
 _BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
 """Channels of the convolutions in each block, in widths; a block ends with a pooling layer that halves the image."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from bapipe.graph import topological_order
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.graph.layer_graph import topological_order
 from bapipe.importers import Origin, read_foreign
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from benchmarks.planner import dnn_partitioning, piper
 
 NUM_MICROBATCHES = 8

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bapipe.graph import Graph, contract, depth_first_order, downsets, members, prefixes
-from bapipe.search.throughput.loads import END, StagePath
-from bapipe.search.throughput.min_max import least_below, least_load
+from bapipe.graph.layer_graph import Graph, contract, depth_first_order, downsets, members, prefixes
+from bapipe.planner.throughput.min_max_dp import least_below, least_load
+from bapipe.planner.throughput.problem import END, StagePath
 
 EXACT = 1e-9
 """Relative difference below which two sums of floating-point times are the same."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.graph import Graph, contract, depth_first_order, downsets, members, prefixes
-from bapipe.search.throughput.identical import below, least_load_alike
-from bapipe.search.throughput.loads import StagePath
+from bapipe.graph.layer_graph import Graph, contract, depth_first_order, downsets, members, prefixes
+from bapipe.planner.throughput.homogeneous import below, least_load_alike
+from bapipe.planner.throughput.problem import StagePath
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
 _FIELDS = re.compile(r"(\w+_time|\w+_size)=(\[[\d.; ]*\]|[\d.]+)")

@@ -33,14 +33,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bapipe import api
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.cost import stages_of
-from bapipe.plan import Plan, StagePlan
-from bapipe.profile import ModelProfile
+import bapipe
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.throughput.loads import Cuts, Runs, transfer_ns
 from bapipe.schedules import SCHEDULES
-from bapipe.search.throughput.steady import Cuts, Runs, transfer_ns
-from bapipe.simulate import judge
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import stages_of
 from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 
 MICROBATCHES = NUM_MICROBATCHES
@@ -215,7 +215,7 @@ def main() -> None:
 def best_plan(profile: ModelProfile, where: Cluster) -> Plan:
     """Returns bapipe's plan with one stage a device, searched for at most `MOST_SECONDS`."""
     size = profile.microbatch_sizes[0]
-    return api.plan(
+    return bapipe.plan(
         profile,
         where,
         minibatch_size=size * MICROBATCHES,

@@ -17,10 +17,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bapipe import api
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.graph import contract, downsets, of_layers
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+import bapipe
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.graph.layer_graph import contract, downsets, of_layers
 
 MB = 10**6
 
@@ -93,7 +93,7 @@ def main() -> None:
         cuts = f"{len(found):,}" if found else "more than 100,000"
         for objective in OBJECTIVES:
             start = time.process_time()
-            plan = api.plan(profile, where, minibatch_size=32, microbatch_size=1, objective=objective)
+            plan = bapipe.plan(profile, where, minibatch_size=32, microbatch_size=1, objective=objective)
             seconds = time.process_time() - start
             ns = plan.prediction.step_ns if objective == "step" else plan.prediction.load_ns
             assert ns is not None

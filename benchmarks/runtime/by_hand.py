@@ -10,9 +10,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from bapipe.plan import Plan
+from bapipe.formats.plan import Plan
 from bapipe.runtime.split import argument_names, split, stage_module
-from bapipe.trace import granularity, trace
+from bapipe.tracing import granularity, trace
 from bapipe.zoo.example import Example
 
 Step = Callable[[tuple[Tensor, ...], Tensor], object]

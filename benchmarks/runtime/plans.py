@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bapipe
-from bapipe import api
-from bapipe.cluster import Cluster
-from bapipe.codec import read, write
-from bapipe.cost import stages_of
-from bapipe.plan import Plan
-from bapipe.profile import ModelProfile
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import read, write
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.planner.inputs import local_cluster
+from bapipe.planner.schedule_placement import spread
+from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
-from bapipe.search.placing import spread
-from bapipe.settings import Settings
-from bapipe.simulate import judge
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import stages_of
 from benchmarks.runtime.models import Raced
 
 CHOICE, PARALLEL, PIPELINE = "bapipe's choice", "bapipe, data parallel", "bapipe, two stages"
@@ -66,7 +67,7 @@ def in_words(plan: Plan) -> str:
 def _cluster(path: Path, num_ranks: int) -> Cluster:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, api.local_cluster(num_ranks, "cpu"))
+        write(path, local_cluster(num_ranks, "cpu"))
     return read(path, Cluster)
 
 
@@ -77,7 +78,7 @@ def _profile(
     path = folder / f"{raced.model}-{num_threads}.json"
     if not path.exists():
         tell(f"measuring the layers of {raced.model}, threads: {num_threads}")
-        measured = api.profile_model(
+        measured = profile_model(
             raced.model,
             raced.arguments,
             microbatch_sizes=sizes,

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from msgspec import UNSET
 from torch import Tensor
 
-from bapipe.plan import Plan
-from bapipe.runtime.launch import launch
+from bapipe.formats.plan import Plan
+from bapipe.runtime.launch.processes import launch
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizers import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rank import Rank
 from bapipe.runtime.runnable import check_runnable
-from bapipe.timeline import Timeline
+from bapipe.simulator.timeline import Timeline
 from benchmarks.runtime.by_hand import Step, ddp, one_process, pipelines, with_threads
 from benchmarks.runtime.models import Raced, batch_like
 

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 import bapipe
-from bapipe import api
-from bapipe.codec import write
-from bapipe.cost import stages_of
-from bapipe.outcome import WARM_UP_STEPS
+from bapipe.formats.codec import write
+from bapipe.planner.schedule_placement import spread
+from bapipe.profiler.profile import profile_model
+from bapipe.runtime.train_result import WARM_UP_STEPS
 from bapipe.schedules import SCHEDULES
-from bapipe.search.placing import spread
-from bapipe.simulate import judge
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import stages_of
 from benchmarks.two_hosts.namespaces import TwoHosts, two_hosts, why_not
 
 BURST = {"1gbit": "128kb", "100mbit": "32kb"}
@@ -154,7 +154,7 @@ def main() -> None:
     path = given.folder / "profile.json"
     if not path.exists():
         sizes = [2**e for e in range(1, 10) if 2**e <= given.minibatch_size]
-        write(path, api.profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes, num_neighbours=1))
+        write(path, profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes, num_neighbours=1))
     profile = bapipe.read(path, bapipe.ModelProfile)
     with two_hosts() as hosts:
         for rate in given.links:

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
-from bapipe.plan import Plan
-from bapipe.search.options import Options
-from bapipe.search.step.explore import explore
-from bapipe.simulate import simulate
+from bapipe.formats.plan import Plan
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import explore
+from bapipe.simulator.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
 from tests.reference.every_pipeline import Question, least_step
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bapipe import api
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.codec import read
-from bapipe.plan import Plan
-from bapipe.profile import ModelProfile
-from bapipe.search.explain import balanced
-from bapipe.search.options import Options
-from bapipe.search.sensitivity import sensitivity
-from bapipe.simulate import simulate
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import read
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.explain import balanced
+from bapipe.planner.analysis.sensitivity import sensitivity
+from bapipe.planner.options import Options
+from bapipe.planner.plan import decide, explain
+from bapipe.simulator.simulate import simulate
 
 PROFILES = Path(__file__).parent.parent.parent / "profiles" / "v100"
 INTRA_LAYER = (
@@ -37,9 +37,9 @@ def slow_links(num_devices: int) -> Cluster:
 def planned(model: str) -> tuple[Plan, dict[str, ModelProfile], Options, tuple[str, ...]]:
     profiles = {"cuda": read(PROFILES / f"{model}.json", ModelProfile)}
     options = Options(minibatch_size=512)
-    plan = api.decide(profiles, slow_links(4), options)
+    plan = decide(profiles, slow_links(4), options)
     assert plan.certificate.proven_optimal
-    return plan, profiles, options, api.explain(plan, profiles, options)
+    return plan, profiles, options, explain(plan, profiles, options)
 
 
 def test_data_parallelism_wins_for_resnet_50() -> None:
@@ -148,7 +148,7 @@ def test_what_would_help_does(model: str) -> None:
     want["bandwidth of links between hosts"] = step_ns(replace(cluster, inter_host=wider))
     assert {name: ns for name, ns in effects.items() if "memory" not in name} == want
     rich = replace(cluster, devices=tuple(replace(d, memory_bytes=2**50) for d in cluster.devices))
-    assert effects["memory without limit"] == api.decide(profiles, rich, options).prediction.step_ns
+    assert effects["memory without limit"] == decide(profiles, rich, options).prediction.step_ns
 
 
 def test_memory_limits_a_plan_exactly_when_more_of_it_makes_a_faster_one() -> None:
@@ -156,9 +156,9 @@ def test_memory_limits_a_plan_exactly_when_more_of_it_makes_a_faster_one() -> No
     seen = set()
     for limit in (1_600_000_000, 2_000_000_000, 4_000_000_000):
         options = Options(minibatch_size=64, memory_limit_bytes=limit)
-        plan = api.decide(profiles, slow_links(2), options)
-        rich = api.decide(profiles, slow_links(2), Options(minibatch_size=64))
-        words = api.explain(plan, profiles, options)[4]
+        plan = decide(profiles, slow_links(2), options)
+        rich = decide(profiles, slow_links(2), Options(minibatch_size=64))
+        words = explain(plan, profiles, options)[4]
         limited = rich.prediction.step_ns < plan.prediction.step_ns
         text = f"Memory fine-tuning: taken, a step would take {rich.prediction.step_ns / 1e6:,.1f} ms with memory "
         assert words.startswith(text if limited else "Memory fine-tuning: not needed, no plan found is faster"), words

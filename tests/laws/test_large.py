@@ -5,11 +5,11 @@ from random import Random
 import numpy as np
 import pytest
 
+from bapipe.planner.branch_and_bound import large as search
+from bapipe.planner.branch_and_bound.exhaustive import exhaustive
+from bapipe.planner.branch_and_bound.intervals import BIG
+from bapipe.planner.long_chain.relaxation import least_within
 from bapipe.schedules import LOOPED, SCHEDULES
-from bapipe.search.step import large as search
-from bapipe.search.step.exhaustive import exhaustive
-from bapipe.search.step.spans import BIG
-from bapipe.search.step.within import least_within
 from tests.laws.test_search import random_problems
 
 

@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from bapipe.graph import downsets, of_layers, prefixes, topological_order
-from bapipe.search.throughput import throughput
-from bapipe.search.throughput.near import near
-from bapipe.search.throughput.throughput import Search, explore_throughput
+from bapipe.graph.layer_graph import downsets, of_layers, prefixes, topological_order
+from bapipe.planner.throughput import throughput
+from bapipe.planner.throughput.neighbourhood import near
+from bapipe.planner.throughput.search import Search, explore_throughput
 from tests.laws.test_throughput import same_devices
 from tests.random_graphs import branching_profile
 

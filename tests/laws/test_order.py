@@ -5,12 +5,12 @@ from random import Random
 import pytest
 
 from bapipe.errors import InvalidSchedule
-from bapipe.search.ordering import cpsat, list_scheduler
-from bapipe.search.ordering.order import FoundOrder, search_order
-from bapipe.search.ordering.order_bounds import lower_bound_ns
-from bapipe.search.ordering.order_clock import clock
-from bapipe.search.ordering.order_problem import OrderProblem, order_problem
-from bapipe.simulate import judge
+from bapipe.planner.action_order import cp_sat, list_scheduler
+from bapipe.planner.action_order.bounds import lower_bound_ns
+from bapipe.planner.action_order.evaluate import clock
+from bapipe.planner.action_order.problem import OrderProblem, order_problem
+from bapipe.planner.action_order.search import FoundOrder, search_order
+from bapipe.simulator.simulate import judge
 from tests.random_pipelines import Pipeline, random_pipeline
 from tests.reference.every_order import every_table, fastest_ns
 
@@ -60,7 +60,7 @@ def test_monotone_problems_equal_brute_force(
         found = search(p)
         check(p, found, want, seed)
         assert found.step_ns == want, seed
-        if cpsat.installed():
+        if cp_sat.installed():
             assert found.lower_bound_ns == want, seed
         if want is not None:
             assert lower_bound_ns(problem_of(p)) <= want, seed
@@ -101,8 +101,8 @@ def test_bounds_hold_where_transfers_stop_devices() -> None:
 
 
 def test_a_bound_in_rounded_times_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpsat, "MOST_UNITS", 20)
-    monkeypatch.setattr("bapipe.search.ordering.order.lower_bound_ns", lambda problem: 0)
+    monkeypatch.setattr(cp_sat, "MOST_UNITS", 20)
+    monkeypatch.setattr("bapipe.planner.action_order.search.lower_bound_ns", lambda problem: 0)
     below = 0
     for seed in range(40):
         p = random_pipeline(Random(seed), (0, 1), 2)

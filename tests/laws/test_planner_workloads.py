@@ -3,7 +3,7 @@
 from itertools import product
 from random import Random
 
-from bapipe.graph import Graph
+from bapipe.graph.layer_graph import Graph
 from benchmarks.planner import dnn_partitioning, pipedream
 
 

@@ -8,21 +8,21 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from bapipe.cluster import Bandwidth, Cluster
-from bapipe.cost import stages_of
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.plan import StagePlan
-from bapipe.profile import ModelProfile
+from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.plan import StagePlan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.exhaustive import exhaustive, layouts
+from bapipe.planner.branch_and_bound.infeasible import nearest
+from bapipe.planner.branch_and_bound.problem import Layout, Problem
+from bapipe.planner.branch_and_bound.search import best_first
+from bapipe.planner.branch_and_bound.space import space
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import explore
+from bapipe.planner.schedule_placement import merged
 from bapipe.schedules import LOOPED, SCHEDULES
-from bapipe.search.options import Options
-from bapipe.search.placing import merged
-from bapipe.search.step.best_first import best_first
-from bapipe.search.step.closest import nearest
-from bapipe.search.step.exhaustive import exhaustive, layouts
-from bapipe.search.step.explore import explore
-from bapipe.search.step.problem import Layout, Problem
-from bapipe.search.step.space import space
-from bapipe.simulate import judge, simulate
+from bapipe.simulator.simulate import judge, simulate
+from bapipe.simulator.stage_cost import stages_of
 from tests.random_profiles import random_cluster, random_profile
 
 

@@ -7,16 +7,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.codec import decode, encode
-from bapipe.cost import Stage, stages_of
 from bapipe.errors import Infeasible, InvalidFile
-from bapipe.plan import Plan, StagePlan
-from bapipe.profile import ModelProfile
-from bapipe.search.throughput import throughput
-from bapipe.search.throughput.steady import message_ns
-from bapipe.search.throughput.throughput import explore_throughput, plan_throughput
-from bapipe.simulate import simulate
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import decode, encode
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.throughput import throughput
+from bapipe.planner.throughput.loads import message_ns
+from bapipe.planner.throughput.search import explore_throughput, plan_throughput
+from bapipe.simulator.simulate import simulate
+from bapipe.simulator.stage_cost import Stage, stages_of
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile
 

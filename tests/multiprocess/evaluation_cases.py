@@ -10,9 +10,9 @@ from runtime_cases import looped_order, loss, make_plan, named_order, random_ord
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rank import Rank
-from bapipe.trace import trace
+from bapipe.tracing import trace
 
 SIZE, NUM = 3, 5
 

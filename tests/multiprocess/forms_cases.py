@@ -7,11 +7,11 @@ from runtime_cases import make_plan, named_order
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.plan import Plan
-from bapipe.runtime.forms import examples_in
+from bapipe.formats.plan import Plan
+from bapipe.runtime.data.buckets import examples_in
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rank import Rank
-from bapipe.trace import trace
+from bapipe.tracing import trace
 
 FORMS = (((3,), (3,)), ((5,), (5,)), ((9,), (9,)))
 STEPS = (None, 1, 0, 0, None, 1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.launch import launch
-from bapipe.runtime.rank import Rank
+from bapipe.runtime.launch.processes import launch
+from bapipe.runtime.launch.worker import Rank
 
 
 def both(rank: Rank, how: str) -> int:

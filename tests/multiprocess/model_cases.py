@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline, sgd
-from bapipe.runtime.rank import Rank
-from bapipe.trace import trace
+from bapipe.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 from cuts import random_stages

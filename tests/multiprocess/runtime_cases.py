@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe import cost
-from bapipe.cluster import Bandwidth, Cluster, Device
-from bapipe.plan import Certificate, Plan, Prediction, StagePlan
-from bapipe.profile import LOSS
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.plan import Certificate, Plan, Prediction, StagePlan
+from bapipe.formats.profile import LOSS
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline, sgd
-from bapipe.runtime.rank import Rank
-from bapipe.schedule import Schedule
 from bapipe.schedules import LOOPED, SCHEDULES
-from bapipe.trace import trace
+from bapipe.schedules.table import Schedule
+from bapipe.simulator import stage_cost
+from bapipe.tracing import trace
 
 
 def make_plan(
@@ -275,7 +275,7 @@ class Case:
     microbatch_size: int = 3
     single: bool = False  # float32 in place of float64
     recompute: tuple[int, ...] = ()
-    bucket_bytes: int = cost.BUCKET_BYTES
+    bucket_bytes: int = stage_cost.BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def _run(item: Case) -> Outcome:
     batches = [(data(num_samples), torch.randint(0, 5, (num_samples,))) for _ in range(2)]
     batches = [(tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs), y) for inputs, y in batches]
     layers = [layer.name for layer in trace(part, batches[0][0]).layers]
-    cost.BUCKET_BYTES = item.bucket_bytes
+    stage_cost.BUCKET_BYTES = item.bucket_bytes
     size, num = item.microbatch_size, item.num_microbatches
     plan = make_plan(layers, item.cuts, item.ranks, item.order, size, num, item.recompute)
     pipeline = Pipeline(part, plan, loss=loss, inputs=[x[:1] for x in batches[0][0]], optimizer=sgd(0.1))

@@ -7,11 +7,11 @@ import torch
 from runtime_cases import make_plan, mlp, named_order, random_order
 from torch import Tensor, nn
 
+from bapipe.runtime.grad_scaler import unscale
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizers import optimizer
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rank import Rank
-from bapipe.runtime.scaling import unscale
-from bapipe.trace import trace
+from bapipe.tracing import trace
 
 STEPS = 6
 

@@ -18,12 +18,12 @@ from runtime_cases import make_plan, named_order, random_order
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from bapipe.outcome import StepReport
-from bapipe.plan import Plan
-from bapipe.runtime.checkpointing import Keeping, whole_state
+from bapipe.formats.plan import Plan
+from bapipe.runtime.checkpoint.writer import Keeping, whole_state
 from bapipe.runtime.train import train
-from bapipe.trace import trace
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import StepReport
+from bapipe.tracing import trace
 from benchmarks.two_hosts.namespaces import two_hosts, why_not
 
 

@@ -10,9 +10,9 @@ from runtime_cases import make_plan
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
+from bapipe.formats.settings import Settings
 from bapipe.runtime.optimizers import MakeOptimizer, optimizer, sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.settings import Settings
 
 THREADS = torch.get_num_threads()
 

@@ -7,11 +7,11 @@ from runtime_cases import loss, make_plan
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.evaluation import forwards_only
-from bapipe.runtime.launch import launch
+from bapipe.runtime.evaluate.forward import forwards_only
+from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.schedule import Schedule
-from bapipe.trace import trace
+from bapipe.schedules.table import Schedule
+from bapipe.tracing import trace
 
 EVERY = tuple((start, start + 3) for start in range(0, 15, 3))
 

@@ -5,7 +5,7 @@ import torch
 from forms_cases import RATE, STEPS, batch, loss, plans, run, tagger
 from torch import Tensor
 
-from bapipe.runtime.launch import launch
+from bapipe.runtime.launch.processes import launch
 
 
 def whole() -> tuple[list[float], dict[str, Tensor]]:

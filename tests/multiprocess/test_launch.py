@@ -14,7 +14,7 @@ from launch_cases import alone, both
 from torch.distributed import PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.runtime.launch import launch
+from bapipe.runtime.launch.processes import launch
 
 NAMES = ["cpu0", "cpu1"]
 

@@ -8,14 +8,14 @@ from statistics import mean
 import pytest
 from runtime_cases import make_plan, named_order
 
-from bapipe.outcome import TrainResult
 from bapipe.runtime.train import train
-from bapipe.trace import trace
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import TrainResult
+from bapipe.tracing import trace
 from bapipe.zoo import ZOO
-from bapipe.zoo.catalogues import ROOT
+from bapipe.zoo.data.gettext_corpus import ROOT
+from bapipe.zoo.data.open_dataset import bucketed, open_data
 from bapipe.zoo.factory import build
-from bapipe.zoo.sources import bucketed, open_data
 
 NUM_MICROBATCHES = 4
 MICROBATCH_SIZE = 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_cases import Case, Outcome, run_models, two_ranks
 
-from bapipe.runtime.launch import launch
+from bapipe.runtime.launch.processes import launch
 
 TWO = (
     Case("hf/gpt2", "1f1b", 1),

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bapipe.cluster import AllReduce, Bandwidth, Cluster, Device, Link
-from bapipe.codec import decode, encode, read
-from bapipe.measure import probe
-from bapipe.measure.local_ranks import run_ranks
+from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link
+from bapipe.formats.codec import decode, encode, read
+from bapipe.profiler import probe
+from bapipe.profiler.spawn import run_ranks
 
 
 def devices(*hosts: str) -> list[Device]:
@@ -72,7 +72,7 @@ def check(made: Cluster, num_devices: int) -> None:
 
 
 def test_ranks_of_this_machine() -> None:
-    found = run_ranks("bapipe.measure.probe", 3, "cpu", "the links", 120)
+    found = run_ranks("bapipe.profiler.probe", 3, "cpu", "the links", 120)
     made = decode(encode(probe.msgspec.convert(found, Cluster)))
     assert isinstance(made, Cluster)
     check(made, 3)

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from bapipe.runtime.pipeline import Pipeline, sgd
 from bapipe.runtime.recompute import Recomputed
-from bapipe.trace import trace
+from bapipe.tracing import trace
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,14 @@ import pytest
 from msgspec import structs
 from runtime_cases import make_plan, named_order
 
-from bapipe import api
-from bapipe.api.replanning import devices_gone, profiles_of_plan, replan
+import bapipe
 from bapipe.errors import BapipeError
-from bapipe.outcome import StepReport
-from bapipe.plan import Plan
-from bapipe.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.search.options import Options
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.planner.options import Options
+from bapipe.planner.plan import decide, kept_plan
+from bapipe.runtime.replan import devices_gone, profiles_of_plan, replan
+from bapipe.runtime.train_result import StepReport
 
 FACTORY = "replan_model:small"
 NAMES = ("0", "1", "2", "3", "4", "5", "loss")
@@ -64,9 +65,9 @@ def join_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_goes_on_when_a_rank_is_killed_and_when_a_job_has_fewer_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bapipe.machine.num_devices", lambda kind: 2)  # also where the tests may use one core only
+    monkeypatch.setattr("bapipe.torch_device.num_devices", lambda kind: 2)  # also where the tests may use one core only
     kept, reports, told = tmp_path / "kept", list[StepReport](), list[tuple[str, Plan]]()
-    done = api.run(
+    done = bapipe.run(
         plan(2), data=str(tmp_path / "killed"), steps=9, checkpoint=kept, checkpoint_every=2, timeout_s=60, replan=True,
         profiles=profile(), on_step=reports.append, on_replan=lambda *args: told.append(args),
     )  # fmt: skip
@@ -77,12 +78,12 @@ def test_it_goes_on_when_a_rank_is_killed_and_when_a_job_has_fewer_ranks(
     assert done.devices == ("cpu0",)
     assert 9 - len(done.losses) in (2, 4)  # the checkpoint of step 4 may still have been on its way
     join_alone(monkeypatch)
-    again = api.run(
+    again = bapipe.run(
         plan(2), data="quiet", steps=14, checkpoint=kept, resume=True, replan=True, profiles=profile(),
         on_replan=lambda *args: told.append(args),
     )  # fmt: skip
     assert told[1][0] == "without cpu1"
-    alone = api.run(plan(1), data="quiet", steps=14)
+    alone = bapipe.run(plan(1), data="quiet", steps=14)
     losses = {report.step: report.loss for report in reports} | dict(enumerate(again.losses, start=9))
     assert [losses[step] for step in range(14)] == pytest.approx(alone.losses, abs=1e-12)
     assert len(alone.losses) == 14
@@ -91,10 +92,10 @@ def test_it_goes_on_when_a_rank_is_killed_and_when_a_job_has_fewer_ranks(
 def test_without_replan_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
     with pytest.raises(BapipeError) as caught:
-        api.run(plan(2), data="quiet", replan=True)
+        bapipe.run(plan(2), data="quiet", replan=True)
     assert str(caught.value) == "--replan needs --checkpoint FOLDER, to go on from"
     with pytest.raises(BapipeError) as caught:
-        api.run(plan(2), data="quiet", without=["cpu1"])
+        bapipe.run(plan(2), data="quiet", without=["cpu1"])
     assert str(caught.value) == "--without cpu1 goes with --replan"
 
 
@@ -143,14 +144,14 @@ def test_each_process_of_a_job_gets_a_stage() -> None:
 def test_profiles_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known, where = {"cpu": profile()}, devices(2, 2).cluster
-    made = api.decide(known, where, Options(minibatch_size=12))
+    made = decide(known, where, Options(minibatch_size=12))
     with pytest.raises(BapipeError) as caught:
         profiles_of_plan(made, {})
     assert str(caught.value) == (
         "the cpu profile that the plan was made from is not kept on this machine: give it with --profile FILE"
     )
     assert profiles_of_plan(made, known) == known
-    assert api.kept_plan(known, where, Options(minibatch_size=12)) == made
+    assert kept_plan(known, where, Options(minibatch_size=12)) == made
     assert profiles_of_plan(made, {}) == known
     other = structs.replace(profile(), layers=profile().layers[:-1],
                             measurements=(Measurement(microbatch_size=3, layers=profile().measurements[0].layers[:-1]),))  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runtime_cases import Case, Outcome, case, looped_order, named_order, random_order, replicas, run_cases, two_ranks
 
-from bapipe.runtime.launch import launch
+from bapipe.runtime.launch.processes import launch
 from bapipe.schedules import LOOPED, SCHEDULES
 
 

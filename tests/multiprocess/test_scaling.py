@@ -8,12 +8,12 @@ from launch_cases import clusters, small
 from runtime_cases import make_plan
 from scaling_cases import STEPS, run
 
-from bapipe.checkpoint import GROW_AFTER, Scaling, checkpoints, read_manifest
-from bapipe.outcome import TrainResult
-from bapipe.runtime.checkpointing import Keeping
-from bapipe.runtime.launch import launch
+from bapipe.runtime.checkpoint.manifest import GROW_AFTER, Scaling, checkpoints, read_manifest
+from bapipe.runtime.checkpoint.writer import Keeping
+from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.train import train
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import TrainResult
 
 
 def test_it_is_what_one_process_does() -> None:

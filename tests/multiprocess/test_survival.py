@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from survival_cases import noisy, plan_of, points, quiet
 from torch import nn
 
-from bapipe import api
-from bapipe.checkpoint import checkpoints
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpointing import Keeping, whole_state
+from bapipe.runtime.checkpoint.manifest import checkpoints
+from bapipe.runtime.checkpoint.writer import Keeping, whole_state
+from bapipe.runtime.run import export
 from bapipe.runtime.train import train
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +120,14 @@ def test_under_torchrun_it_comes_back(tmp_path: Path) -> None:
 
 def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "model.safetensors"
-    assert api.export(folder / "killed" / "alone", output) == 11
+    assert export(folder / "killed" / "alone", output) == 11
     with torch.device("cpu"):
         module = noisy().module.to_empty(device="cpu")
     module.load_state_dict(load_file(output))  # strict
     want = whole_state(checkpoints(folder / "killed" / "alone")[-1])
     assert all(torch.equal(value, want[name]) for name, value in module.state_dict().items())
     with pytest.raises(BapipeError) as caught:
-        api.export(tmp_path, output)
+        export(tmp_path, output)
     assert str(caught.value) == (
         f"{tmp_path}: no checkpoint here: give a folder that `bapipe run --checkpoint` has filled"
     )

@@ -9,11 +9,11 @@ from launch_cases import clusters, counting, small
 from runtime_cases import make_plan, named_order
 
 from bapipe.errors import BapipeError
-from bapipe.outcome import Evaluation, StepReport
-from bapipe.plan import Plan
+from bapipe.formats.plan import Plan
 from bapipe.runtime.train import train
-from bapipe.trace import trace
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import Evaluation, StepReport
+from bapipe.tracing import trace
 
 TRAINING = Training(steps=24, learning_rate=0.1, seed=3)
 

@@ -9,13 +9,13 @@ import torch
 from runtime_cases import make_plan, mlp
 from torch import nn
 
-from bapipe.api.running import _optimizer
 from bapipe.errors import BapipeError
+from bapipe.formats.settings import Settings
 from bapipe.runtime.optimizers import optimizer
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.settings import Settings
-from bapipe.trace import trace
-from bapipe.training import Training
+from bapipe.runtime.run import _optimizer
+from bapipe.runtime.train_config import Training
+from bapipe.tracing import trace
 
 
 @pytest.mark.usefixtures("alone")

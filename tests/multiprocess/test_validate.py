@@ -6,7 +6,7 @@ import pytest
 import torch
 from validate_cases import NUM, PLANS, Outcome, run, sentences, translator
 
-from bapipe.runtime.launch import launch
+from bapipe.runtime.launch.processes import launch
 from bapipe.zoo.gnmt import smoothed_loss
 from bapipe.zoo.metrics import bleu
 

@@ -9,10 +9,10 @@ from survival_cases import plan_of, points, quiet
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bapipe.outcome import StepReport
-from bapipe.runtime.checkpointing import Keeping
+from bapipe.runtime.checkpoint.writer import Keeping
 from bapipe.runtime.train import train
-from bapipe.training import Training
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import StepReport
 
 
 class Deadly(Dataset[tuple[Tensor, ...]]):

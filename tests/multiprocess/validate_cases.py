@@ -10,18 +10,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from bapipe.outcome import Evaluation
-from bapipe.plan import Plan
-from bapipe.runtime.batches import load
-from bapipe.runtime.held_out import Chosen
+from bapipe.formats.plan import Plan
+from bapipe.runtime.data.loader import load
+from bapipe.runtime.data.validation_split import Chosen
+from bapipe.runtime.evaluate.evaluate import HeldOut, validate, written
+from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rank import Rank
-from bapipe.runtime.validate import HeldOut, validate, written
-from bapipe.trace import trace
+from bapipe.runtime.train_result import Evaluation
+from bapipe.tracing import trace
+from bapipe.zoo.data.translation import END, Translations
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 from bapipe.zoo.metrics import top_1
-from bapipe.zoo.translations import END, Translations
 
 NUM = 7
 """Samples held out: a mini-batch of two micro-batches of 2, and one of a whole and half a one."""

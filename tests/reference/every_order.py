@@ -8,9 +8,9 @@ device. `every_table` lists whole tables for the judge where those matter.
 from collections.abc import Iterator
 from itertools import permutations, product
 
-from bapipe.cluster import Cluster
-from bapipe.cost import Stage
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.formats.cluster import Cluster
+from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.simulator.stage_cost import Stage
 
 Devices = tuple[tuple[int, ...], ...]
 F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.cluster import Bandwidth, Cluster
-from bapipe.cost import BUCKET_BYTES, fill_buckets, stage_cost, stages_of
-from bapipe.plan import StagePlan
-from bapipe.profile import ModelProfile
-from bapipe.schedule import Action, Phase, Schedule
+from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.plan import StagePlan
+from bapipe.formats.profile import ModelProfile
 from bapipe.schedules import SCHEDULES
-from bapipe.sharing import Sharing
-from bapipe.simulate import judge
+from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.stage_cost import BUCKET_BYTES, fill_buckets, stage_cost, stages_of
+from bapipe.simulator.tied_weights import Sharing
 
 Array = Any
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.profile import LOSS
-from bapipe.runtime.draws import Draws
+from bapipe.formats.profile import LOSS
+from bapipe.runtime.rng import Draws
 from bapipe.runtime.split import Split, split, stage_module
-from bapipe.trace import TracedModel, idle_state, state_names, trace
+from bapipe.tracing import TracedModel, idle_state, state_names, trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 from runtime_cases import make_plan_of, named_order

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.measure.layers import measure
-from bapipe.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.profiler.layers import measure
 
 
 def profile(module: nn.Module, *shape: int, sizes: tuple[int, ...] = (4,), **options: Any) -> ModelProfile:

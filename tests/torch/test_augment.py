@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from test_data import Needs
 
-from bapipe.checkpoint import Position
 from bapipe.errors import BapipeError
-from bapipe.runtime.batches import batches
-from bapipe.runtime.held_out import Chosen
-from bapipe.zoo.images import images
-from bapipe.zoo.pictures import random_box, read_picture
-from bapipe.zoo.sources import augmented
+from bapipe.runtime.checkpoint.manifest import Position
+from bapipe.runtime.data.loader import batches
+from bapipe.runtime.data.validation_split import Chosen
+from bapipe.zoo.data.image_io import random_box, read_picture
+from bapipe.zoo.data.images import images
+from bapipe.zoo.data.open_dataset import augmented
 
 
 def test_boxes_lie_within_and_have_every_size() -> None:

@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapipe.errors import BapipeError
-from bapipe.outcome import Evaluation, StepReport
-from bapipe.runtime.board import board
+from bapipe.runtime.tensorboard import board
+from bapipe.runtime.train_result import Evaluation, StepReport
 
 
 def report(step: int, loss: float) -> StepReport:

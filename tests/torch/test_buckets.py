@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_data import Needs
 
-from bapipe.checkpoint import Position
 from bapipe.errors import BapipeError
-from bapipe.runtime.batches import batches
-from bapipe.runtime.forms import alike
-from bapipe.zoo.buckets import Bucketed
-from bapipe.zoo.sources import bucketed
-from bapipe.zoo.translations import PAD, translations
+from bapipe.runtime.checkpoint.manifest import Position
+from bapipe.runtime.data.buckets import alike
+from bapipe.runtime.data.loader import batches
+from bapipe.zoo.data.buckets import Bucketed
+from bapipe.zoo.data.open_dataset import bucketed
+from bapipe.zoo.data.translation import PAD, translations
 
 
 def test_items_that_fill_no_mini_batch_go_to_the_next_form() -> None:

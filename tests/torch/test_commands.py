@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bapipe.api import run
-from bapipe.codec import read, write
 from bapipe.errors import BapipeError
-from bapipe.host import num_cores
-from bapipe.plan import Plan
-from bapipe.profile import ModelProfile
+from bapipe.formats.codec import read, write
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.hardware import num_cores
+from bapipe.runtime.run import run
 
 COMMAND = [sys.executable, "-c", "from bapipe.cli import main; main()"]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bapipe.machine import framework_bytes
-from bapipe.measure.clocks import CudaClock, watching_ns
-from bapipe.measure.memory import given_out
+from bapipe.profiler.layer_memory import given_out
+from bapipe.profiler.layer_timers import CudaClock, watching_ns
+from bapipe.torch_device import framework_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

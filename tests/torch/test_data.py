@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bapipe.checkpoint import Position
 from bapipe.errors import BapipeError
-from bapipe.runtime.batches import batches
-from bapipe.zoo.sources import open_data
+from bapipe.runtime.checkpoint.manifest import Position
+from bapipe.runtime.data.loader import batches
+from bapipe.zoo.data.open_dataset import open_data
 
 OWN = "own:factory"
 

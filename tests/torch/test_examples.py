@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from bapipe import api
-from bapipe.profile import ModelProfile
+import bapipe
+from bapipe.formats.profile import ModelProfile
+from bapipe.profiler.profile import profile_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def profiled(factory: str, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> ModelProfile:
     monkeypatch.chdir(EXAMPLES)
-    return api.profile_model(factory, arguments, microbatch_sizes=(1,))
+    return profile_model(factory, arguments, microbatch_sizes=(1,))
 
 
 def test_custom_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,7 @@ def test_hugging_face_s_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     head = profile.layers[names.index("lm_head")]
     assert head.shares == ("transformer.wte",)
     assert head.param_bytes == 0  # counted where it is first used
-    plan = api.plan(profile, 2, minibatch_size=4, microbatch_size=1, num_stages=2, replicas=False)
+    plan = bapipe.plan(profile, 2, minibatch_size=4, microbatch_size=1, num_stages=2, replicas=False)
     assert ["transformer.wte" in stage.layers for stage in plan.stages] == [True, False]
-    losses = api.run(plan, data="pydoc", steps=2, learning_rate=0.1).losses
+    losses = bapipe.run(plan, data="pydoc", steps=2, learning_rate=0.1).losses
     assert 0 < losses[1] < losses[0]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from bapipe.cluster import Bandwidth
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.machine import num_devices
-from bapipe.measure.cluster import cluster
-from bapipe.measure.links import fit, measure_link
+from bapipe.formats.cluster import Bandwidth
+from bapipe.profiler.cluster import cluster
+from bapipe.profiler.links import fit, measure_link
+from bapipe.torch_device import num_devices
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 

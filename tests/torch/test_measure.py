@@ -8,13 +8,13 @@ from small_modules import Blocks, Branches, Reader, layers, profile
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe import codec
-from bapipe.measure.layers import measure
-from bapipe.measure.parts import kinds_of
-from bapipe.measure.timing import pooled, spread
-from bapipe.measure.watch import Subject, TensorFacts, Watched, parameters_of
-from bapipe.profile import DeviceKind
-from bapipe.trace import trace
+from bapipe.formats import codec
+from bapipe.formats.profile import DeviceKind
+from bapipe.profiler.instrument import Subject, TensorFacts, Watched, parameters_of
+from bapipe.profiler.layer_calls import kinds_of
+from bapipe.profiler.layer_times import pooled, spread
+from bapipe.profiler.layers import measure
+from bapipe.tracing import trace
 
 
 def test_a_profile_decodes_to_itself_and_the_module_is_left_alone() -> None:
@@ -173,7 +173,7 @@ def test_a_model_that_does_not_fit_is_measured_layer_by_layer(
     memory_bytes: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = DeviceKind(kind="cpu", name="small", memory_bytes=memory_bytes)
-    monkeypatch.setattr("bapipe.measure.ready.describe", lambda device: small)
+    monkeypatch.setattr("bapipe.profiler.prepare.describe", lambda device: small)
     told: list[str] = []
     made = profile(nn.Sequential(nn.Linear(6, 6)), 6, progress=lambda done, total, what: told.append(what))
     assert ("sum_over_whole" in made.environment) is not alone

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.measure.layers import measure
-from bapipe.profile import ModelProfile
-from bapipe.settings import Settings
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.profiler.layers import measure
 
 
 class Sized(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from small_modules import Blocks, Branches, Masked, Reader, Tied, layers, profile
 from torch import nn
 
-from bapipe.settings import Settings
+from bapipe.formats.settings import Settings
 
 
 def test_linear_layers() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.held_out import Chosen, hold_out
-from bapipe.runtime.validate import HeldOut, check_scores
+from bapipe.runtime.data.validation_split import Chosen, hold_out
+from bapipe.runtime.evaluate.evaluate import HeldOut, check_scores
 from bapipe.zoo.factory import build
 from bapipe.zoo.metrics import bleu, top_1
 

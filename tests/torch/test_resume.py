@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe import api
 from bapipe.errors import InvalidModel, RunFailed
+from bapipe.profiler.profile import profile_model
 from bapipe.zoo.example import Example
 
 most_samples = 2
@@ -40,7 +40,7 @@ FACTORY = f"{__name__}:narrow"
 
 def profiled(*sizes: int) -> tuple[list[str], tuple[int, ...]]:
     told: list[str] = []
-    made = api.profile_model(
+    made = profile_model(
         FACTORY, {}, microbatch_sizes=sizes, progress=lambda done, total, what: told.append(f"{done}/{total} {what}")
     )
     return told, made.microbatch_sizes

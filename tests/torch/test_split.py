@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
-from bapipe.plan import Plan, StagePlan
-from bapipe.profile import LOSS
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.profile import LOSS
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import Split, split, stage_module
-from bapipe.trace import trace
+from bapipe.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 from runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order

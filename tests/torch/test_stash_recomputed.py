@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from bapipe.measure.layers import measure
+from bapipe.profiler.layers import measure
 from bapipe.runtime.recompute import Recomputed
 
 

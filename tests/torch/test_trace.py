@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.trace import extract, granularity, trace
+from bapipe.tracing import extract, granularity, trace
 
 
 class Scaled(nn.Module):

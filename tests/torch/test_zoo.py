@@ -11,11 +11,11 @@ from PIL import Image
 from torch import nn
 
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.trace import trace
+from bapipe.tracing import trace
 from bapipe.zoo import ZOO, resolve
+from bapipe.zoo.data.images import images
+from bapipe.zoo.data.vqa import questions
 from bapipe.zoo.factory import build
-from bapipe.zoo.images import images
-from bapipe.zoo.questions import questions
 
 VGG = "bapipe.zoo.vgg:vgg16"
 POOLS = (4, 9, 16, 23, 30)
@@ -156,7 +156,7 @@ def test_mnist_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as error:
         images("mnist", image_size=32, num_classes=9)
     assert str(error.value) == "data 'mnist' has 10 classes, the model 9: build it with num_classes=10 or more"
-    monkeypatch.setattr("bapipe.zoo.images.find_spec", lambda name: None)
+    monkeypatch.setattr("bapipe.zoo.data.images.find_spec", lambda name: None)
     with pytest.raises(BapipeError) as error:
         images("mnist", image_size=32, num_classes=10)
     assert str(error.value) == (

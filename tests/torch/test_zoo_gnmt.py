@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.trace import trace
+from bapipe.tracing import trace
 from bapipe.zoo import ZOO
-from bapipe.zoo.catalogues import catalogue_pairs
+from bapipe.zoo.data.gettext_corpus import catalogue_pairs
+from bapipe.zoo.data.translation import Translations, translations
 from bapipe.zoo.factory import build
 from bapipe.zoo.gnmt import GNMT, Attention, smoothed_loss
-from bapipe.zoo.translations import Translations, translations
 
 GNMT_FACTORY = "bapipe.zoo.gnmt:gnmt"
 H, V = 1024, 32_320
@@ -355,7 +355,9 @@ def test_sentences_of_catalogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("he is here and well", "gut"),
     ]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("bapipe.zoo.translations.catalogue_pairs", lambda language: catalogue_pairs(language, tmp_path))
+    monkeypatch.setattr(
+        "bapipe.zoo.data.translation.catalogue_pairs", lambda language: catalogue_pairs(language, tmp_path)
+    )
     data = opened("locale:de", vocabulary_size=60, length=40)
     assert [data.text(data[i][0][0].tolist()) for i in range(len(data))] == [
         "no such file in folder '%s'", "cannot open the file twice", "he is here and well",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from bapipe.errors import InvalidModel
-from bapipe.trace import trace
+from bapipe.tracing import trace
 from bapipe.zoo.factory import build
 from bapipe.zoo.resnet import Bottleneck
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo import ZOO
 from bapipe.zoo.bert import BERT, restored_loss
+from bapipe.zoo.data.language_modeling import IGNORED, continued, masked
 from bapipe.zoo.factory import build
 from bapipe.zoo.gpt2 import GPT2, next_word_loss
-from bapipe.zoo.texts import IGNORED, continued, masked
 from bapipe.zoo.transformer import PreNormBlock
 
 
@@ -308,5 +308,5 @@ def test_text_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (tmp_path / "a.txt").write_bytes(b"abcd")
     assert message(str(tmp_path)) == f"data '{tmp_path}' has 4 bytes, and one text takes 5: give more"
-    monkeypatch.setattr("bapipe.zoo.texts.find_spec", lambda name: None)
+    monkeypatch.setattr("bapipe.zoo.data.language_modeling.find_spec", lambda name: None)
     assert message("pydoc") == "data 'pydoc': this Python comes without its manual; give a file or folder of text"

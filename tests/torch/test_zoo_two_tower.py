@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from bapipe.errors import InvalidModel
-from bapipe.trace import trace
+from bapipe.tracing import trace
 from bapipe.zoo import ZOO
+from bapipe.zoo.data.images import images
+from bapipe.zoo.data.vqa import questions
 from bapipe.zoo.factory import build
-from bapipe.zoo.images import images
-from bapipe.zoo.questions import questions
 
 TWO_TOWER = ZOO["two_tower"]
 TINY: dict[str, object] = {

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo import ZOO
+from bapipe.zoo.data.segmentation import segmentations
+from bapipe.zoo.data.synthetic_volumes import universes
 from bapipe.zoo.factory import build
-from bapipe.zoo.segmentations import segmentations
-from bapipe.zoo.universes import universes
 
 
 def num_parameters(name: str, **arguments: object) -> int:
@@ -213,7 +213,7 @@ def test_brain(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as error:
         opened(32, num_classes=2)
     assert str(error.value) == "data 'brain' has 3 classes, the model 2: build it with num_classes=3 or more"
-    monkeypatch.setattr("bapipe.zoo.segmentations.find_spec", lambda name: None)
+    monkeypatch.setattr("bapipe.zoo.data.segmentation.find_spec", lambda name: None)
     with pytest.raises(BapipeError) as error:
         opened(32)
     assert str(error.value) == (

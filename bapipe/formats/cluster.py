@@ -1,0 +1,149 @@
+"""The devices and the links between them: the cluster/1 file."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from bapipe.errors import InvalidFile
+from bapipe.units import NonNegative, Positive, Share
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device.
+
+    Attributes:
+        speed: divides the times of the profile of its kind.
+        overlaps_transfers: whether it computes while it transfers.
+        side_by_side: whether it can run a forward and a backward at once, each on its share of the compute; in a plan,
+            whether it does. What that means is said in `bapipe.simulator.simulate`.
+    """
+
+    name: str
+    host: str
+    kind: str
+    memory_bytes: NonNegative
+    speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    overlaps_transfers: bool = True
+    side_by_side: bool = False
+
+
+class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a message costs: latency plus bytes over bandwidth."""
+
+    bytes_per_s: Positive
+    latency_ns: NonNegative
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """Returns the time of one message, its bandwidth share rounded up to a nanosecond."""
+        return self.latency_ns - (-num_bytes * 1_000_000_000 // self.bytes_per_s)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A one-way link between two named devices that differs from the rest."""
+
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    bytes_per_s: Positive
+    latency_ns: NonNegative
+
+
+class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time in which all devices sum a tensor of some size."""
+
+    num_bytes: Positive
+    ns: NonNegative
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured beside the links. Nothing is judged by it; it says how far real links are from the judge's.
+
+    Attributes:
+        both_ways: how much of a link's speed is left while as much goes the other way, 1 for all of it.
+        compute_slowdown: how much longer computing takes while a device receives, 0 for nothing.
+        all_reduce: by size, over all devices.
+    """
+
+    both_ways: Share
+    compute_slowdown: Share
+    all_reduce: tuple[AllReduce, ...]
+
+
+class Cluster(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="bapipe",
+    tag="cluster/1",
+):
+    """Devices in rank order, and what links them.
+
+    Attributes:
+        intra_host_sum: where it is given, devices of one host sum gradients with their own compute. An all-reduce
+            among them then begins when the last backward of its stage has ended on each, and a message of it takes no
+            less than this says.
+
+    Raises:
+        InvalidFile: no device, a name used twice, or a link that joins no two devices.
+    """
+
+    devices: tuple[Device, ...]
+    intra_host: Bandwidth
+    inter_host: Bandwidth
+    intra_host_sum: Bandwidth | msgspec.UnsetType = msgspec.UNSET
+    links: tuple[Link, ...] = ()
+    probe: Probe | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InvalidFile("a cluster needs at least one device", "$.devices")
+        names: set[str] = set()
+        for index, device in enumerate(self.devices):
+            if device.name in names:
+                raise InvalidFile(f"a second device is named '{device.name}'", f"$.devices[{index}].name")
+            names.add(device.name)
+            if device.side_by_side and not device.overlaps_transfers:
+                raise InvalidFile(
+                    f"'{device.name}' runs forward and backward side by side and does not overlap transfers; "
+                    "set overlaps_transfers to true, or leave side_by_side out",
+                    f"$.devices[{index}].side_by_side",
+                )
+        pairs: set[tuple[str, str]] = set()
+        for index, link in enumerate(self.links):
+            where = f"$.links[{index}]"
+            for end in (link.source, link.target):
+                if end not in names:
+                    raise InvalidFile(f"'{end}' is not a device of the cluster ({', '.join(sorted(names))})", where)
+            if link.source == link.target:
+                raise InvalidFile(f"a link from '{link.source}' to itself", where)
+            if (link.source, link.target) in pairs:
+                raise InvalidFile(f"a second link from '{link.source}' to '{link.target}'", where)
+            pairs.add((link.source, link.target))
+
+    @property
+    def index(self) -> dict[str, int]:
+        """The rank of each device by name."""
+        return {device.name: rank for rank, device in enumerate(self.devices)}
+
+    @property
+    def one_at_a_time(self) -> "Cluster":
+        """The same devices, each running one action at a time."""
+        if not any(device.side_by_side for device in self.devices):
+            return self
+        devices = tuple(msgspec.structs.replace(device, side_by_side=False) for device in self.devices)
+        return msgspec.structs.replace(self, devices=devices)
+
+    def link(self, source: int, target: int) -> Bandwidth:
+        """Returns the link between two ranks: a named one, else its host's, else the one between hosts."""
+        a, b = self.devices[source], self.devices[target]
+        for link in self.links:
+            if link.source == a.name and link.target == b.name:
+                return Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
+        return self.intra_host if a.host == b.host else self.inter_host
+
+    def own_sum(self, ranks: Sequence[int]) -> Bandwidth | None:
+        """Returns what a message of an all-reduce among ranks of one host takes at least, None where no compute."""
+        if self.intra_host_sum is msgspec.UNSET or len({self.devices[rank].host for rank in ranks}) > 1:
+            return None
+        return self.intra_host_sum

@@ -1,0 +1,179 @@
+"""Files to types and back: version header, the path of every fault, atomic writes."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+
+File = ModelProfile | Cluster | Plan
+T = TypeVar("T", ModelProfile, Cluster, Plan)
+
+KINDS: dict[str, type[ModelProfile] | type[Cluster] | type[Plan]] = {
+    "profile/1": ModelProfile,
+    "cluster/1": Cluster,
+    "plan/1": Plan,
+}
+
+
+class _Header(msgspec.Struct):
+    bapipe: str
+
+
+def encode(value: File) -> bytes:
+    """Returns the file's text: indented JSON, the same bytes for the same value."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def decode(text: bytes) -> File:
+    """Returns the profile, cluster or plan that `text` holds.
+
+    Raises:
+        InvalidFile: not JSON, another header, an unknown or missing key, a wrong type, or a value out of range.
+    """
+    kind = _kind(text)
+    if kind not in KINDS:
+        raise InvalidFile(f"unknown file kind '{kind}'; want one of {', '.join(KINDS)}", "$.bapipe")
+    value: File = _decode(text, KINDS[kind])
+    return value
+
+
+def decode_as(text: bytes, want: type[T]) -> T:
+    """Returns what `text` holds, which must be a `want`; raises InvalidFile as `decode` does."""
+    kind = _kind(text)
+    if KINDS.get(kind) is not want:
+        wanted = next(name for name, cls in KINDS.items() if cls is want)
+        raise InvalidFile(f"this is a '{kind}' file; want '{wanted}'", "$.bapipe")
+    value: T = _decode(text, want)
+    return value
+
+
+def _kind(text: bytes) -> str:
+    header: _Header = _decode(text, _Header)
+    return header.bapipe
+
+
+def _decode(text: bytes, want: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(text, type=want)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidFile("not a bapipe file: nested too deeply") from None
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidFile:
+    cause = error.__cause__
+    text = str(error).removeprefix(str(cause)) if isinstance(cause, InvalidFile) else str(error)
+    message, found, where = text.rpartition(" - at `")
+    outer = where.rstrip("`") if found else "$"
+    if isinstance(cause, InvalidFile):  # raised by a type inside: its path continues the outer one
+        return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
+    return InvalidFile(message if found else text, outer)
+
+
+def read_any(path: Path) -> File:
+    """Returns what the file at `path` holds; errors begin with the path."""
+    with _named(path):
+        return decode(_text(path))
+
+
+def read(path: Path, want: type[T]) -> T:
+    """Returns the `want` that the file at `path` holds; errors begin with the path."""
+    with _named(path):
+        return decode_as(_text(path), want)
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise BapipeError(f"{path}: no such file") from None
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file of another kind; raises BapipeError where there is none."""
+    try:
+        return _text(path).decode()
+    except UnicodeDecodeError:
+        raise BapipeError(f"{path}: not a text file") from None
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except InvalidFile as error:
+        raise InvalidFile(f"{path}: {error.message}", error.where) from None
+
+
+def write(path: Path, value: File) -> None:
+    """Writes `value` to `path`: the whole file or, when that fails, nothing."""
+    write_bytes(path, encode(value))
+
+
+def check_writable(path: Path) -> None:
+    """Raises BapipeError where `path` could not be written, before hours of work find out."""
+    if path.is_dir():
+        raise BapipeError(f"{path}: cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise BapipeError(f"{path}: cannot be written: no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise BapipeError(f"{path}: cannot be written: the folder {path.parent} is not writable")
+
+
+def write_bytes(path: Path, text: bytes) -> None:
+    """Writes `text` to `path` atomically, by renaming a finished file beside it.
+
+    Raises:
+        BapipeError: the folder does not exist, or cannot be written to.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def fingerprint(profile: ModelProfile) -> str:
+    """Returns the SHA-256 of the encoded profile, as a plan names it."""
+    return hashlib.sha256(encode(profile)).hexdigest()
+
+
+def schema(kind: str) -> bytes:
+    """Returns the JSON Schema of a file kind, such as `plan/1`."""
+    body = msgspec.json.schema(KINDS[kind])
+    return (
+        msgspec.json.format(
+            msgspec.json.encode({"$schema": "https://json-schema.org/draft/2020-12/schema"} | body), indent=1
+        )
+        + b"\n"
+    )

@@ -1,0 +1,271 @@
+"""What was measured (or estimated) of a model on one kind of device: the profile/1 file."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.formats.settings import Settings, difference
+from bapipe.units import NonNegative, Positive, Share
+
+LOSS = "loss"
+"""Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
+
+TARGET = "target"
+"""Name of the tensor that the loss compares with."""
+
+
+class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The hardware a profile is of. `kind` is what a cluster's devices refer to."""
+
+    kind: str
+    name: str
+    memory_bytes: NonNegative
+
+
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layer of the model graph: what does not depend on the micro-batch size.
+
+    Attributes:
+        inputs, outputs: names of tensors; an input that no layer gives is a model input.
+        param_bytes: parameters that no layer before it uses; their gradients take as much.
+        update_ns: time of the optimizer's update of this layer.
+        shares: layers that share parameters with this one.
+        shared_bytes: those of its parameters that the first of `shares` without any counts in its `param_bytes`.
+        no_gradient: those of `outputs` that have no gradient (integers, masks, model constants).
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    param_bytes: NonNegative
+    optimizer_state_bytes: NonNegative
+    update_ns: NonNegative = 0
+    shares: tuple[str, ...] = ()
+    shared_bytes: NonNegative = 0
+    no_gradient: tuple[str, ...] = ()
+
+
+class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layer at one micro-batch size.
+
+    Attributes:
+        forward_ns, input_grad_ns, weight_grad_ns: times of F, and of I and W where they run apart.
+        backward_ns: time of B, where that is not I + W: a layer that computes both in one go, such as an LSTM, does
+            much of its work twice when they run apart. Left out, it is I + W.
+        stash_bytes: what is kept from F to the backward.
+        gradient_stash_bytes: what I leaves for W, kept beside the stash from I to W. Left out, nothing.
+        workspace_bytes: what lives only while the layer runs.
+        output_bytes: bytes of each of the layer's outputs; 0 for what needs no transfer.
+        spread: how sure the times are: half the width of the 95 % confidence interval of the median of F + B, relative
+            to that median. Left out where it is not known.
+    """
+
+    forward_ns: NonNegative
+    input_grad_ns: NonNegative
+    weight_grad_ns: NonNegative
+    backward_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    stash_bytes: NonNegative
+    gradient_stash_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    workspace_bytes: NonNegative = 0
+    output_bytes: tuple[NonNegative, ...]
+    spread: Share | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def whole_backward_ns(self) -> int:
+        """B: what was measured of it, or I + W."""
+        return self.input_grad_ns + self.weight_grad_ns if self.backward_ns is msgspec.UNSET else self.backward_ns
+
+    @property
+    def left_by_input_grad_bytes(self) -> int:
+        """What I leaves for W, 0 where nothing says so."""
+        return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All layers at one micro-batch size, in the order of the profile's layers."""
+
+    microbatch_size: Positive
+    layers: tuple[LayerMeasurement, ...]
+
+
+class ModelProfile(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="bapipe",
+    tag="profile/1",
+):
+    """A model on one kind of device. Layers are in topological order.
+
+    Attributes:
+        settings: how it was computed, `dtype` and `optimizer` included; left out where nobody says.
+
+    Raises:
+        InvalidFile: names are not unique, a tensor is used before it is made, or a length does not agree.
+    """
+
+    model: str
+    factory: str | None = None
+    arguments: dict[str, Any] = {}
+    device: DeviceKind
+    dtype: str
+    optimizer: str
+    settings: Settings | msgspec.UnsetType = msgspec.UNSET
+    environment: dict[str, Any] = {}
+    layers: tuple[LayerProfile, ...]
+    measurements: tuple[Measurement, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidFile("a profile needs at least one layer", "$.layers")
+        if not self.measurements:
+            raise InvalidFile("a profile needs at least one measured micro-batch size", "$.measurements")
+        if self.settings is not msgspec.UNSET and (self.settings.dtype, self.settings.optimizer) != (
+            self.dtype,
+            self.optimizer,
+        ):
+            raise InvalidFile("the settings name another dtype or optimizer than the profile", "$.settings")
+        _check_layers(self.layers)
+        _check_measurements(self.layers, self.measurements)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The measured micro-batch sizes, ascending."""
+        return tuple(sorted(m.microbatch_size for m in self.measurements))
+
+    def covers(self, microbatch_size: int) -> bool:
+        """Returns whether `at(microbatch_size)` is known: measured, or between two measured sizes."""
+        sizes = self.microbatch_sizes
+        return sizes[0] <= microbatch_size <= sizes[-1]
+
+    def at(self, microbatch_size: int) -> tuple[LayerMeasurement, ...]:
+        """Returns every layer at a micro-batch size; between two measured sizes each figure is interpolated.
+
+        Raises:
+            BapipeError: the size lies outside the measured ones.
+        """
+        by_size = {m.microbatch_size: m.layers for m in self.measurements}
+        if microbatch_size in by_size:
+            return by_size[microbatch_size]
+        sizes = self.microbatch_sizes
+        if not self.covers(microbatch_size):
+            raise BapipeError(
+                f"the profile of {self.model} on {self.device.kind} holds micro-batch sizes "
+                f"{sizes[0]} to {sizes[-1]}, not {microbatch_size}: choose one of those, or profile again "
+                f"with --microbatch-size {microbatch_size}"
+            )
+        above = bisect_left(sizes, microbatch_size)
+        low, high = sizes[above - 1], sizes[above]
+        weight = Fraction(microbatch_size - low, high - low)
+        return tuple(_between(a, b, weight) for a, b in zip(by_size[low], by_size[high], strict=True))
+
+
+def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.UnsetType:
+    """Returns the settings of profiles that one plan is made from; UNSET where none of them says.
+
+    Raises:
+        BapipeError: two of them differ.
+    """
+    known = [profile for profile in profiles if profile.settings is not msgspec.UNSET]
+    for a, b in pairwise(known):
+        assert a.settings is not msgspec.UNSET and b.settings is not msgspec.UNSET  # noqa: PT018
+        if found := difference(a.settings, b.settings):
+            raise BapipeError(
+                f"the profile of {a.device.kind} was measured with {found[0]}, that of {b.device.kind} "
+                f"with {found[1]}: profile both with the same settings"
+            )
+    return known[0].settings if known else msgspec.UNSET
+
+
+def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> LayerMeasurement:
+    up, down = weight.as_integer_ratio()
+
+    def mix(x: int, y: int) -> int:  # rounded half up
+        return (2 * (x * down + (y - x) * up) + down) // (2 * down)
+
+    def either(mixed: int, *given: int | msgspec.UnsetType) -> int | msgspec.UnsetType:
+        return msgspec.UNSET if all(value is msgspec.UNSET for value in given) else mixed
+
+    return LayerMeasurement(
+        forward_ns=mix(a.forward_ns, b.forward_ns),
+        input_grad_ns=mix(a.input_grad_ns, b.input_grad_ns),
+        weight_grad_ns=mix(a.weight_grad_ns, b.weight_grad_ns),
+        backward_ns=either(mix(a.whole_backward_ns, b.whole_backward_ns), a.backward_ns, b.backward_ns),
+        stash_bytes=mix(a.stash_bytes, b.stash_bytes),
+        gradient_stash_bytes=either(
+            mix(a.left_by_input_grad_bytes, b.left_by_input_grad_bytes), a.gradient_stash_bytes, b.gradient_stash_bytes
+        ),
+        workspace_bytes=mix(a.workspace_bytes, b.workspace_bytes),
+        output_bytes=tuple(mix(x, y) for x, y in zip(a.output_bytes, b.output_bytes, strict=True)),
+    )
+
+
+def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
+    all_outputs = {name for layer in layers for name in layer.outputs}
+    names = {layer.name for layer in layers}
+    seen: set[str] = set()
+    made: set[str] = set()
+    for index, layer in enumerate(layers):
+        where = f"$.layers[{index}]"
+        if layer.name in seen:
+            raise InvalidFile(f"a second layer is named '{layer.name}'; names must be unique", f"{where}.name")
+        seen.add(layer.name)
+        for name in layer.inputs:
+            if name in all_outputs and name not in made:
+                raise InvalidFile(
+                    f"tensor '{name}' is used before the layer that makes it; layers must be in "
+                    "topological order, without cycles",
+                    f"{where}.inputs",
+                )
+        for name in layer.outputs:
+            if name in made:
+                raise InvalidFile(f"tensor '{name}' is made twice", f"{where}.outputs")
+            made.add(name)
+        for name in layer.no_gradient:
+            if name not in layer.outputs:
+                raise InvalidFile(f"'{name}' is not an output of the layer", f"{where}.no_gradient")
+        for name in layer.shares:
+            if name not in names:
+                raise InvalidFile(f"'{name}' is not a layer of the profile", f"{where}.shares")
+        if layer.shared_bytes:
+            counted = (other for other in layers if other.name in layer.shares and not other.shared_bytes)
+            held = next((other.param_bytes for other in counted), 0)
+            if layer.shared_bytes > held:
+                raise InvalidFile(
+                    f"{layer.shared_bytes} is more than the {held} bytes that the layer it shares them with counts",
+                    f"{where}.shared_bytes",
+                )
+    for index, layer in enumerate(layers):
+        for name in layer.inputs:
+            if name in made or name not in names:
+                continue
+            raise InvalidFile(
+                f"'{name}' is the name of a layer, but no layer gives a tensor of that name",
+                f"$.layers[{index}].inputs",
+            )
+
+
+def _check_measurements(layers: tuple[LayerProfile, ...], measurements: tuple[Measurement, ...]) -> None:
+    seen: set[int] = set()
+    for index, measurement in enumerate(measurements):
+        where = f"$.measurements[{index}]"
+        if measurement.microbatch_size in seen:
+            raise InvalidFile(
+                f"micro-batch size {measurement.microbatch_size} is measured twice", f"{where}.microbatch_size"
+            )
+        seen.add(measurement.microbatch_size)
+        if len(measurement.layers) != len(layers):
+            raise InvalidFile(f"{len(measurement.layers)} layers measured, want {len(layers)}", f"{where}.layers")
+        for i, (layer, measured) in enumerate(zip(layers, measurement.layers, strict=True)):
+            if len(measured.output_bytes) != len(layer.outputs):
+                raise InvalidFile(
+                    f"{len(measured.output_bytes)} sizes for the {len(layer.outputs)} outputs of '{layer.name}'",
+                    f"{where}.layers[{i}].output_bytes",
+                )

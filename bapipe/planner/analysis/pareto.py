@@ -1,0 +1,90 @@
+"""The front of step time, peak memory and number of devices."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.question import space_of
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import plan_of
+from bapipe.planner.validation import check_inputs
+
+WORK = 3_000
+"""Partial plans opened for one point."""
+
+LESS = 0.7
+"""Each round looks for plans that hold at most this share of what the round before did."""
+
+MAX_ROUNDS = 8
+
+Tell = Callable[[int, int], None]
+"""(devices, bytes) of the next plan to look for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A plan that no other plan found beats in all of step time, peak memory and devices.
+
+    `gap` bounds how much faster a plan on as many devices within the memory it was searched for can be.
+    """
+
+    step_ns: int
+    peak_bytes: int
+    num_devices: int
+    gap: float
+    plan: Plan
+
+
+def pareto(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, *, tell: Tell | None = None
+) -> tuple[Point, ...]:
+    """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
+
+    Points between two rounds of memory are not looked for.
+    """
+    from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
+
+    check_inputs(profiles, cluster, options)
+    found: list[Point] = []
+    limit = max(options.limits(cluster))
+    for _ in range(MAX_ROUNDS):
+        given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
+        problems = space_of(profiles, cluster, given).problems
+        best: list[Point] = []
+        for count in sorted({start.devices for problem in problems for start in problem.starts}):
+            if tell:
+                tell(count, limit)
+            answer = best_first([problem.on(count) for problem in problems], limit=WORK)
+            if answer is not None:
+                plan = plan_of(profiles, answer, options.minibatch_size, f"{count} devices, {limit:,} bytes each")
+                best.append(_point(plan, count))
+        if not best:
+            break
+        found += best
+        limit = int(min(limit, max(point.peak_bytes for point in best)) * LESS)
+        if limit <= 0:
+            break
+    return tuple(sorted(_front(found), key=lambda p: (p.step_ns, p.peak_bytes, p.num_devices)))
+
+
+def _point(plan: Plan, num_devices: int) -> Point:
+    return Point(
+        step_ns=plan.prediction.step_ns,
+        peak_bytes=max(rank.peak_bytes for rank in plan.prediction.ranks),
+        num_devices=num_devices,
+        gap=plan.certificate.gap,
+        plan=plan,
+    )
+
+
+def _front(points: list[Point]) -> list[Point]:
+    kept: dict[tuple[int, int, int], Point] = {}
+    for point in points:
+        kept.setdefault((point.step_ns, point.peak_bytes, point.num_devices), point)
+    return [
+        point
+        for key, point in kept.items()
+        if not any(other != key and all(a <= b for a, b in zip(other, key, strict=True)) for other in kept)
+    ]

@@ -1,0 +1,55 @@
+"""A plan made by hand: judged, and certified against all plans of the space."""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from bapipe.errors import Infeasible
+from bapipe.formats.plan import Alternative, Plan, certify
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.options import Options
+from bapipe.planner.plan_step import solve
+from bapipe.progress import SearchProgress
+from bapipe.simulator.simulate import simulate
+
+BEST_FOUND = "best found"
+"""Name of the alternative to a pinned plan that a search finds."""
+
+
+def certify_pinned(
+    plan: Plan,
+    profiles: Mapping[str, ModelProfile],
+    options: Options,
+    *,
+    stop: Callable[[], bool] | None = None,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns the plan as it is, with its prediction, and the bound on all plans for its cluster and mini-batch.
+
+    Raises:
+        Infeasible: a device lacks memory.
+        BapipeError: as `simulate`.
+    """
+    timeline = simulate(plan, profiles)
+    short = [
+        f"{device.name} needs {held.total:,} bytes and has {limit:,} ({held.total - limit:,} bytes short)"
+        for device, held, limit in zip(plan.cluster.devices, timeline.memory, options.limits(plan.cluster), strict=True)
+        if held.total > limit
+    ]
+    if short:
+        raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without --pin for one that does")
+    space, found = solve(profiles, plan.cluster, options, stop=stop, progress=progress)
+    change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
+    best = Alternative(
+        name=BEST_FOUND,
+        step_ns=found.step_ns,
+        peak_bytes=max(held.total for held in found.problem.judge(found.layout).memory),
+        feasible=True,
+        why_not=f"the pinned plan takes {change:.1%} longer" if change > 0 else "not faster than the pinned plan",
+    )
+    return msgspec.structs.replace(
+        plan,
+        prediction=timeline.prediction(plan.minibatch_size),
+        certificate=certify(timeline.step_ns, min(timeline.step_ns, found.lower_bound_ns), f"pinned; {space}"),
+        alternatives=(best,),
+    )

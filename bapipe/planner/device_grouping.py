@@ -1,0 +1,155 @@
+"""Cores one by one or taken together: which way is faster?"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.cluster import Cluster, Device
+from bapipe.formats.codec import fingerprint
+from bapipe.formats.plan import Alternative, Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.inputs import Profiles, listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to see a cluster: profiles by device kind, and devices of as many threads as they were measured with.
+
+    Attributes:
+        name: in words, such as "1 device of 2 threads".
+    """
+
+    name: str
+    profiles: Mapping[str, ModelProfile]
+    cluster: Cluster
+
+
+def ways(profiles: Profiles, cluster: Cluster) -> tuple[Way, ...]:
+    """Returns the cluster as it is, and with some of its devices taken together, as other profiles have more threads.
+
+    Of the profiles of a kind, the one with the fewest threads is of the cluster's own devices. Profiles that are given
+    by kind are one way.
+
+    Raises:
+        BapipeError: no profile, two of a kind with the same number of threads, or one with more that no number of the
+            cluster's devices has.
+    """
+    if isinstance(profiles, Mapping):
+        return (_way(profiles, cluster),)
+    of_kind = _by_threads(listed(profiles))
+    own = {kind: known[min(known)] for kind, known in of_kind.items()}
+    found = [_way(own, cluster)]
+    for kind, known in of_kind.items():
+        for num in sorted(known)[1:]:
+            found.append(_way({**own, kind: known[num]}, _together(cluster, kind, num, min(known))))
+    return tuple(found)
+
+
+def fewest_threads(profiles: Profiles) -> dict[str, ModelProfile]:
+    """Returns by kind the profiles with the fewest threads, which are of a cluster's own devices."""
+    if isinstance(profiles, Mapping):
+        return dict(profiles)
+    return {kind: known[min(known)] for kind, known in _by_threads(listed(profiles)).items()}
+
+
+def _by_threads(profiles: Iterable[ModelProfile]) -> dict[str, dict[int, ModelProfile]]:
+    of_kind: dict[str, dict[int, ModelProfile]] = {}
+    for profile in profiles:
+        known, num = of_kind.setdefault(profile.device.kind, {}), threads_of(profile)
+        if num in known:
+            raise BapipeError(f"two profiles are of device kind '{profile.device.kind}'; give one for each kind")
+        known[num] = profile
+    if not of_kind:
+        raise BapipeError("no profile given")
+    return of_kind
+
+
+def threads_of(profile: ModelProfile) -> int:
+    """Returns the threads that a profile was measured with, 1 where it does not say."""
+    return 1 if profile.settings is UNSET else profile.settings.threads
+
+
+def best_of(found: Iterable[Way], search: Callable[[Mapping[str, ModelProfile], Cluster], Plan]) -> Plan:
+    """Returns the fastest of each way's best plan, with the others among its alternatives.
+
+    Raises:
+        Infeasible: none fits; the message is that of the first way.
+    """
+    plans: list[tuple[str, Plan]] = []
+    refused: list[Infeasible] = []
+    for way in found:
+        try:
+            plans.append((way.name, search(way.profiles, way.cluster)))
+        except Infeasible as error:
+            refused.append(error)
+    if not plans:
+        raise refused[0]
+    name, best = min(plans, key=lambda one: _worth_ns(one[1]))
+    others = (*best.alternatives, *(_alternative(other, plan, best) for other, plan in plans if other != name))
+    return replace(best, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
+
+
+def used(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, ModelProfile]:
+    """Returns by kind the profiles that a plan was made from."""
+    return {one.device.kind: one for one in profiles if plan.profiles.get(one.device.kind) == fingerprint(one)}
+
+
+def _way(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Way:
+    kinds = [device.kind for device in cluster.devices]
+    parts = []
+    for kind in dict.fromkeys(kinds):
+        num, threads = kinds.count(kind), threads_of(profiles[kind]) if kind in profiles else 1
+        parts.append(f"{num} {kind} device{'s' * (num > 1)} of {threads} thread{'s' * (threads > 1)}")
+    return Way(name=", ".join(parts), profiles=profiles, cluster=cluster)
+
+
+def _together(cluster: Cluster, kind: str, threads: int, own_threads: int) -> Cluster:
+    """Returns the cluster with devices of a kind taken together, as many as have so many threads, host by host."""
+    num, rest = divmod(threads, own_threads)
+    hosts = {device.host for device in cluster.devices if device.kind == kind}
+    cores = {host: sum(d.kind == kind and d.host == host for d in cluster.devices) for host in hosts}
+    if rest or any(count % num for count in cores.values()):
+        counted = ", ".join(f"{host} has {cores[host]}" for host in sorted(cores)) or "there is none"
+        raise BapipeError(
+            f"a profile of {kind} devices has {threads} threads and another {own_threads}, so its devices are "
+            f"{threads / own_threads:g} of the cluster's taken together; {counted}: leave it out, or measure with a "
+            "number of threads that divides them"
+        )
+    devices = tuple(_merged(cluster, kind, num))
+    left = {device.name for device in devices}
+    links = tuple(link for link in cluster.links if {link.source, link.target} <= left)
+    return replace(cluster, devices=devices, links=links)
+
+
+def _merged(cluster: Cluster, kind: str, num: int) -> Iterator[Device]:
+    groups: dict[str, tuple[Device, ...]] = {}
+    for host in dict.fromkeys(device.host for device in cluster.devices):
+        own = [device for device in cluster.devices if device.kind == kind and device.host == host]
+        groups |= {own[i].name: tuple(own[i : i + num]) for i in range(0, len(own), num)}
+    for device in cluster.devices:
+        if device.kind != kind:
+            yield device
+        elif device.name in groups:
+            group = groups[device.name]
+            yield replace(
+                device, memory_bytes=sum(d.memory_bytes for d in group), speed=min(one.speed for one in group)
+            )
+
+
+def _worth_ns(plan: Plan) -> int:
+    load_ns = plan.prediction.load_ns
+    return plan.prediction.step_ns if load_ns is UNSET else load_ns
+
+
+def _alternative(name: str, plan: Plan, best: Plan) -> Alternative:
+    slower = _worth_ns(plan) / max(_worth_ns(best), 1) - 1
+    return Alternative(
+        name=name,
+        step_ns=plan.prediction.step_ns,
+        peak_bytes=max(rank.peak_bytes for rank in plan.prediction.ranks),
+        feasible=True,
+        why_not=f"{slower:.1%} slower",
+    )

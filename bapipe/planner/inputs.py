@@ -1,0 +1,89 @@
+"""The profiles and the devices that a question is about."""
+
+import os
+from collections.abc import Iterable, Mapping
+
+from bapipe._optional import load_torch
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import ModelProfile
+from bapipe.progress import PartsProgress
+
+Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
+"""One profile, several for different device kinds, or profiles by kind."""
+
+ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
+"""About what gloo reaches over loopback at 1 to 10 MB on a small machine; for plans made where no link was measured."""
+
+
+def listed(profiles: Profiles) -> tuple[ModelProfile, ...]:
+    """Returns the profiles that are given."""
+    if isinstance(profiles, ModelProfile):
+        return (profiles,)
+    return tuple(profiles.values() if isinstance(profiles, Mapping) else profiles)
+
+
+def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
+    """Returns profiles by device kind.
+
+    Raises:
+        BapipeError: there is none, or two are of the same kind.
+    """
+    if isinstance(profiles, Mapping):
+        return dict(profiles)
+    known: dict[str, ModelProfile] = {}
+    for one in listed(profiles):
+        if one.device.kind in known:
+            raise BapipeError(f"two profiles are of device kind '{one.device.kind}'; give one for each kind")
+        known[one.device.kind] = one
+    if not known:
+        raise BapipeError("no profile given")
+    return known
+
+
+def alike(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
+    """Returns devices like the one profiled, all on one host, with `ASSUMED_LINK` between them.
+
+    Ranks on a CPU share the machine's memory.
+    """
+    if len(profiles) > 1:
+        raise BapipeError(
+            f"profiles of several kinds ({', '.join(sorted(profiles))}) need a cluster file that says which device is "
+            "of which kind"
+        )
+    device = next(iter(profiles.values())).device
+    memory_bytes = device.memory_bytes // num_devices if device.kind == "cpu" else device.memory_bytes
+    return Cluster(
+        devices=tuple(
+            Device(name=f"{device.kind}{i}", host="host0", kind=device.kind, memory_bytes=memory_bytes)
+            for i in range(num_devices)
+        ),
+        intra_host=ASSUMED_LINK,
+        inter_host=ASSUMED_LINK,
+    )
+
+
+def local_cluster(num_devices: int | None, kind: str) -> Cluster:
+    """Returns this machine's devices of a kind, the link between them measured."""
+    load_torch()
+    from bapipe.profiler.cluster import cluster
+
+    return cluster(num_devices, kind)
+
+
+def probed_cluster(num_devices: int | None, kind: str, tell: PartsProgress) -> Cluster:
+    """Returns this machine's devices, or those of the torchrun job it is called in, each way between them measured.
+
+    Raises:
+        BapipeError: this machine lacks the devices, or a job was started and a number of devices asked for.
+        RunFailed: the links cannot be measured.
+    """
+    load_torch()
+    from bapipe.profiler.cluster import check_devices
+    from bapipe.profiler.probe import probe_here, probe_job
+
+    if "RANK" not in os.environ:
+        return probe_here(check_devices(num_devices, kind), kind)
+    if num_devices is not None:
+        raise BapipeError("--devices with torchrun: the job's ranks are the devices; leave it out")
+    return probe_job(kind, tell)

@@ -1,0 +1,50 @@
+"""What a user may fix or allow before a search."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bapipe.formats.cluster import Cluster
+
+Objective = Literal["step", "throughput"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The question beside its profiles and its cluster.
+
+    Attributes:
+        schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
+            searched for a faster one, starting from the named schedules (all of one stage a device where no other is
+            given); stages then have one device each.
+        num_stages, microbatch_size: fixed where given.
+        memory_limit_bytes: caps what every device may hold, beside its own memory.
+        memory_margin: the share of that which is left free.
+        replicas: whether a stage may have several devices.
+        recompute: whether stages that do not fit otherwise may recompute their forward.
+        constraints: such as `conv1 with conv2`; see `bapipe.planner.constraints`.
+        objective: the time of one step; or the work of the most loaded device, see `bapipe.planner.throughput`.
+        search_effort: about the seconds that the search of an order takes; see `search_order`.
+    """
+
+    minibatch_size: int
+    schedules: Sequence[str] = ("1f1b", "gpipe")
+    num_stages: int | None = None
+    microbatch_size: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_margin: float = 0.0
+    replicas: bool = True
+    recompute: bool = True
+    constraints: Sequence[str] = ()
+    objective: Objective = "step"
+    search_effort: float = 10.0
+
+    def limits(self, cluster: Cluster) -> list[int]:
+        """Returns the bytes that each device may hold."""
+        caps = (min(d.memory_bytes, self.memory_limit_bytes or d.memory_bytes) for d in cluster.devices)
+        return [int(cap * (1 - self.memory_margin)) if self.memory_margin else cap for cap in caps]
+
+    @property
+    def in_words(self) -> str:
+        """The constraints in one text."""
+        return "; ".join(self.constraints)

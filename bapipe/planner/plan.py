@@ -1,0 +1,243 @@
+"""Plan profiles on a cluster, certify and explain plans, and judge them."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cache import cached_plan, keep_by_fingerprint, keep_plan, plan_path
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import fingerprint
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.planner.device_grouping import best_of, fewest_threads, ways
+from bapipe.planner.inputs import Profiles, alike, by_kind
+from bapipe.planner.options import Objective, Options
+from bapipe.planner.plan_step import explore
+from bapipe.progress import SearchProgress
+from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate as simulate_by_kind
+from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from bapipe.planner.analysis.pareto import Point
+
+
+def plan(
+    profiles: Profiles,
+    cluster: Cluster | int,
+    *,
+    minibatch_size: int,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    num_stages: int | None = None,
+    microbatch_size: int | None = None,
+    memory_limit_bytes: int | None = None,
+    objective: Objective = "step",
+    memory_margin: float = 0.0,
+    replicas: bool = True,
+    recompute: bool = True,
+    constraints: Sequence[str] = (),
+    time_limit_s: float | None = None,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns the fastest plan of the space its certificate names; see `bapipe.planner.plan_step.explore`.
+
+    Args:
+        profiles: one for each kind of device; others of a kind, measured with more threads, are of several of the
+            cluster's devices taken together as one, and the faster way is chosen.
+        cluster: the devices, or a number of devices like the profile's with assumed links.
+        objective: the time of one step; or throughput, the least work for the most loaded device once the pipeline is
+            full, see `bapipe.planner.throughput`: its order is always 1F1B, and it chooses the number of stages.
+        time_limit_s: how long to search; what is then found depends on the machine. Else as long as takes some
+            seconds, and the same input gives the same plan.
+
+    The other arguments are those of `bapipe.planner.options.Options`.
+    """
+    where = alike(fewest_threads(profiles), cluster) if isinstance(cluster, int) else cluster
+    options = Options(
+        minibatch_size=minibatch_size,
+        schedules=schedules,
+        num_stages=num_stages,
+        microbatch_size=microbatch_size,
+        memory_limit_bytes=memory_limit_bytes,
+        memory_margin=memory_margin,
+        replicas=replicas,
+        recompute=recompute,
+        constraints=constraints,
+        objective=objective,
+    )
+    search = partial(decide, options=options, time_limit_s=time_limit_s, progress=progress)
+    return best_of(ways(profiles, where), search)
+
+
+def decide(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    time_limit_s: float | None = None,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns what `plan` does, of profiles by device kind and options."""
+    search = _along_orders if options.objective == "step" else _for_throughput
+    decided = search(profiles, cluster.one_at_a_time, options, stop=_deadline(time_limit_s), progress=progress)
+    return msgspec.structs.replace(decided, settings=common_settings(profiles.values()))
+
+
+def kept_plan(
+    profiles: Profiles,
+    cluster: Cluster,
+    options: Options,
+    *,
+    time_limit_s: float | None = None,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
+    search = partial(_kept, options=options, time_limit_s=time_limit_s, progress=progress)
+    return best_of(ways(profiles, cluster), search)
+
+
+def _kept(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    time_limit_s: float | None,
+    progress: SearchProgress | None,
+) -> Plan:
+    key = {
+        "profiles": {kind: fingerprint(profile) for kind, profile in profiles.items()},
+        "cluster": msgspec.to_builtins(cluster),
+        "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
+    }
+    path = plan_path(key)
+    found = cached_plan(path) if time_limit_s is None else None
+    if found is None:
+        found = decide(profiles, cluster, options, time_limit_s=time_limit_s, progress=progress)
+        if time_limit_s is None:
+            keep_plan(path, found)
+    for profile in profiles.values():
+        keep_by_fingerprint(profile)  # for planning again when a device is gone
+    return found
+
+
+def certify(
+    pinned: Plan,
+    profiles: Mapping[str, ModelProfile],
+    options: Options,
+    *,
+    time_limit_s: float | None = None,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns a hand-made plan with its prediction and a bound on all plans; see `planner.analysis.pinned`."""
+    from bapipe.planner.analysis.pinned import certify_pinned
+
+    return certify_pinned(pinned, profiles, options, stop=_deadline(time_limit_s), progress=progress)
+
+
+def explain(
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: Options, *, time_limit_s: float | None = None
+) -> tuple[str, ...]:
+    """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`."""
+    from bapipe.planner.analysis.explain import explain as in_words
+    from bapipe.planner.analysis.sensitivity import sensitivity
+
+    effects = sensitivity(plan, profiles, options, stop=_deadline(time_limit_s))
+    return in_words(plan, profiles, options, effects)
+
+
+def pareto(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    tell: Callable[[int, int], None] | None = None,
+) -> "tuple[Point, ...]":
+    """Returns the front of step time, peak memory and number of devices; see `bapipe.planner.analysis.pareto`."""
+    from bapipe.planner.analysis.pareto import pareto as front
+
+    return front(profiles, cluster.one_at_a_time, options, tell=tell)
+
+
+def _along_orders(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    stop: Callable[[], bool] | None,
+    progress: SearchProgress | None,
+) -> Plan:
+    """Plans for a step along the profile's order of the layers, and along others that a branching model may need."""
+
+    def along(line: Mapping[str, ModelProfile]) -> Plan:
+        return explore(line, cluster, options, stop=stop, progress=progress)
+
+    if len(cluster.devices) == 1 or any(device.kind not in profiles for device in cluster.devices):
+        return along(profiles)
+    from bapipe.planner.linearizations import best_of_orders
+
+    return best_of_orders(profiles, cluster, options.limits(cluster), along)
+
+
+def _for_throughput(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: Options,
+    *,
+    stop: Callable[[], bool] | None,
+    progress: SearchProgress | None,
+) -> Plan:
+    from bapipe.planner.throughput.search import plan_throughput
+
+    if "1f1b" not in options.schedules:
+        raise BapipeError(f"--objective throughput runs 1f1b, not {', '.join(options.schedules)}: leave --schedule out")
+    if options.num_stages is not None:
+        raise BapipeError(f"--objective throughput chooses the stages: leave --stages {options.num_stages} out")
+    given = {
+        "--memory-margin": options.memory_margin,
+        "--constraint": options.constraints,
+        "--time-limit": stop,
+        "--no-replicas": not options.replicas,
+    }
+    for name, value in given.items():
+        if value:
+            raise BapipeError(f"--objective throughput does not know {name}: leave it out, or use --objective step")
+    looks = 0
+
+    def tell(load_ns: float, bound_ns: float) -> None:
+        nonlocal looks
+        looks += 1
+        if progress:
+            progress(looks, int(load_ns), int(bound_ns))
+
+    return plan_throughput(
+        profiles,
+        cluster,
+        minibatch_size=options.minibatch_size,
+        microbatch_size=options.microbatch_size,
+        memory_limit_bytes=options.memory_limit_bytes,
+        tell=tell,
+    )
+
+
+def _deadline(seconds: float | None) -> Callable[[], bool] | None:
+    if seconds is None:
+        return None
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def simulate(plan: Plan, profiles: Profiles) -> Timeline:
+    """Returns the predicted timeline of one step of a plan; see `bapipe.simulator.simulate`."""
+    return simulate_by_kind(plan, by_kind(profiles))
+
+
+def unit_timeline(plan: Plan) -> Timeline:
+    """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw what the order is."""
+    unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
+    return judge(plan.table, [Stage(on=(unit,) * len(stage.devices)) for stage in plan.stages], plan.cluster)

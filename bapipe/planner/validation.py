@@ -1,0 +1,173 @@
+"""What is asked for, checked before a search: profiles and devices that suit one another, figures that add up."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import ModelProfile
+from bapipe.graph.layer_graph import check_connected, of_layers
+from bapipe.planner.action_order.improve_plan import SEARCH
+from bapipe.planner.options import Options
+from bapipe.schedules import ALL, SCHEDULES
+
+MAX_MICROBATCHES = 1024
+"""Most micro-batches in a step; more would make tables that nobody runs."""
+
+MAX_SAMPLES = 2**31
+"""Most samples in a step."""
+
+MOST = 2**57
+"""Nanoseconds or bytes that all layers and samples may add up to: 4.5 years, 144 petabytes."""
+
+
+def named_schedules(options: Options) -> list[str]:
+    """Returns the schedules that plans are made for; see `Options`."""
+    return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
+
+
+def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> None:
+    """Raises BapipeError for an unknown schedule, or profiles that do not suit the cluster or one another."""
+    for name in named_schedules(options):
+        if name not in ALL:
+            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}, {SEARCH}")
+    for device in cluster.devices:
+        if device.kind not in profiles:
+            raise BapipeError(
+                f"no profile for device '{device.name}' of kind '{device.kind}'; given: "
+                f"{', '.join(sorted(profiles)) or 'none'}"
+            )
+    if options.minibatch_size > MAX_SAMPLES:
+        raise BapipeError(f"a mini-batch of {options.minibatch_size:,}: want at most {MAX_SAMPLES:,} samples")
+    first = next(iter(profiles.values()))
+    for profile in profiles.values():
+        _check_connected(profile)
+        _check_sizes(profile, options.minibatch_size)
+    _check_links(profiles, cluster, options.minibatch_size)
+    for device in cluster.devices:
+        _check_speed(profiles[device.kind], device, options.minibatch_size)
+    for profile in profiles.values():
+        if (profile.model, _shape(profile)) != (first.model, _shape(first)):
+            raise BapipeError(
+                f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
+                "their names, layers or tensors differ"
+            )
+
+
+def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
+    """Raises InvalidFile where figures are too large to add up over a step."""
+    figures = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
+    for i, measurement in enumerate(profile.measurements):
+        for name in figures:
+            values = [getattr(layer, name) for layer in measurement.layers]
+            _check_sum(profile, values, minibatch_size, f"$.measurements[{i}].layers", name)
+        outputs = [sum(layer.output_bytes) for layer in measurement.layers]
+        _check_sum(profile, outputs, minibatch_size, f"$.measurements[{i}].layers", "output_bytes")
+    for name in ("param_bytes", "optimizer_state_bytes", "update_ns"):
+        values = [getattr(layer, name) for layer in profile.layers]
+        _check_sum(profile, values, minibatch_size, "$.layers", name)
+
+
+def _check_connected(profile: ModelProfile) -> None:
+    """Raises InvalidFile where layers have nothing to do with the others: no tensor, no parameters, no model input."""
+    place = {layer.name: i for i, layer in enumerate(profile.layers)}
+    joined = [(i, *(place[other] for other in layer.shares)) for i, layer in enumerate(profile.layers)]
+    users: dict[str, list[int]] = {}
+    for i, layer in enumerate(profile.layers):
+        for tensor in layer.inputs:
+            users.setdefault(tensor, []).append(i)
+    check_connected(of_layers(profile), [*joined, *users.values()])
+
+
+def _check_links(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
+    """Raises InvalidFile where a link would take years for a step."""
+    if len(cluster.devices) == 1:
+        return
+    named: list[tuple[str, Bandwidth]] = [("$.intra_host", cluster.intra_host), ("$.inter_host", cluster.inter_host)]
+    for i, own in enumerate(cluster.links):
+        named.append((f"$.links[{i}]", Bandwidth(bytes_per_s=own.bytes_per_s, latency_ns=own.latency_ns)))
+    sums = [
+        sum(num_bytes for layer in m.layers for num_bytes in layer.output_bytes) // m.microbatch_size + 1
+        for profile in profiles.values()
+        for m in profile.measurements
+    ]
+    params = max(sum(layer.param_bytes for layer in profile.layers) for profile in profiles.values())
+    num_bytes, num_messages = 2 * (max(sums) * minibatch_size + params), 2 * (minibatch_size + len(cluster.devices))
+    for where, link in named:
+        if num_messages * link.latency_ns + num_bytes * 1_000_000_000 // link.bytes_per_s >= MOST:
+            slow = num_messages * link.latency_ns >= MOST // 2
+            value = f"a latency of {link.latency_ns:,} ns" if slow else f"a bandwidth of {link.bytes_per_s:,} bytes/s"
+            raise InvalidFile(
+                f"the cluster: with {value} a step of {minibatch_size} samples could take more than four years; check "
+                "the unit",
+                f"{where}.{'latency_ns' if slow else 'bytes_per_s'}",
+            )
+
+
+def _check_sum(
+    profile: ModelProfile, values: Sequence[int | msgspec.UnsetType], minibatch_size: int, where: str, name: str
+) -> None:
+    known = [0 if value is msgspec.UNSET else value for value in values]
+    if sum(known) * minibatch_size >= MOST:
+        most = max(known)
+        raise InvalidFile(
+            f"the profile of {profile.model} on {profile.device.kind}: {most:,} is too much to add up over a "
+            f"mini-batch of {minibatch_size}; check the unit",
+            f"{where}[{known.index(most)}].{name}",
+        )
+
+
+def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> None:
+    """Raises BapipeError where a device would take years."""
+    last = profile.measurements[-1]
+    step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
+    if step_ns / device.speed >= MOST:
+        raise BapipeError(
+            f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check its "
+            "speed, and the profile's times"
+        )
+
+
+def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> list[int]:
+    """Returns the sizes to look at, ascending.
+
+    Raises:
+        BapipeError: none divides the mini-batch and is known.
+    """
+    minibatch_size, wanted = options.minibatch_size, options.microbatch_size
+    used = [profiles[kind] for kind in sorted({device.kind for device in cluster.devices})]
+    if wanted is not None and minibatch_size % wanted:
+        raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {wanted}")
+    low = max(profile.microbatch_sizes[0] for profile in used)
+    high = min(profile.microbatch_sizes[-1] for profile in used)
+    divisors = [minibatch_size // num for num in range(1, MAX_MICROBATCHES + 1) if minibatch_size % num == 0]
+    sizes = sorted(size for size in divisors if low <= size <= high and wanted in (None, size))
+    if not sizes:
+        small = [
+            b
+            for b in range(low, min(high, minibatch_size // MAX_MICROBATCHES) + 1)
+            if minibatch_size % b == 0 and wanted in (None, b)
+        ]
+        if small:
+            raise BapipeError(
+                f"a mini-batch of {minibatch_size} is {minibatch_size // small[-1]} micro-batches of {small[-1]}; want "
+                f"at most {MAX_MICROBATCHES}: choose a smaller --minibatch-size, or profile larger micro-batches"
+            )
+        known = "; ".join(f"{p.device.kind}: {', '.join(map(str, p.microbatch_sizes))}" for p in used)
+        if wanted is not None:
+            raise InvalidFile(
+                f"micro-batches of {wanted} are not within those profiled ({known}): choose another --microbatch-size, "
+                "or profile more sizes",
+                "$.measurements",
+            )
+        raise InvalidFile(
+            f"no micro-batch size divides the mini-batch of {minibatch_size} and lies within those profiled ({known}): "
+            "change --minibatch-size, or profile more sizes",
+            "$.measurements",
+        )
+    return sizes
+
+
+def _shape(profile: ModelProfile) -> object:
+    return [(layer.name, layer.inputs, layer.outputs) for layer in profile.layers]

@@ -1,0 +1,63 @@
+"""This machine as a cluster, its links measured."""
+
+import torch
+from msgspec import UNSET
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Cluster, Device
+from bapipe.profiler.links import measure_link
+from bapipe.torch_device import describe
+from bapipe.torch_device import num_devices as num_devices_here
+
+KINDS = ("cpu", "cuda")
+
+
+def cluster(num_devices: int | None, kind: str) -> Cluster:
+    """Returns the first devices of a kind on this machine, all of them for None; a CPU device is one core.
+
+    CPU devices share the machine's memory evenly. One machine knows no link between hosts: it gets the inner one's
+    figures. CPU devices sum gradients with their own compute.
+
+    Raises:
+        BapipeError: an unknown kind, or a number of devices that this machine does not have.
+        RunFailed: the link cannot be measured.
+    """
+    count = check_devices(num_devices, kind)
+    link, own_sum = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
+    return Cluster(
+        devices=tuple(
+            Device(name=f"{kind}{index}", host="host0", kind=kind, memory_bytes=_memory_bytes(kind, index, count))
+            for index in range(count)
+        ),
+        intra_host=link,
+        inter_host=link,
+        intra_host_sum=own_sum if kind == "cpu" else UNSET,
+    )
+
+
+def check_devices(num_devices: int | None, kind: str) -> int:
+    """Returns how many devices of a kind are asked for, all of them for None.
+
+    Raises:
+        BapipeError: an unknown kind, or a number of devices that this machine does not have.
+    """
+    if kind not in KINDS:
+        raise BapipeError(f"unknown device kind '{kind}'; want one of {', '.join(KINDS)}")
+    present = num_devices_here(kind)
+    if present == 0:
+        raise BapipeError(f"this machine has no device of kind '{kind}': choose --device cpu")
+    count = present if num_devices is None else num_devices
+    if count < 1:
+        raise BapipeError(f"a cluster of {count} devices was asked for: want 1 to {present}")
+    if count > present:
+        raise BapipeError(
+            f"{count} devices of kind '{kind}' were asked for, this machine has {present}: ask for {present} or fewer, "
+            "or write a cluster file for the machines that have more"
+        )
+    return count
+
+
+def _memory_bytes(kind: str, index: int, count: int) -> int:
+    if kind == "cuda":
+        return describe(torch.device("cuda", index)).memory_bytes
+    return describe(torch.device("cpu")).memory_bytes // count

@@ -1,0 +1,252 @@
+"""A traced model that tells an observer which of its layers runs, forward and backward, while the whole of it runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from bapipe.errors import InvalidModel
+from bapipe.formats.profile import LOSS
+from bapipe.profiler.split_backward import WeightGroup, find_groups, run_input_grads
+from bapipe.tracing import TracedModel, layer_states
+from bapipe.tracing.extract import GradMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is measured: a traced model, its loss, and a batch.
+
+    Attributes:
+        inputs: the batch, in the order of the model's inputs.
+        autocast: the type that the forward computes in, None for its own.
+    """
+
+    model: TracedModel
+    loss: Callable[[Tensor, Tensor], Tensor]
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    autocast: torch.dtype | None = None
+
+    def computing(self) -> torch.autocast:
+        """Returns the context that the forward runs in."""
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def loss_of(self, module: nn.Module) -> Tensor:
+        """Returns the loss of the batch by a module that gives a tuple of the model's outputs."""
+        with self.computing():  # not by a call: torch.fx would write to stderr where a layer fails
+            return self.loss(self.model.result.rebuild(module.forward(*self.inputs)), self.target)
+
+    def whole_loss(self) -> Tensor:
+        """Returns the loss of the batch by the model's own code."""
+        with self.computing():
+            return self.loss(self.model.root(*self.inputs), self.target)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """A subject whose layers report to `enter` when they begin; layer number `num_layers` is the loss.
+
+    What watching itself does in a forward is reported as the work of layer number `num_layers` + 1.
+
+    Backward, a layer begins when the first operator that made one of its outputs does. Layers that run in turns report
+    at each turn, so the time between two reports belongs to the layer of the earlier one.
+
+    Attributes:
+        tensors: the output tensors of the layers in the latest forward, by name; they are kept only by their sizes.
+        roots: where gradients stop that no parameter needs: outputs of layers that no gradient leaves.
+        owners: the first layer that uses each parameter, by its id.
+        shared: ids of the parameters that several layers use.
+    """
+
+    subject: Subject
+    enter: Callable[[int], None]
+    module: fx.GraphModule = field(init=False)
+    running: int = 0
+    tensors: dict[str, "TensorFacts"] = field(default_factory=dict)
+    roots: list[GradientEdge] = field(default_factory=list)
+    owners: dict[int, int] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.module = _instrument(self.subject.model, self._enter, self._made)
+        for layer, own in enumerate(parameters_of(self.subject.model)):
+            for parameter in map(id, own):
+                if self.owners.setdefault(parameter, layer) != layer:
+                    self.shared.add(parameter)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.subject.model.layers)
+
+    def forward(self) -> Tensor:
+        """Returns the loss; the layers and the loss report."""
+        self.tensors.clear()
+        self.roots.clear()
+        try:
+            loss = replace(self.subject, loss=self._loss).loss_of(self.module)
+            check_loss(loss)
+            return loss
+        except InvalidModel:
+            raise
+        except Exception as error:  # whatever a layer raises
+            raise self._failed("forward", error) from error
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self._enter(self.num_layers)
+        return self.subject.loss(output, target)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of the parameters to those they have; the layers report."""
+        self._run_backward(loss.backward, self.num_layers)
+
+    def backward_inputs(self, loss: Tensor) -> tuple[WeightGroup, ...]:
+        """Runs I; the layers report, and layer number `num_layers` + 1 while torch looks for where W begins."""
+        self._enter(self.num_layers + 1)
+        groups = find_groups(loss, self.roots, self.subject.model.module.parameters())
+        self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
+        return groups
+
+    def backward_weights(self, groups: Sequence[WeightGroup]) -> None:
+        """Runs W after I, adding to the gradients of the parameters; the layers report.
+
+        Parameters that several layers use are left out: from the later layer there is a way to them through the
+        earlier one, and torch's W runs all that lies on it once more.
+        """
+        for group in groups:
+            if not self.is_shared(group):
+                self._run_backward(group.run, self.layer_of(group))
+
+    def is_shared(self, group: WeightGroup) -> bool:
+        """Returns whether several layers use one of the group's parameters."""
+        return any(id(parameter) in self.shared for parameter in group.parameters)
+
+    @property
+    def sharing_layers(self) -> set[int]:
+        """The layers that use a parameter which another one uses too."""
+        used = enumerate(parameters_of(self.subject.model))
+        return {layer for layer, own in used if any(id(parameter) in self.shared for parameter in own)}
+
+    def layer_of(self, group: WeightGroup) -> int:
+        """Returns the first layer that uses the group's parameters."""
+        return min(self.owners[id(parameter)] for parameter in group.parameters)
+
+    def _run_backward(self, run: Callable[[], object], layer: int) -> None:
+        try:
+            self._enter(layer)
+            run()
+        except Exception as error:  # whatever a layer raises
+            raise self._failed("backward", error) from error
+
+    def _enter(self, layer: int) -> None:
+        self.running = layer
+        self.enter(layer)
+
+    def _made(self, layer: int, name: str, value: object) -> None:
+        self.enter(self.num_layers + 1)
+        own = self.subject.model.layers[layer]
+        if not isinstance(value, Tensor):
+            raise InvalidModel(
+                f"layer '{own.name}' gives other layers {value!r} ({type(value).__name__}); only tensors can "
+                "cross between layers: compute it from a tensor where it is used"
+            )
+        self.tensors[name] = TensorFacts(
+            num_bytes=value.numel() * value.element_size(), has_gradient=value.requires_grad
+        )
+        if value.grad_fn is not None:
+            value.grad_fn.register_prehook(lambda _: self._enter(layer))
+            if not any(source in self.tensors and self.tensors[source].has_gradient for source in own.inputs):
+                self.roots.append(get_gradient_edge(value))  # of this moment: a later layer may change it in place
+        self.enter(layer)
+
+    def _failed(self, where: str, error: Exception) -> InvalidModel:
+        layers = self.subject.model.layers
+        name = layers[self.running].name if self.running < len(layers) else LOSS
+        return layer_failed(name, where, self.subject, error)
+
+
+def check_loss(loss: object) -> None:
+    """Raises InvalidModel where a loss has no gradient to give."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
+        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
+    if not loss.requires_grad:
+        raise InvalidModel(
+            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "model's last layers or in the loss"
+        )
+
+
+def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> InvalidModel:
+    """Returns the error that says which layer failed, and what may help."""
+    size = subject.target.shape[0] if subject.target.dim() else 0
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return InvalidModel(
+            f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes with "
+            "--microbatch-size, or layer by layer with --layer-by-layer"
+        )
+    if "modified by an inplace operation" in str(error) or "leaf Variable that requires grad" in str(error):
+        return InvalidModel(
+            f"layer '{name}' failed in its {where} at micro-batch size {size}: a layer changes in place what its "
+            "backward needs: set inplace=False where that is, or compute a new tensor there "
+            f"({str(error).split(';')[0]})"
+        )
+    return InvalidModel(
+        f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """What a profile says of a layer's output."""
+
+    num_bytes: int
+    has_gradient: bool
+
+
+def parameters_of(model: TracedModel) -> tuple[tuple[nn.Parameter, ...], ...]:
+    """Returns the parameters that each layer uses, each parameter once in a layer, in the order of `model.layers`."""
+    states = layer_states(model)
+    return tuple(
+        tuple({id(tensor): tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)}.values())
+        for state in (states[layer.name] for layer in model.layers)
+    )
+
+
+def batch(tensors: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns the tensors with `size` rows, theirs repeated as often as it takes."""
+    return tuple(tensor[torch.arange(size, device=tensor.device) % len(tensor)].to(device) for tensor in tensors)
+
+
+def _instrument(
+    model: TracedModel, enter: Callable[[int], None], made: Callable[[int, str, object], None]
+) -> fx.GraphModule:
+    """Returns the model with calls of `enter` before each layer's operators and of `made` after each of its outputs."""
+
+    def enter_layer(layer: int) -> None:  # torch.fx calls plain functions only
+        enter(layer)
+
+    def made_tensor(layer: int, name: str, value: object) -> None:
+        made(layer, name, value)
+
+    place = {layer.name: index for index, layer in enumerate(model.layers)}
+    name_of = {node: name for name, node in model.node_of.items()}
+    graph = fx.Graph()
+    copy: dict[fx.Node, fx.Node] = {}
+    gradients = GradMode(graph)
+    running = None
+    for node in model.module.graph.nodes:
+        layer = place[model.layer_of[node]] if node in model.layer_of else None
+        if layer is not None and layer != running:
+            graph.call_function(enter_layer, (layer,))
+            running = layer
+        gradients.enter(node)
+        copy[node] = graph.node_copy(node, copy.__getitem__)
+        if layer is not None and node in name_of:
+            graph.call_function(made_tensor, (layer, name_of[node], copy[node]))
+    return fx.GraphModule(model.module, graph)

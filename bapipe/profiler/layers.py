@@ -1,0 +1,237 @@
+"""From a module to its profile: every layer run and measured on a device of this machine."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.formats.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.profiler.instrument import Subject, layer_failed, parameters_of
+from bapipe.profiler.isolated import measure_alone
+from bapipe.profiler.layer_memory import LayerMemory, layer_memory
+from bapipe.profiler.layer_times import LayerTimes, time_layers
+from bapipe.profiler.optimizer_step import Update, time_update
+from bapipe.profiler.prepare import batch_of, check_examples, check_trainable, fits, laid_out, ready
+from bapipe.torch_device import describe, environment, framework_bytes, prepare_cpu
+from bapipe.tracing import TracedModel, trace
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.0),
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=0.0),
+    "adamw": partial(torch.optim.AdamW, lr=0.0),
+}
+
+CPU = torch.device("cpu")
+
+
+def measure(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    target: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    microbatch_sizes: Sequence[int],
+    name: str,
+    device: torch.device = CPU,
+    factory: str | None = None,
+    arguments: Mapping[str, object] | None = None,
+    settings: Settings = Settings(),  # noqa: B008
+    seconds_per_size: float = 12.0,
+    spread: float = 0.03,
+    layer_by_layer: bool = False,
+    exhaustive: bool = False,
+    whole: Sequence[str] = (),
+    fine: bool = False,
+    so_far: ModelProfile | None = None,
+    keep: Callable[[ModelProfile], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ModelProfile:
+    """Returns the profile of a model in training, its last layer the loss.
+
+    Example inputs of any batch size are repeated to each micro-batch size. The module's parameters, buffers and mode
+    are left as they were, its gradients as None. `progress` is called with the number of parts done, the number of all
+    parts, and what comes next.
+
+    Args:
+        settings: how the model is computed; `dtype` is the module's own, whatever they say.
+        seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
+            after about this time.
+        whole, fine: what is a layer, see `bapipe.tracing.trace`.
+        layer_by_layer: see `measure_alone`; without, layers are measured in passes of the whole model, unless its
+            parameters and their gradients are more than the device holds.
+        exhaustive: whether each layer has figures of its own, those of equal layers too.
+        so_far: a profile of the same model on the same machine; its sizes are not measured again.
+        keep: called with the profile so far after each size.
+
+    Raises:
+        InvalidModel: the module cannot be traced, or a layer fails or gives another something else than a tensor.
+        BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
+    """
+    sizes = _checked_sizes(microbatch_sizes)
+    if settings.optimizer not in OPTIMIZERS:
+        raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
+    tell = progress or (lambda done, total, what: None)
+    check_examples(inputs, target)
+    check_trainable(module)
+    if device.type == "cpu":
+        prepare_cpu(settings.threads)
+    settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
+    autocast = getattr(torch, settings.autocast) if settings.autocast else None
+    made = so_far
+    todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
+    num_parts = 2 * len(todo) + (made is None)
+    done = 0
+    layer_by_layer = layer_by_layer or not fits(module, device)
+    if not layer_by_layer:
+        module.to(device)
+    with ready(module, device, settings):
+        model = _traced(module, inputs, whole, fine)
+        for size in todo:
+            *own, wanted = batch_of((*inputs, target), size, device)
+            own = [laid_out(tensor, settings) for tensor in own]
+            subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
+            if layer_by_layer:
+                tell(done, num_parts, f"layers one by one at micro-batch size {size}")
+                times, memory = measure_alone(subject, seconds_per_size, spread, exhaustive)
+            else:
+                tell(done, num_parts, f"times at micro-batch size {size}")
+                times = time_layers(subject, seconds_per_size, spread, exhaustive)
+                tell(done + 1, num_parts, f"memory at micro-batch size {size}")
+                memory = layer_memory(subject)
+            done += 2
+            measured = _measurement(model, size, times, memory)
+            if made is None:
+                tell(done, num_parts, "optimizer")
+                done += 1
+                made = ModelProfile(
+                    model=name,
+                    factory=factory,
+                    arguments=dict(arguments or {}),
+                    device=describe(device),
+                    dtype=settings.dtype,
+                    optimizer=settings.optimizer,
+                    settings=settings,
+                    environment=environment() | _framework(device),
+                    layers=(*_layers(subject, memory, settings.optimizer), _loss_layer(model, loss)),
+                    measurements=(measured,),
+                )
+            else:
+                every = (*made.measurements, measured)
+                made = structs.replace(made, measurements=tuple(sorted(every, key=lambda m: m.microbatch_size)))
+            made = _with_check(made, size, times)
+            if keep is not None:
+                keep(made)
+    tell(num_parts, num_parts, "done")
+    assert made is not None
+    return structs.replace(made, measurements=tuple(m for m in made.measurements if m.microbatch_size in sizes))
+
+
+def _framework(device: torch.device) -> dict[str, object]:
+    return {"framework_bytes": framework_bytes(device)} if device.type == "cuda" else {}
+
+
+def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
+    """Notes how often a size was repeated, and how the sum of its layers compares with the model alone."""
+    found: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_kinds}
+    if times.sum_over_whole is not None:
+        found["sum_over_whole"] = round(times.sum_over_whole, 4)
+    notes: dict[str, Any] = {
+        key: {**profile.environment.get(key, {}), str(size): value} for key, value in found.items()
+    }
+    return structs.replace(profile, environment=profile.environment | notes)
+
+
+def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    if not sizes:
+        raise BapipeError("no micro-batch size to measure at: give one or more, such as 1,2,4,8")
+    if min(sizes) < 1:
+        raise BapipeError(f"micro-batch size {min(sizes)} cannot be measured: want 1 or more")
+    return tuple(sorted(set(sizes)))
+
+
+def _traced(module: nn.Module, inputs: Sequence[Tensor], whole: Sequence[str], fine: bool) -> TracedModel:
+    model = trace(module, inputs, whole=whole, fine=fine)
+    if any(layer.name == LOSS for layer in model.layers):
+        raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
+    return model
+
+
+def _layers(subject: Subject, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+    model = subject.model
+    parameters = parameters_of(model)
+    first: dict[int, int] = {}
+    for index, own in enumerate(parameters):
+        for parameter in own:
+            first.setdefault(id(parameter), index)
+    # A shared parameter counts for the first layer that uses it.
+    counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
+    trained = [[p for p in own if p.requires_grad] for own in counted]
+    updates = [_update(subject, layer.name, own, optimizer) for layer, own in zip(model.layers, trained, strict=True)]
+    for index, layer in enumerate(model.layers):
+        ids = {id(parameter) for parameter in parameters[index]}
+        yield LayerProfile(
+            name=layer.name,
+            kind=layer.kind,
+            inputs=layer.inputs,
+            outputs=layer.outputs,
+            param_bytes=_num_bytes(counted[index]),
+            optimizer_state_bytes=updates[index].state_bytes,
+            update_ns=updates[index].ns,
+            shares=tuple(
+                other.name
+                for other, own in zip(model.layers, parameters, strict=True)
+                if other is not layer and any(id(parameter) in ids for parameter in own)
+            ),
+            shared_bytes=_num_bytes([p for p in parameters[index] if p.requires_grad and first[id(p)] != index]),
+            no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
+        )
+
+
+def _update(subject: Subject, name: str, parameters: Sequence[nn.Parameter], optimizer: str) -> Update:
+    try:
+        return time_update(parameters, OPTIMIZERS[optimizer], subject.device)
+    except Exception as error:  # whatever the optimizer raises
+        raise layer_failed(name, "update", subject, error) from error
+
+
+def _loss_layer(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
+    function = loss.func if isinstance(loss, partial) else loss
+    return LayerProfile(
+        name=LOSS,
+        kind=getattr(function, "__name__", type(function).__name__),
+        inputs=(*model.outputs, TARGET),
+        outputs=(LOSS,),
+        param_bytes=0,
+        optimizer_state_bytes=0,
+    )
+
+
+def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: LayerMemory) -> Measurement:
+    outputs = [tuple(memory.tensors[tensor].num_bytes for tensor in layer.outputs) for layer in model.layers]
+    return Measurement(
+        microbatch_size=size,
+        layers=tuple(
+            LayerMeasurement(
+                forward_ns=times.forward_ns[index],
+                input_grad_ns=times.input_grad_ns[index],
+                weight_grad_ns=times.weight_grad_ns[index],
+                backward_ns=times.backward_ns[index],
+                stash_bytes=memory.stash_bytes[index],
+                gradient_stash_bytes=memory.gradient_stash_bytes[index],
+                workspace_bytes=memory.workspace_bytes[index],
+                output_bytes=output_bytes,
+                spread=round(times.spreads[index], 4),
+            )
+            for index, output_bytes in enumerate([*outputs, (0,)])
+        ),
+    )
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,94 @@
+"""What is measured, made ready for it: the module's mode and layout, and batches of the examples."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.formats.settings import Settings
+from bapipe.profiler.instrument import batch
+from bapipe.torch_device import describe
+
+
+def check_examples(inputs: Sequence[object], target: object) -> None:
+    """Raises InvalidModel unless all are tensors of one sample or more."""
+    named = [(f"input {index}", example) for index, example in enumerate(inputs)]
+    for name, example in (*named, ("the target", target)):
+        if not isinstance(example, Tensor):
+            raise InvalidModel(
+                f"{name} is {_shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
+                "first: keep what is no tensor inside the module"
+            )
+        if example.dim() == 0 or len(example) == 0:
+            raise InvalidModel(
+                f"{name} has shape {tuple(example.shape)}: want an example of one sample or more, batch first"
+            )
+
+
+def check_trainable(module: nn.Module) -> None:
+    """Raises InvalidModel where a module has no values, or nothing to train."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
+
+
+def fits(module: nn.Module, device: torch.device) -> bool:
+    """Whether the device holds the parameters and a gradient of each."""
+    return 2 * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
+
+
+@contextmanager
+def ready(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
+    """Puts the module in training mode without gradients, and restores it and the random state after."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+    training = {part: part.training for part in module.modules()}
+    module.train()
+    if settings.channels_last:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    module.zero_grad()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+        module.zero_grad()
+        if settings.channels_last:
+            module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+        for part, mode in training.items():
+            part.training = mode
+
+
+def batch_of(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns `size` samples on the device, the examples repeated as often as it takes.
+
+    Raises:
+        BapipeError: there is no memory for them.
+    """
+    try:
+        return batch(examples, size, device)
+    except RuntimeError as error:
+        raise BapipeError(
+            f"no memory for a batch of {size} samples: measure smaller sizes with --microbatch-size "
+            f"({_shortened(str(error), 100)})"
+        ) from error
+
+
+def laid_out(tensor: Tensor, settings: Settings) -> Tensor:
+    """Returns a tensor as the settings want images to lie in memory."""
+    if settings.channels_last and tensor.dim() == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
+
+
+def _shortened(text: str, length: int = 60) -> str:
+    """Returns a text on one line, its end left out where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."

@@ -1,0 +1,173 @@
+"""Profile a module, or a model by its name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bapipe._optional import load_torch
+from bapipe.errors import BapipeError, RunFailed
+from bapipe.formats.cache import cached_profile, profile_path
+from bapipe.formats.codec import write
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.profiler.co_runners import neighbours
+from bapipe.progress import PartsProgress
+from bapipe.zoo import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def profile(
+    module: "nn.Module",
+    inputs: "Sequence[Tensor]",
+    target: "Tensor",
+    loss: "Callable[[Tensor, Tensor], Tensor]",
+    *,
+    name: str | None = None,
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    device: str = "cpu",
+    settings: Settings = Settings(),  # noqa: B008
+    whole: Sequence[str] = (),
+    fine: bool = False,
+    progress: PartsProgress | None = None,
+) -> ModelProfile:
+    """Returns the profile of a module: times and bytes of its layers, measured in training on a device of this machine.
+
+    Args:
+        inputs, target: examples, batch first, of any batch size.
+        loss: (output, target) -> mean loss over the batch.
+        name: what the profile calls the model; its class where None.
+        settings: how it is computed; `dtype` is the module's own, whatever they say.
+        whole: paths of modules of which each call is one layer; `*` stands for any part of a path.
+        fine: operators outside modules are layers of their own.
+
+    Raises:
+        InvalidModel: the module cannot be traced, or a layer fails.
+    """
+    torch = load_torch()
+    from bapipe.profiler.layers import measure
+
+    return measure(
+        module,
+        inputs,
+        target,
+        loss,
+        microbatch_sizes=microbatch_sizes,
+        name=name or type(module).__name__,
+        device=torch.device(device),
+        settings=settings,
+        whole=whole,
+        fine=fine,
+        progress=progress,
+    )
+
+
+def profile_model(
+    model: str,
+    arguments: Mapping[str, object],
+    *,
+    device: str = "cpu",
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    settings: Settings = Settings(),  # noqa: B008
+    layer_by_layer: bool = False,
+    exhaustive: bool = False,
+    whole: Sequence[str] = (),
+    fine: bool = False,
+    num_neighbours: int = 0,
+    progress: PartsProgress | None = None,
+) -> ModelProfile:
+    """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
+
+    Each size that was measured is kept until all are, so that what was interrupted goes on where it stopped.
+
+    Args:
+        num_neighbours: how many other processes train the model meanwhile. Ranks on the cores of one machine share its
+            memory, so each computes more slowly than one alone; with a neighbour for each other core the times say so.
+    """
+    factory = resolve(model)
+    torch = load_torch()
+    from bapipe.profiler.layers import measure
+    from bapipe.zoo.factory import build
+
+    example = build(factory, arguments)
+    key = _key(factory, arguments, device, settings)
+    way = {"alone": layer_by_layer, "exhaustive": exhaustive, "whole": list(whole), "fine": fine}
+    part = profile_path(key | {"unfinished": True, "neighbours": num_neighbours} | way)
+    try:
+        with neighbours(num_neighbours, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
+            measured = measure(
+                example.module,
+                example.inputs,
+                example.target,
+                example.loss,
+                microbatch_sizes=microbatch_sizes,
+                name=model.rpartition(":")[2],
+                device=torch.device(device),
+                factory=factory,
+                arguments=arguments,
+                settings=settings,
+                layer_by_layer=layer_by_layer,
+                exhaustive=exhaustive,
+                whole=whole,
+                fine=fine,
+                so_far=cached_profile(part),
+                keep=partial(write, part),
+                progress=progress,
+            )
+    except (BapipeError, KeyboardInterrupt) as error:
+        kept = cached_profile(part)
+        if kept is None:
+            raise
+        sizes = ", ".join(map(str, kept.microbatch_sizes))
+        raise RunFailed(
+            f"{str(error) or 'interrupted'}; what was measured at micro-batch size {sizes} is kept, and the same "
+            "command goes on from there"
+        ) from error
+    part.unlink(missing_ok=True)
+    if not num_neighbours:
+        return measured
+    return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_neighbours})
+
+
+def kept_profile(
+    model: str,
+    arguments: Mapping[str, object],
+    *,
+    device: str = "cpu",
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    settings: Settings = Settings(),  # noqa: B008
+    progress: PartsProgress | None = None,
+) -> ModelProfile:
+    """Returns the profile of a named model that was measured on this machine before, or measures and keeps it.
+
+    One measured before the factory's file was changed does not count; files that it imports are not looked at.
+    """
+    factory = resolve(model)
+    load_torch()
+    path = profile_path(_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
+    found = cached_profile(path)
+    if found is None:
+        found = profile_model(
+            model, arguments, device=device, microbatch_sizes=microbatch_sizes, settings=settings, progress=progress
+        )
+        write(path, found)
+    return found
+
+
+def _key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
+    """What a kept profile depends on."""
+    torch = load_torch()
+    from bapipe.torch_device import describe, environment
+    from bapipe.zoo.factory import source_digest
+
+    return {
+        "factory": factory,
+        "arguments": dict(arguments),
+        "device": describe(torch.device(device)).name,
+        "environment": environment(),
+        "settings": msgspec.to_builtins(settings),
+        "source": source_digest(factory),
+    }

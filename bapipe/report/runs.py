@@ -1,0 +1,79 @@
+"""What a run did, beside what was predicted."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from bapipe.formats.plan import Plan
+from bapipe.report.formatting import empty_table, mib, ms, number
+from bapipe.runtime.train_result import Evaluation, TrainResult
+
+
+def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
+    """Yields a run's losses, and its prediction beside what was measured."""
+    yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
+    if result.evaluations:
+        first, last = result.evaluations[0], result.evaluations[-1]
+        once = f"after {first.steps} steps: {evaluation_words(first)}"
+        again = f"; after {last.steps}: {evaluation_words(last)}" if last is not first else ""
+        yield f"{once}{again}, on {last.num_samples} samples that it was not trained on"
+    smaller, steps = result.as_planned.count(False), len(result.as_planned)
+    if smaller:
+        rate = number(plan.minibatch_size * 1e9 / result.mean_step_ns)
+        rest = "; compared below are the others" if smaller < steps else ""
+        yield f"{smaller} of {steps} steps had shorter samples than planned for: {rate} samples/s on average{rest}"
+    table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
+    for name, (predicted, measured) in outcome_figures(plan, result).items():
+        show = _SHOW[name.split()[0]]
+        off = f"{predicted / measured - 1:+.1%}" if measured else ""
+        table.add_row(name, show(predicted), show(measured) if measured is not None else "unknown", off)
+    yield table
+
+
+def evaluation_words(found: Evaluation) -> str:
+    """Returns loss and metrics on held-out data in a line; shares of samples in per cent, scores as they are."""
+    shown = (
+        f"{name} {value:.1%}" if name.startswith("top-") else f"{name} {value:.1f}" for name, value in found.metrics
+    )
+    return ", ".join((f"held-out loss {found.loss:.4f}", *shown))
+
+
+def outcome_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
+    """Returns (predicted, measured) of step time (ns), samples a second, and each device's peak memory (bytes)."""
+    step_ns = result.typical_step_ns
+    figures: dict[str, tuple[float, float | None]] = {
+        "step": (plan.prediction.step_ns, step_ns),
+        "samples/s": (plan.prediction.samples_per_s, plan.minibatch_size * 1e9 / step_ns),
+    }
+    predicted = {rank.device: rank.peak_bytes for rank in plan.prediction.ranks}
+    for device, peak in zip(result.devices, result.peak_bytes, strict=True):
+        figures[f"peak {device}"] = (predicted[device], peak)
+    return figures
+
+
+_SHOW = {"step": ms, "samples/s": number, "peak": mib}
+
+
+def outcome_json(plan: Plan, result: TrainResult) -> dict[str, object]:
+    """Returns what `bapipe run --json` prints: losses, times in ns, memory in bytes, order; predicted and measured."""
+    return {
+        "losses": result.losses,
+        "step_ns": result.step_ns,
+        "predicted_step_ns": plan.prediction.step_ns,
+        "measured_step_ns": result.typical_step_ns,
+        "mean_step_ns": result.mean_step_ns,
+        "evaluations": [
+            {"steps": found.steps, "num_samples": found.num_samples, "loss": found.loss, **dict(found.metrics)}
+            for found in result.evaluations
+        ],
+        "ranks": [
+            {
+                "device": device,
+                "predicted_peak_bytes": figures[0],
+                "measured_peak_bytes": figures[1],
+                "order": [str(action) for action in order],
+            }
+            for device, order in zip(result.devices, result.order, strict=True)
+            for figures in [outcome_figures(plan, result)[f"peak {device}"]]
+        ],
+    }

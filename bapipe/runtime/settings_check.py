@@ -1,0 +1,62 @@
+"""How a rank computes, in the words of profiles: a plan made from figures of another way is refused."""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, cast
+
+import torch
+from msgspec import UNSET, structs
+from torch import nn, optim
+
+from bapipe.formats.plan import Plan
+from bapipe.formats.settings import Settings, check_same
+
+
+def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
+    """Raises BapipeError where the plan's profile was measured in another way than this process computes.
+
+    Layouts are compared where the module has weights that show theirs, threads on a CPU, tf32 on CUDA.
+    """
+    if plan.settings is UNSET:
+        return
+    planned = plan.settings
+    here = structs.replace(
+        planned,
+        dtype=next((_name(p.dtype) for p in module.parameters()), planned.dtype),
+        autocast=None if autocast is None else cast(Literal["bfloat16", "float16"], _name(autocast)),
+        channels_last=next(_layouts(module), planned.channels_last),
+    )
+    if device.type == "cpu":
+        here = structs.replace(here, threads=torch.get_num_threads())
+    if device.type == "cuda":
+        here = structs.replace(here, tf32=torch.backends.cuda.matmul.allow_tf32)
+    check_same(planned, here)
+
+
+def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:
+    """Raises BapipeError where the plan's profile was measured with another optimizer.
+
+    Optimizers that profiles do not know are not compared.
+    """
+    if plan.settings is UNSET:
+        return
+    for optimizer in optimizers:
+        check_same(plan.settings, structs.replace(plan.settings, optimizer=_rule(optimizer, plan.settings)))
+
+
+def _rule(optimizer: optim.Optimizer, planned: Settings) -> str:
+    if type(optimizer) is optim.SGD:
+        return "sgd-momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"
+    known = {optim.Adam: "adam", optim.AdamW: "adamw"}
+    return known.get(type(optimizer), planned.optimizer)
+
+
+def _layouts(module: nn.Module) -> Iterator[bool]:
+    """Whether each weight of images lies channels last, for those of which it can be said."""
+    for p in module.parameters():
+        last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
+        if p.dim() == 4 and last is not p.is_contiguous():
+            yield last
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

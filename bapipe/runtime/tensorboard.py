@@ -1,0 +1,73 @@
+"""Scalars of a training run for TensorBoard."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.train_result import Evaluation, StepReport
+
+
+class Board:
+    """Writes what is reported to a folder, from the first report on."""
+
+    def __init__(self, folder: Path, minibatch_size: int) -> None:
+        self._folder, self._minibatch_size = folder, minibatch_size
+        self._writer: Any = None
+
+    def step(self, report: StepReport) -> None:
+        """Writes loss, speed, learning rate, idle share, and the memory of each device."""
+        scalars: dict[str, float] = {
+            "loss": report.loss,
+            "samples_per_s": self._minibatch_size * 1e9 / report.step_ns,
+            "learning_rate": report.learning_rate,
+            "bubble": report.bubble,
+        }
+        for device, peak in zip(report.devices, report.peak_bytes, strict=True):
+            if peak is not None:
+                scalars[f"peak_bytes/{device}"] = peak
+        self._write(scalars, report.step + 1)
+
+    def evaluation(self, found: Evaluation) -> None:
+        """Writes loss and metrics on held-out data."""
+        scalars = {"loss": found.loss, **dict(found.metrics)}
+        self._write({f"held_out/{name}": value for name, value in scalars.items()}, found.steps)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, scalars: dict[str, float], steps: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What another run wrote of these steps before it was resumed from an earlier one counts no more.
+            self._writer = SummaryWriter(str(self._folder), purge_step=steps)
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, steps)
+        self._writer.flush()
+
+
+@contextmanager
+def board(folder: Path, minibatch_size: int) -> Iterator[Board]:
+    """A board that is closed in the end.
+
+    Raises:
+        BapipeError: tensorboard is not installed, or the folder cannot be made.
+    """
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        raise BapipeError(
+            "--tensorboard needs the package tensorboard, which is not installed: pip install 'bapipe[tensorboard]'"
+        ) from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BapipeError(f"{folder}: cannot hold TensorBoard's files: {error.strerror}") from None
+    made = Board(folder, minibatch_size)
+    try:
+        yield made
+    finally:
+        made.close()

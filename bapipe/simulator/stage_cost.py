@@ -1,0 +1,316 @@
+"""What a stage costs: its layers summed up, on each of its devices and at each of its boundaries."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Protocol
+
+from msgspec import UNSET
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.formats.cluster import Cluster, Device
+from bapipe.formats.plan import StagePlan
+from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.schedules.table import Phase
+from bapipe.simulator.tied_weights import SharedGradient, Shares, Sharing
+from bapipe.units import at_speed, round_half_up
+
+BUCKET_BYTES = 25 * 2**20
+"""Least gradients in an all-reduce, but for the last one; the default of torch's DistributedDataParallel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """A stage on one of its devices, for one micro-batch.
+
+    Attributes:
+        forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F.
+        whole_backward_ns: B, a recomputed F in it; None where it is I + W.
+        update_ns: the optimizer's update, once a step.
+        param_bytes, optimizer_bytes: held all through; gradients take `param_bytes` more.
+        stash_bytes: kept from F to the end of the backward of a micro-batch.
+        gradient_stash_bytes: kept beside it from I to the end of W.
+        workspace_bytes: the most that one of its layers needs while it runs.
+        gradient_done_ns: for each bucket, when its last gradient is done after the start of the stage's last B, and
+            after the start of its last W.
+    """
+
+    forward_ns: int
+    input_grad_ns: int
+    weight_grad_ns: int
+    whole_backward_ns: int | None = None
+    update_ns: int = 0
+    param_bytes: int = 0
+    optimizer_bytes: int = 0
+    stash_bytes: int = 0
+    gradient_stash_bytes: int = 0
+    workspace_bytes: int = 0
+    gradient_done_ns: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def backward_ns(self) -> int:
+        split_ns = self.input_grad_ns + self.weight_grad_ns
+        return split_ns if self.whole_backward_ns is None else self.whole_backward_ns
+
+    @property
+    def least_backward_ns(self) -> int:
+        """The shorter of B, and I and W."""
+        return min(self.backward_ns, self.input_grad_ns + self.weight_grad_ns)
+
+    def ns(self, phase: Phase) -> int:
+        """Returns the time of one phase."""
+        match phase:
+            case Phase.FORWARD:
+                return self.forward_ns
+            case Phase.BACKWARD:
+                return self.backward_ns
+            case Phase.INPUT_GRAD:
+                return self.input_grad_ns
+            case Phase.WEIGHT_GRAD:
+                return self.weight_grad_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a pipeline.
+
+    Attributes:
+        on: its cost on each of its devices, in the order of `Schedule.devices`.
+        send_bytes, grad_bytes: activations of a micro-batch sent to the next stage, and their gradients sent back; 0
+            for the last stage.
+        bucket_bytes: gradients in each all-reduce, in the order in which they are done; empty for a single device.
+        shared: gradients that it has in common with other stages.
+        recompute: only the stage's input is kept; a whole stash lives during each backward.
+    """
+
+    on: tuple[StageCost, ...]
+    send_bytes: int = 0
+    grad_bytes: int = 0
+    bucket_bytes: tuple[int, ...] = ()
+    shared: tuple[SharedGradient, ...] = ()
+    recompute: bool = False
+
+
+def stages_of(
+    stages: Sequence[StagePlan], profiles: Mapping[str, ModelProfile], cluster: Cluster, microbatch_size: int
+) -> tuple[Stage, ...]:
+    """Returns the cost of every stage, from the profiles by device kind.
+
+    Sizes of tensors and of buckets come from the profile of the stage's first device.
+
+    Raises:
+        InvalidModel: the stages do not hold exactly the profiles' layers, or a tensor would flow to an earlier stage.
+        BapipeError: a device kind without a profile, or a micro-batch size outside the measured ones.
+    """
+    index = cluster.index
+    devices = [[cluster.devices[index[name]] for name in stage.devices] for stage in stages]
+    views: dict[str, _View] = {}
+    for device in (device for group in devices for device in group):
+        if device.kind not in profiles:
+            raise BapipeError(
+                f"no profile for devices of kind '{device.kind}'; given: {', '.join(sorted(profiles)) or 'none'}"
+            )
+        if device.kind not in views:
+            check_layers(stages, profiles[device.kind])
+            views[device.kind] = _View(profiles[device.kind], microbatch_size)
+    costs = tuple(
+        _stage(stage, group, views, _cut_bytes(stages, views[group[0].kind], after=s))
+        for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
+    )
+    return _with_lanes(costs, devices) if any(d.side_by_side for d in cluster.devices) else costs
+
+
+def _with_lanes(stages: Sequence[Stage], devices: Sequence[Sequence[Device]]) -> tuple[Stage, ...]:
+    """Returns the stages with their costs as they are on the lanes of devices that run side by side."""
+    forward_ns: Counter[str] = Counter()
+    backward_ns: Counter[str] = Counter()
+    for stage, group in zip(stages, devices, strict=True):
+        for device, cost in zip(group, stage.on, strict=True):
+            forward_ns[device.name] += cost.forward_ns
+            backward_ns[device.name] += cost.backward_ns
+
+    def on_lanes(device: Device, cost: StageCost) -> StageCost:
+        return beside(cost, forward_ns[device.name], backward_ns[device.name]) if device.side_by_side else cost
+
+    return tuple(
+        replace(stage, on=tuple(map(on_lanes, group, stage.on))) for stage, group in zip(stages, devices, strict=True)
+    )
+
+
+def beside(cost: StageCost, forward_ns: int, backward_ns: int) -> StageCost:
+    """Returns a cost on a device that shares its compute between two lanes in proportion to these times.
+
+    They are F and B of one micro-batch in all stages of the device. Within a backward, I comes first, then W.
+    """
+    whole_ns = forward_ns + backward_ns
+
+    def on_lane(ns: int, lane_ns: int) -> int:
+        return round_half_up(Fraction(ns * whole_ns, lane_ns)) if lane_ns else ns
+
+    input_grad_ns = on_lane(cost.input_grad_ns, backward_ns)
+
+    def after_input_grad(ns: int) -> int:
+        return on_lane(cost.input_grad_ns + ns, backward_ns) - input_grad_ns
+
+    return replace(
+        cost,
+        forward_ns=on_lane(cost.forward_ns, forward_ns),
+        input_grad_ns=input_grad_ns,
+        weight_grad_ns=after_input_grad(cost.weight_grad_ns),
+        whole_backward_ns=on_lane(cost.backward_ns, backward_ns),
+        gradient_done_ns=tuple(
+            (on_lane(after_b, backward_ns), after_input_grad(after_w)) for after_b, after_w in cost.gradient_done_ns
+        ),
+    )
+
+
+class _View:
+    """A profile at one micro-batch size."""
+
+    def __init__(self, profile: ModelProfile, microbatch_size: int) -> None:
+        self.layers = tuple(zip(profile.layers, profile.at(microbatch_size), strict=True))
+        self.by_name = {layer.name: (layer, measured) for layer, measured in self.layers}
+        self.shares = Shares(profile.layers)
+
+
+def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _View], cut: tuple[int, int]) -> Stage:
+    names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
+    layers = [views[devices[0].kind].by_name[name][0] for name in names]
+    buckets = fill_buckets([layer.param_bytes for layer in layers]) if len(devices) > 1 else ()
+    ends = tuple(end for end, _ in buckets)
+    sharing = {device.kind: views[device.kind].shares.of(set(stage.layers)) for device in devices}
+    return Stage(
+        on=tuple(
+            stage_cost(
+                [views[device.kind].by_name[name] for name in names],
+                device.speed,
+                stage.recompute,
+                ends,
+                sharing[device.kind],
+            )
+            for device in devices
+        ),
+        send_bytes=cut[0],
+        grad_bytes=cut[1],
+        bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
+        shared=sharing[devices[0].kind].gradients,
+        recompute=stage.recompute,
+    )
+
+
+def fill_buckets(param_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns (end, bytes) of each all-reduce bucket, for layers given last to first.
+
+    The bucket is full when the first `end` of the given layers have their gradients.
+    """
+    buckets: list[tuple[int, int]] = []
+    end = held = 0
+    for place, num_bytes in enumerate(param_bytes, start=1):
+        if num_bytes:
+            end, held = place, held + num_bytes
+        if held >= BUCKET_BYTES:
+            buckets.append((end, held))
+            held = 0
+    return (*buckets, (end, held)) if held else tuple(buckets)
+
+
+def stage_cost(
+    layers: Sequence[tuple[LayerProfile, LayerMeasurement]],
+    speed: float,
+    recompute: bool,
+    bucket_ends: Sequence[int],
+    sharing: Sharing,
+) -> StageCost:
+    """Returns the cost of layers, given last to first, on a device of some speed.
+
+    `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full.
+    """
+
+    def total(values: Iterable[int]) -> int:
+        return at_speed(sum(values), speed)
+
+    def whole_backward(some: Sequence[LayerMeasurement]) -> int | None:
+        if all(m.backward_ns is UNSET for m in some):
+            return None
+        return total(m.whole_backward_ns for m in some) + again
+
+    measured = [m for _, m in layers]
+    forward = total(m.forward_ns for _, m in layers)
+    again = forward if recompute else 0
+    return StageCost(
+        forward_ns=forward,
+        input_grad_ns=total(m.input_grad_ns for _, m in layers) + again,
+        weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
+        whole_backward_ns=whole_backward(measured),
+        update_ns=at_speed(sum(layer.update_ns for layer, _ in layers) + sharing.update_ns, speed),
+        param_bytes=sum(layer.param_bytes for layer, _ in layers) + sharing.param_bytes,
+        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers) + sharing.optimizer_bytes,
+        stash_bytes=sum(m.stash_bytes for _, m in layers),
+        gradient_stash_bytes=sum(m.left_by_input_grad_bytes for _, m in layers),
+        workspace_bytes=max(m.workspace_bytes for _, m in layers),
+        gradient_done_ns=tuple(
+            (again + total(m.input_grad_ns for m in measured[:end]) + weight if whole is None else whole, weight)
+            for end in bucket_ends
+            for weight in [total(m.weight_grad_ns for m in measured[:end])]
+            for whole in [whole_backward(measured[:end])]
+        ),
+    )
+
+
+def check_layers(stages: Sequence[StagePlan], profile: ModelProfile) -> None:
+    """Raises InvalidModel unless the stages hold exactly the profile's layers and no tensor flows backwards."""
+    stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
+    known = {layer.name for layer in profile.layers}
+    for name in stage_of:
+        if name not in known:
+            raise InvalidModel(
+                f"the plan's layer '{name}' is not in the profile of {profile.model}: "
+                "use the profile that the plan was made from, or plan again"
+            )
+    for layer in profile.layers:
+        if layer.name not in stage_of:
+            raise InvalidModel(
+                f"the profile's layer '{layer.name}' is in no stage of the plan: "
+                "use the profile that the plan was made from, or plan again"
+            )
+    check_flow(profile.layers, stage_of)
+
+
+class Layer(Protocol):
+    """What the flow of tensors needs to know of a layer, profiled or traced."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+
+def check_flow(layers: Iterable[Layer], stage_of: Mapping[str, int]) -> None:
+    """Raises InvalidModel where a tensor would flow to an earlier stage; layers come in topological order."""
+    made_in: dict[str, int] = {}
+    for layer in layers:
+        for tensor in layer.inputs:
+            if made_in.get(tensor, 0) > stage_of[layer.name]:
+                raise InvalidModel(
+                    f"tensor '{tensor}' is made in stage {made_in[tensor]} but used by '{layer.name}' "
+                    f"in stage {stage_of[layer.name]}: stages must follow the flow of the model"
+                )
+        made_in |= dict.fromkeys(layer.outputs, stage_of[layer.name])
+
+
+def _cut_bytes(stages: Sequence[StagePlan], view: _View, after: int) -> tuple[int, int]:
+    """Returns the activation and the gradient bytes of a micro-batch at the cut after stage `after`."""
+    early = {name for stage in stages[: after + 1] for name in stage.layers}
+    used_beyond = {tensor for layer, _ in view.layers if layer.name not in early for tensor in layer.inputs}
+    send = grad = 0
+    for layer, measured in view.layers:
+        if layer.name not in early:
+            continue
+        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+            if tensor in used_beyond:
+                send += num_bytes
+                grad += 0 if tensor in layer.no_gradient else num_bytes
+    return send, grad

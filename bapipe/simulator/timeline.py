@@ -1,0 +1,149 @@
+"""What happens in one step: actions, transfers, all-reduces and updates over time, predicted or measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from bapipe.formats.plan import Memory, Prediction, RankPrediction
+from bapipe.schedules.table import Action, Phase
+
+
+class Span(NamedTuple):
+    """An action on a rank."""
+
+    rank: int
+    action: Action
+    start_ns: int
+    end_ns: int
+
+
+class Transfer(NamedTuple):
+    """Activations (F) or gradients (B) of a micro-batch that `stage` sends from one rank to another."""
+
+    source: int
+    target: int
+    stage: int
+    phase: Phase
+    microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """The all-reduce of one bucket of a stage's gradients."""
+
+    stage: int
+    bucket: int
+    num_bytes: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer's update of a stage on a rank."""
+
+    rank: int
+    stage: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step; times count from its start.
+
+    Attributes:
+        devices: the name of each rank's device.
+        spans: ordered by rank, then by time.
+        memory: what each rank holds at its peak.
+        usage: the bytes of stashes and of workspaces that each rank holds during each of its spans; empty where that is
+            not known.
+    """
+
+    devices: tuple[str, ...]
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...] = ()
+    syncs: tuple[Sync, ...] = ()
+    updates: tuple[Update, ...] = ()
+    memory: tuple[Memory, ...]
+    usage: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @property
+    def step_ns(self) -> int:
+        """When the last device is done."""
+        ends = [[s.end_ns for s in self.spans], [u.end_ns for u in self.updates], [s.end_ns for s in self.syncs]]
+        return max((end for group in ends for end in group), default=0)
+
+    @property
+    def memory_over_time(self) -> tuple[tuple[Memory, ...], ...]:
+        """What each rank holds during each of its spans; empty where it is not known."""
+        return tuple(
+            tuple(msgspec.structs.replace(held, stash=stash, workspace=workspace) for stash, workspace in usage)
+            for held, usage in zip(self.memory, self.usage, strict=False)
+        )
+
+    def peak_action(self, rank: int) -> Action | None:
+        """Returns the action during which a rank holds most, the first such one; None where that is not known."""
+        if not self.usage or not self.usage[rank]:
+            return None
+        own = [span.action for span in self.spans if span.rank == rank]
+        held = list(map(sum, self.usage[rank]))
+        return own[held.index(max(held))]
+
+    def lanes(self, rank: int) -> tuple[tuple[Span, ...], ...]:
+        """Returns the spans of a rank, or its forwards and its backwards where they run side by side."""
+        own = tuple(span for span in self.spans if span.rank == rank)
+        if all(a.end_ns <= b.start_ns for a, b in pairwise(own)):
+            return (own,)
+        forwards = tuple(span for span in own if span.action.phase is Phase.FORWARD)
+        return forwards, tuple(span for span in own if span.action.phase is not Phase.FORWARD)
+
+    def prediction(self, minibatch_size: int) -> Prediction:
+        """Returns the step's figures as a plan holds them."""
+        step_ns = self.step_ns
+        ranks = tuple(self._rank(rank, step_ns) for rank in range(len(self.devices)))
+        working = {span.rank for span in self.spans}
+        idle = sum(ranks[rank].idle_ns for rank in working)
+        return Prediction(
+            step_ns=step_ns,
+            samples_per_s=minibatch_size * 1e9 / step_ns if step_ns else 0.0,
+            bubble=idle / (len(working) * step_ns) if step_ns else 0.0,
+            ranks=ranks,
+        )
+
+    def _rank(self, rank: int, step_ns: int) -> RankPrediction:
+        spans = [s for s in self.spans if s.rank == rank]
+        updates = [u for u in self.updates if u.rank == rank]
+        busy = _running_ns(spans) + sum(u.end_ns - u.start_ns for u in updates)
+        sync = _waiting(max((s.end_ns for s in spans), default=0), updates)
+        return RankPrediction(
+            device=self.devices[rank],
+            busy_ns=busy,
+            idle_ns=step_ns - busy - sync,
+            sync_ns=sync,
+            peak_bytes=self.memory[rank].total,
+            memory=self.memory[rank],
+        )
+
+
+def _running_ns(spans: Sequence[Span]) -> int:
+    """Returns how long something runs; a device that runs side by side may run two actions at once."""
+    running = until = 0
+    for span in spans:
+        running += max(0, span.end_ns - max(span.start_ns, until))
+        until = max(until, span.end_ns)
+    return running
+
+
+def _waiting(compute_end_ns: int, updates: Sequence[Update]) -> int:
+    """Returns how long a rank that has run its actions waits for all-reduces before its updates."""
+    waiting, now = 0, compute_end_ns
+    for update in sorted(updates, key=lambda u: u.start_ns):
+        waiting += update.start_ns - now
+        now = update.end_ns
+    return waiting

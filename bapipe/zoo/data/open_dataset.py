@@ -1,0 +1,74 @@
+"""From what `--data` says to a data set."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from bapipe.errors import BapipeError
+from bapipe.zoo.data.buckets import Bucketed
+from bapipe.zoo.data.translation import LOCALE, Translations
+from bapipe.zoo.factory import current_folder_importable, find, is_path
+
+
+def open_data(spec: str, own: Callable[[str], Dataset[Any]] | None, factory: str) -> Dataset[Any]:
+    """Returns the data that `spec` names: what the function `module.path:function` returns, or what `own` opens.
+
+    `own` is the `data` of what `factory` made.
+
+    Raises:
+        BapipeError: no such data, or what is none.
+    """
+    if is_path(spec) and not spec.startswith(LOCALE) and not Path(spec).exists():
+        return _called(spec)
+    if own is None:
+        raise BapipeError(
+            f"'{factory}' says nothing of data: give its Example a `data` function, or name a function that returns "
+            "the data, as --data module.path:function"
+        )
+    return own(spec)
+
+
+def augmented(data: Dataset[Any], wanted: bool, spec: str) -> Dataset[Any]:
+    """Returns data of which pieces of the images are drawn at random, where that is wanted.
+
+    Raises:
+        BapipeError: the data is no folder of images.
+    """
+    if not wanted:
+        return data
+    if not hasattr(data, "augmented"):
+        raise BapipeError(f"data '{spec}' is no folder of images, so --augment cannot draw pieces of them")
+    pieces: Dataset[Any] = data.augmented()
+    return pieces
+
+
+def bucketed(data: Dataset[Any], num_buckets: int, spec: str) -> Dataset[Any]:
+    """Returns sentences in several lengths; data of one length as it is.
+
+    Raises:
+        BapipeError: the data has no lengths.
+    """
+    if num_buckets == 1:
+        return data
+    if not isinstance(data, Translations):
+        raise BapipeError(f"data '{spec}' are no sentences, so they cannot be put into {num_buckets} buckets by length")
+    return Bucketed(data, num_buckets)
+
+
+def _called(spec: str) -> Dataset[Any]:
+    with current_folder_importable():
+        function = find(spec, "data")
+        try:
+            data = function()
+        except BapipeError:
+            raise
+        except Exception as error:  # whatever the function's own code raises
+            raise BapipeError(f"data '{spec}' failed: {type(error).__name__}: {error}") from error
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise BapipeError(
+            f"data '{spec}' returned a {type(data).__name__}; want a data set with a length and items by number, "
+            "(input, target) or ((input, ...), target)"
+        )
+    return data  # type: ignore[return-value]

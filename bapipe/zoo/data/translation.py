@@ -1,0 +1,279 @@
+"""Pairs of sentences to train translation on: made-up ones, those of a folder, or what this machine's programs say."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from bapipe.errors import BapipeError
+from bapipe.zoo.data.gettext_corpus import ROOT, catalogue_pairs
+from bapipe.zoo.data.subwords import trained
+
+PAD, UNKNOWN, BEGIN, END = range(4)
+"""The words that every vocabulary begins with."""
+
+NUM_SYNTHETIC = 10_000
+"""Length of the `synthetic` data set."""
+
+LOCALE = "locale:"
+"""What the name of a language's messages begins with."""
+
+_log = logging.getLogger(__name__)
+
+Texts = list[tuple[str, str]]
+"""Sentences and their translations."""
+
+Pair = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
+"""((source [source_length], number of its words, target after BEGIN [target_length]), target before END)"""
+
+
+def translations(spec: str, *, vocabulary_size: int, source_length: int, target_length: int) -> "Translations":
+    """Returns pairs of sentences as int64 words, padded to the lengths given.
+
+    `spec` is `synthetic`; a folder with `source.txt` and `target.txt`, line by line a sentence and its translation; or
+    `locale:de`, the messages of this machine's programs in English and in German, or in any other language. A folder
+    with a `train` and a `val` folder of this kind has what is in `val` as its `held_out`.
+
+    Where the folder has a `vocabulary.txt`, one word a line, words are what stands between spaces, and those beyond the
+    vocabulary are one and the same. Else they are subwords trained on both languages together, see
+    `bapipe.zoo.data.subwords`. Pairs that are empty or too long are left out. A vocabulary has 5 words or more, and a
+    target 2.
+
+    Raises:
+        BapipeError: no such data.
+    """
+    if spec == "synthetic":
+        return _Synthetic(vocabulary_size=vocabulary_size, source_length=source_length, target_length=target_length)
+    training, others, listed = _texts(spec)
+    vocabulary = _listed(listed, vocabulary_size) if listed else _subwords(training, vocabulary_size)
+    fitting = partial(_fitting, vocabulary=vocabulary, source_length=source_length, target_length=target_length)
+    return fitting(spec, training, held_out=fitting(f"{spec}/val", others) if others else None)
+
+
+class Translations(Dataset[Pair]):
+    """Pairs of sentences; `held_out` are others to evaluate on, where there are any."""
+
+    __slots__ = ()
+
+    @property
+    def held_out(self) -> "Translations | None":
+        return None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Pair:
+        raise NotImplementedError
+
+    def part(self, index: int, place: int) -> Tensor:
+        inputs, target = self[index]
+        return (*inputs, target)[place]
+
+    def lengths(self, index: int) -> tuple[int, int]:
+        """Returns how many words a pair has, the end of the second counted."""
+        (_, source, _), after = self[index]
+        return int(source), int((after != PAD).sum())
+
+    def text(self, words: Sequence[int]) -> str:
+        """Returns the sentence that a model wrote, up to its end."""
+        raise NotImplementedError
+
+    def reference(self, index: int) -> str:
+        """Returns the sentence that it should have written."""
+        raise NotImplementedError
+
+
+class Vocabulary(Protocol):
+    """From sentences to numbers of words and back."""
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
+    def decode(self, words: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """Words between spaces, numbered as they are listed."""
+
+    words: tuple[str, ...]
+    number: Mapping[str, int]
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.number.get(word, UNKNOWN) for word in text.split())
+
+    def decode(self, words: Sequence[int]) -> str:
+        return " ".join(dict(enumerate(self.words, END + 1)).get(word, "?") for word in words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Synthetic(Translations):
+    """A word's translation is the word after it, the last one's the first; word k is as frequent as in Zipf's law.
+
+    Item i depends on i alone.
+    """
+
+    vocabulary_size: int
+    source_length: int
+    target_length: int
+
+    def __len__(self) -> int:
+        return NUM_SYNTHETIC
+
+    def __getitem__(self, index: int) -> Pair:
+        if not 0 <= index < NUM_SYNTHETIC:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        num_words, longest = self.vocabulary_size - END - 1, min(self.source_length, self.target_length - 1)
+        length = int(torch.randint((longest + 1) // 2, longest + 1, (), generator=generator))
+        rank = (num_words + 1) ** torch.rand(length, generator=generator, dtype=torch.float64)
+        words = rank.long().clamp(max=num_words) - 1
+        first = END + 1
+        return _pair(first + words, first + (words + 1) % num_words, self.source_length, self.target_length)
+
+    def text(self, words: Sequence[int]) -> str:
+        return " ".join(map(str, _written(words)))
+
+    def reference(self, index: int) -> str:
+        return self.text(self[index][1].tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sentences(Translations):
+    """Pairs held as the numbers of their words, and the translations also as they are written."""
+
+    pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    references: tuple[str, ...]
+    vocabulary: Vocabulary
+    source_length: int
+    target_length: int
+    others: "_Sentences | None" = None
+
+    @property
+    def held_out(self) -> Translations | None:
+        return self.others
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        source, target = self.pairs[index]
+        return _pair(torch.tensor(source), torch.tensor(target), self.source_length, self.target_length)
+
+    def lengths(self, index: int) -> tuple[int, int]:
+        source, target = self.pairs[index]
+        return len(source), len(target) + 1
+
+    def text(self, words: Sequence[int]) -> str:
+        return self.vocabulary.decode(_written(words))
+
+    def reference(self, index: int) -> str:
+        return self.references[index]
+
+
+def _written(words: Sequence[int]) -> Sequence[int]:
+    """Returns the words before the first that ends or pads."""
+    return words[: next((place for place, word in enumerate(words) if word in (END, PAD)), len(words))]
+
+
+def _fitting(
+    name: str,
+    texts: Texts,
+    *,
+    vocabulary: Vocabulary,
+    source_length: int,
+    target_length: int,
+    held_out: _Sentences | None = None,
+) -> _Sentences:
+    words = [(vocabulary.encode(source), vocabulary.encode(target)) for source, target in texts]
+    fit = [i for i, (a, b) in enumerate(words) if 0 < len(a) <= source_length and 0 < len(b) < target_length]
+    if not fit:
+        raise BapipeError(
+            f"data '{name}' has no pair of up to {source_length} and {target_length - 1} words: build the model with "
+            "a larger source_length and target_length"
+        )
+    if len(fit) < len(words):
+        _log.info(
+            f"data '{name}': {len(words) - len(fit):,} of {len(words):,} pairs are left out, empty or longer than "
+            f"{source_length} and {target_length - 1} words"
+        )
+    return _Sentences(
+        pairs=tuple(words[i] for i in fit),
+        references=tuple(texts[i][1] for i in fit),
+        vocabulary=vocabulary,
+        source_length=source_length,
+        target_length=target_length,
+        others=held_out,
+    )
+
+
+def _pair(source: Tensor, target: Tensor, source_length: int, target_length: int) -> Pair:
+    begin, end = torch.tensor([BEGIN]), torch.tensor([END])
+    inputs = (
+        _padded(source, source_length),
+        torch.tensor(len(source)),
+        _padded(torch.cat((begin, target)), target_length),
+    )
+    return inputs, _padded(torch.cat((target, end)), target_length)
+
+
+def _padded(words: Tensor, length: int) -> Tensor:
+    return functional.pad(words, (0, length - len(words)), value=PAD)
+
+
+def _texts(spec: str) -> tuple[Texts, Texts, Path | None]:
+    """Returns what to train on, what to evaluate on, and a list of words where there is one."""
+    if spec.startswith(LOCALE):
+        return _catalogues(spec), [], None
+    root = Path(spec)
+    apart = (root / "train").is_dir()
+    training = root / "train" if apart else root
+    listed = next((path for folder in (root, training) if (path := folder / "vocabulary.txt").exists()), None)
+    return _folder(training), _folder(root / "val") if apart and (root / "val").is_dir() else [], listed
+
+
+def _catalogues(spec: str) -> Texts:
+    language = spec.removeprefix(LOCALE)
+    pairs = list(catalogue_pairs(language)) if language.replace("_", "").isalpha() else []
+    if not pairs:
+        raise BapipeError(
+            f"data '{spec}': this machine's programs have no messages in language '{language}' under {ROOT}: want the "
+            "name of a folder there, such as de, or a folder with source.txt and target.txt"
+        )
+    return pairs
+
+
+def _folder(root: Path) -> Texts:
+    if not root.is_dir():
+        raise BapipeError(
+            f"data '{root}' is not a folder: want synthetic, locale:de, or a folder with source.txt and target.txt"
+        )
+    sources, targets = (_lines(root / name) for name in ("source.txt", "target.txt"))
+    if len(sources) != len(targets):
+        raise BapipeError(
+            f"data '{root}' has {len(sources)} lines in source.txt and {len(targets)} in target.txt: want a "
+            "translation a line"
+        )
+    return list(zip(sources, targets, strict=True))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return [line.strip() for line in text.removesuffix("\n").split("\n")]  # Unicode has more ends of lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise BapipeError(f"{path}: cannot be read: {error}; want UTF-8 text, a sentence a line") from None
+
+
+def _listed(path: Path, vocabulary_size: int) -> _Listed:
+    words = tuple(line.split()[0] for line in _lines(path) if line.strip())[: vocabulary_size - END - 1]
+    return _Listed(words=words, number={word: END + 1 + place for place, word in enumerate(words)})
+
+
+def _subwords(texts: Texts, vocabulary_size: int) -> Vocabulary:
+    return trained([text for pair in texts for text in pair if text.strip()], vocabulary_size)
