@@ -5,7 +5,7 @@ from typing import Any
 from bapipe.errors import BapipeError
 
 
-def load_torch() -> Any:
+def require_torch() -> Any:
     """Returns torch, which planning does without."""
     try:
         import torch

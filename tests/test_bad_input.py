@@ -13,8 +13,8 @@ import pytest
 from bapipe.cli import main
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import explore
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
 from tests.random_profiles import random_profile
 
 PROFILE = msgspec.to_builtins(random_profile(Random(5), 6))
@@ -227,5 +227,5 @@ def test_wishes_that_cannot_be_met_are_named(
 def test_micro_batches_of_any_size_between_two_are_found_at_once() -> None:
     """A profile that says it measured 2**62 samples does not make the planner count that far."""
     huge = msgspec.convert(changed(PROFILE, ("measurements", 2, "microbatch_size"), 2**62), ModelProfile)
-    plan = explore({"a": huge}, msgspec.convert(CLUSTER, Cluster), Options(minibatch_size=6))
+    plan = plan_step_time({"a": huge}, msgspec.convert(CLUSTER, Cluster), PlanOptions(minibatch_size=6))
     assert plan.certificate.space.count("micro-batches of 1, 2, 3, 6;") == 1

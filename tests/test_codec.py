@@ -13,8 +13,8 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import KINDS, decode, decode_as, encode, read, schema, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import explore
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
 from tests.random_profiles import random_cluster, random_profile
 
 
@@ -32,7 +32,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="module")
 def plan(profile: ModelProfile, cluster: Cluster) -> Plan:
-    return explore({"a": profile}, cluster, Options(minibatch_size=4, num_stages=2))
+    return plan_step_time({"a": profile}, cluster, PlanOptions(minibatch_size=4, num_stages=2))
 
 
 def test_decode_reverses_encode(profile: ModelProfile, cluster: Cluster, plan: Plan) -> None:

@@ -6,8 +6,8 @@ import bapipe
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import explore
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
@@ -66,8 +66,8 @@ def test_towers_are_parted_although_their_layers_come_in_turn() -> None:
     assert plan.certificate.space.startswith(
         "2 orders of the layers, the profile's and those of the best cuts of their graph; along each: every cut of 5 "
     )
-    in_turn = explore(
-        {"a": profile}, cluster, Options(minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
+    in_turn = plan_step_time(
+        {"a": profile}, cluster, PlanOptions(minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
     )
     assert in_turn.prediction.step_ns > 1.5 * plan.prediction.step_ns
     assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns
@@ -80,7 +80,7 @@ def test_more_orders_never_give_a_slower_plan() -> None:
         profile = branching_profile(random, random.randint(5, 10))
         cluster = random_cluster(random, random.randint(2, 3))
         try:
-            along = explore({"a": profile}, cluster, Options(minibatch_size=4, replicas=False))
+            along = plan_step_time({"a": profile}, cluster, PlanOptions(minibatch_size=4, replicas=False))
         except Infeasible:
             continue
         plan = bapipe.plan(profile, cluster, minibatch_size=4, replicas=False)

@@ -14,9 +14,9 @@ from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, M
 from bapipe.planner.analysis.critical_path import critical_path, shares
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity
-from bapipe.planner.options import Options
-from bapipe.planner.plan import certify, explain, kept_plan
-from bapipe.planner.plan_step import explore
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
+from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 
 MS = 1_000_000
@@ -68,7 +68,7 @@ def devices(num: int, *, memory_bytes: int = 10**9, bytes_per_s: int = 10**9) ->
 
 
 def test_data_parallelism_is_a_point_of_the_space() -> None:
-    plan = explore({"a": chain([1, 1])}, devices(2), Options(minibatch_size=4))
+    plan = plan_step_time({"a": chain([1, 1])}, devices(2), PlanOptions(minibatch_size=4))
     assert [stage.devices for stage in plan.stages] == [("d0", "d1")]
     assert plan.prediction.step_ns == 2 * 2 * 3 * MS
     assert plan.certificate.proven_optimal
@@ -77,33 +77,33 @@ def test_data_parallelism_is_a_point_of_the_space() -> None:
 def test_parameters_that_cost_more_than_they_save_make_a_pipeline() -> None:
     """1 ms of all-reduce for each layer, 1F1B over 2: (4 + 1) 3 ms."""
     profile = chain([1, 1], param_bytes=10**6)
-    plan = explore({"a": profile}, devices(2, bytes_per_s=10**8), Options(minibatch_size=4))
+    plan = plan_step_time({"a": profile}, devices(2, bytes_per_s=10**8), PlanOptions(minibatch_size=4))
     assert [stage.devices for stage in plan.stages] == [("d0",), ("d1",)]
     assert plan.prediction.step_ns == 15 * MS
-    assert explore({"a": profile}, devices(2, bytes_per_s=10**8), Options(minibatch_size=4, replicas=False)).stages == (
-        plan.stages
-    )
+    assert plan_step_time(
+        {"a": profile}, devices(2, bytes_per_s=10**8), PlanOptions(minibatch_size=4, replicas=False)
+    ).stages == (plan.stages)
 
 
 def test_a_stage_recomputes_where_it_does_not_fit_otherwise() -> None:
     """GPipe on one device stashes 4 x 400 bytes; recomputed 400, for F twice: 4 (4 + 4 + 8) ms."""
     profile = chain([1, 1, 1, 1], stash_bytes=100)
     for limit, recompute, step_ms in ((1600, False, 48), (1599, True, 64), (400, True, 64)):
-        options = Options(minibatch_size=4, schedules=("gpipe",), memory_limit_bytes=limit)
-        plan = explore({"a": profile}, devices(1), options)
+        options = PlanOptions(minibatch_size=4, schedules=("gpipe",), memory_limit_bytes=limit)
+        plan = plan_step_time({"a": profile}, devices(1), options)
         assert (plan.stages[0].recompute, plan.prediction.step_ns) == (recompute, step_ms * MS)
         assert plan.prediction.ranks[0].peak_bytes <= limit
     with pytest.raises(Infeasible, match=r"d0 needs 400 bytes for 'l0' to 'l3' and has 399 \(1 bytes short\)"):
-        explore({"a": profile}, devices(1), Options(minibatch_size=4, memory_limit_bytes=399))
+        plan_step_time({"a": profile}, devices(1), PlanOptions(minibatch_size=4, memory_limit_bytes=399))
 
 
 def test_nothing_fits_says_what_would_help() -> None:
     profile = chain([1, 1, 1, 1], stash_bytes=100, output_bytes=1)
-    options = Options(
+    options = PlanOptions(
         minibatch_size=4, replicas=False, recompute=False, num_stages=1, schedules=("gpipe",), memory_limit_bytes=500
     )
     with pytest.raises(Infeasible) as caught:
-        explore({"a": profile}, devices(2), options)
+        plan_step_time({"a": profile}, devices(2), options)
     assert str(caught.value) == (
         "no plan fits in memory; the closest is gpipe with 1 stage and micro-batches of 1: d0 needs 1,600 bytes for "
         "'l0' to 'l3' and has 500 (1,100 bytes short). With recomputation it would fit; with stages on several "
@@ -117,8 +117,8 @@ def test_as_deep_a_warm_up_as_memory_has_room_for() -> None:
     profile = chain([1, 1, 1], stash_bytes=100, output_bytes=1)
 
     def plan(*schedules: str) -> Plan:
-        options = Options(minibatch_size=8, schedules=schedules, replicas=False, recompute=False, num_stages=3)
-        return explore({"a": profile}, devices(3, memory_bytes=450, bytes_per_s=1000), options)
+        options = PlanOptions(minibatch_size=8, schedules=schedules, replicas=False, recompute=False, num_stages=3)
+        return plan_step_time({"a": profile}, devices(3, memory_bytes=450, bytes_per_s=1000), options)
 
     deeper = plan("1f1b", "1f1b+1", "eager-1f1b")
     assert deeper.schedule == "1f1b+1"
@@ -128,12 +128,14 @@ def test_as_deep_a_warm_up_as_memory_has_room_for() -> None:
 
 def test_a_margin_leaves_memory_free() -> None:
     profile = chain([1, 1], stash_bytes=100)
-    assert explore({"a": profile}, devices(1, memory_bytes=200), Options(minibatch_size=1, schedules=("1f1b",)))
+    assert plan_step_time(
+        {"a": profile}, devices(1, memory_bytes=200), PlanOptions(minibatch_size=1, schedules=("1f1b",))
+    )
     with pytest.raises(Infeasible, match=r"has 180 \(20 bytes short\)"):
-        explore(
+        plan_step_time(
             {"a": profile},
             devices(1, memory_bytes=200),
-            Options(minibatch_size=1, schedules=("1f1b",), memory_margin=0.1),
+            PlanOptions(minibatch_size=1, schedules=("1f1b",), memory_margin=0.1),
         )
 
 
@@ -141,8 +143,8 @@ def test_constraints_hold() -> None:
     profile = chain([3, 1, 1, 1, 2])
 
     def stages(*constraints: str) -> list[tuple[int, tuple[str, ...]]]:
-        options = Options(minibatch_size=4, constraints=constraints)
-        plan = explore({"a": profile}, devices(3), options)
+        options = PlanOptions(minibatch_size=4, constraints=constraints)
+        plan = plan_step_time({"a": profile}, devices(3), options)
         assert plan.certificate.proven_optimal
         assert all(text in plan.certificate.space for text in constraints)
         return [(len(stage.layers), stage.devices) for stage in plan.stages]
@@ -180,13 +182,13 @@ def test_constraints_hold() -> None:
 )
 def test_contradictory_constraints_are_named(constraint: list[str], message: str) -> None:
     with pytest.raises(BapipeError) as caught:
-        explore({"a": chain([1, 1, 1])}, devices(2), Options(minibatch_size=2, constraints=constraint))
+        plan_step_time({"a": chain([1, 1, 1])}, devices(2), PlanOptions(minibatch_size=2, constraints=constraint))
     assert str(caught.value) == message
 
 
 def test_a_pinned_plan_is_judged_and_bounded() -> None:
     profiles = {"a": chain([3, 1, 1, 1])}
-    best = explore(profiles, devices(2), Options(minibatch_size=4, replicas=False))
+    best = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4, replicas=False))
     stages = (
         StagePlan(layers=("l0",), devices=("d0",)),
         StagePlan(layers=("l1", "l2", "l3"), devices=("d1",)),
@@ -196,7 +198,7 @@ def test_a_pinned_plan_is_judged_and_bounded() -> None:
         StagePlan(layers=("l0", "l1"), devices=("d0",)),
         StagePlan(layers=("l2", "l3"), devices=("d1",)),
     )
-    pinned = certify(replace(best, stages=worse), profiles, Options(minibatch_size=4, replicas=False))
+    pinned = evaluate_pinned(replace(best, stages=worse), profiles, PlanOptions(minibatch_size=4, replicas=False))
     assert pinned.stages == worse
     assert pinned.prediction.step_ns == simulate(pinned, profiles).step_ns > best.prediction.step_ns
     assert pinned.certificate.lower_bound_ns == best.prediction.step_ns
@@ -206,7 +208,7 @@ def test_a_pinned_plan_is_judged_and_bounded() -> None:
     assert held == 0
     heavy = {"a": chain([3, 1, 1, 1], stash_bytes=100)}
     with pytest.raises(Infeasible) as caught:
-        certify(replace(best, stages=worse), heavy, Options(minibatch_size=4, memory_limit_bytes=300))
+        evaluate_pinned(replace(best, stages=worse), heavy, PlanOptions(minibatch_size=4, memory_limit_bytes=300))
     assert str(caught.value) == (
         "the pinned plan does not fit: d0 needs 400 bytes and has 300 (100 bytes short). Plan without --pin for one "
         "that does"
@@ -215,8 +217,8 @@ def test_a_pinned_plan_is_judged_and_bounded() -> None:
 
 def test_the_critical_path_is_without_a_pause() -> None:
     profiles = {"a": chain([3, 1, 2, 1], param_bytes=10**5, output_bytes=10**5)}
-    for options in (Options(minibatch_size=4), Options(minibatch_size=4, replicas=False)):
-        timeline = simulate(explore(profiles, devices(3), options), profiles)
+    for options in (PlanOptions(minibatch_size=4), PlanOptions(minibatch_size=4, replicas=False)):
+        timeline = simulate(plan_step_time(profiles, devices(3), options), profiles)
         path = critical_path(timeline)
         assert path[0].start_ns == 0
         assert path[-1].end_ns == timeline.step_ns
@@ -226,8 +228,8 @@ def test_the_critical_path_is_without_a_pause() -> None:
 
 def test_an_explanation_names_what_limits_the_plan() -> None:
     profiles = {"a": chain([3, 1, 1, 1], output_bytes=10**6)}
-    options = Options(minibatch_size=4, replicas=False)
-    plan = explore(profiles, devices(2), options)
+    options = PlanOptions(minibatch_size=4, replicas=False)
+    plan = plan_step_time(profiles, devices(2), options)
     words = explain(plan, profiles, options)
     assert words[0] == "A pipeline of 2 stages, one device each."
     assert words[1].startswith("What limits it: a step waits for stage 1 computing (") or words[1].startswith(
@@ -244,14 +246,14 @@ def test_an_explanation_names_what_limits_the_plan() -> None:
     assert words[5].startswith("Intra-layer split: not searched")
     assert words[6].startswith("Fall-back to data parallelism: ")
     assert "speed of d" in words[7]
-    alone = explore(profiles, devices(1), options)
+    alone = plan_step_time(profiles, devices(1), options)
     assert explain(alone, profiles, options)[0] == "One device: d0 runs all layers."
 
 
 def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
     profiles = {"a": chain([11])}
-    plan = explore(profiles, devices(1), Options(minibatch_size=2))
-    effects = {effect.resource: effect.step_ns for effect in sensitivity(plan, profiles, Options(minibatch_size=2))}
+    plan = plan_step_time(profiles, devices(1), PlanOptions(minibatch_size=2))
+    effects = {effect.resource: effect.step_ns for effect in sensitivity(plan, profiles, PlanOptions(minibatch_size=2))}
     assert plan.prediction.step_ns == 66 * MS
     assert effects == {
         "speed of d0": 60 * MS,
@@ -265,8 +267,8 @@ def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
 def test_more_memory_helps_where_it_was_lacking() -> None:
     """Two replicas hold 2 x 100 bytes each; a pipeline is slower, and holds less."""
     profiles = {"a": chain([1, 1], param_bytes=100)}
-    options = Options(minibatch_size=4, memory_limit_bytes=380, schedules=("1f1b",))
-    plan = explore(profiles, devices(2), options)
+    options = PlanOptions(minibatch_size=4, memory_limit_bytes=380, schedules=("1f1b",))
+    plan = plan_step_time(profiles, devices(2), options)
     assert len(plan.stages) == 2
     effects = {e.resource: e for e in sensitivity(plan, profiles, options)}
     assert effects["memory of every device"].step_ns < plan.prediction.step_ns
@@ -276,22 +278,22 @@ def test_more_memory_helps_where_it_was_lacking() -> None:
 def test_more_memory_is_not_said_to_help_where_replicas_would() -> None:
     """Two replicas would be faster than any pipeline here, with as much memory as there is."""
     profiles = {"a": chain([5, 1])}
-    fast = explore(profiles, devices(2), Options(minibatch_size=4))
+    fast = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4))
     for options in (
-        Options(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1),
-        Options(minibatch_size=4, replicas=False),
+        PlanOptions(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1),
+        PlanOptions(minibatch_size=4, replicas=False),
     ):
-        plan = explore(profiles, devices(2), options)
+        plan = plan_step_time(profiles, devices(2), options)
         assert plan.prediction.step_ns > fast.prediction.step_ns
         assert explain(plan, profiles, options)[4].startswith("Memory fine-tuning: not needed, no plan found is faster")
 
 
 def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:
     profiles = {"a": chain([2, 1, 1, 2], param_bytes=1000, stash_bytes=100, output_bytes=10)}
-    points = pareto(profiles, devices(3), Options(minibatch_size=4))
+    points = pareto(profiles, devices(3), PlanOptions(minibatch_size=4))
     figures = [(p.step_ns, p.peak_bytes, p.num_devices) for p in points]
     assert figures == sorted(figures)
-    assert figures[0][0] == explore(profiles, devices(3), Options(minibatch_size=4)).prediction.step_ns
+    assert figures[0][0] == plan_step_time(profiles, devices(3), PlanOptions(minibatch_size=4)).prediction.step_ns
     assert 1 in {count for _, _, count in figures}
     for a in figures:
         assert not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in figures)
@@ -304,24 +306,24 @@ def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profiles = {"a": chain([1, 2])}
-    options = Options(minibatch_size=4)
-    first = kept_plan(profiles, devices(2), options)
-    monkeypatch.setattr("bapipe.planner.plan._along_orders", None)  # a search would fail
-    assert kept_plan(profiles, devices(2), options) == first
-    for other in (options, Options(minibatch_size=8)):
+    options = PlanOptions(minibatch_size=4)
+    first = plan_cached(profiles, devices(2), options)
+    monkeypatch.setattr("bapipe.planner.plan._plan_for_step_time", None)  # a search would fail
+    assert plan_cached(profiles, devices(2), options) == first
+    for other in (options, PlanOptions(minibatch_size=8)):
         with pytest.raises(TypeError):
-            kept_plan(profiles, devices(3 if other is options else 2), other)
+            plan_cached(profiles, devices(3 if other is options else 2), other)
     with pytest.raises(TypeError):
-        kept_plan(profiles, devices(2), options, time_limit_s=1.0)
+        plan_cached(profiles, devices(2), options, time_limit_s=1.0)
     (kept,) = (tmp_path / "bapipe").glob("*.plan.json")
     kept.write_text("damaged")
     with pytest.raises(TypeError):
-        kept_plan(profiles, devices(2), options)
+        plan_cached(profiles, devices(2), options)
 
 
 def test_absurd_sizes_are_named() -> None:
     with pytest.raises(InvalidFile) as caught:
-        explore({"a": chain([1, 10**10, 1])}, devices(2), Options(minibatch_size=100))
+        plan_step_time({"a": chain([1, 10**10, 1])}, devices(2), PlanOptions(minibatch_size=100))
     assert str(caught.value) == (
         "the profile of chain on a: 10,000,000,000,000,000 is too much to add up over a mini-batch of 100; check the "
         "unit - at `$.measurements[0].layers[1].forward_ns`"
@@ -329,10 +331,10 @@ def test_absurd_sizes_are_named() -> None:
     for speed, step_ns in ((1e-9, 6 * 10**15), (1e-12, None)):
         slow = replace(devices(1), devices=(replace(devices(1).devices[0], speed=speed),))
         if step_ns is not None:
-            assert explore({"a": chain([1])}, slow, Options(minibatch_size=2)).prediction.step_ns == step_ns
+            assert plan_step_time({"a": chain([1])}, slow, PlanOptions(minibatch_size=2)).prediction.step_ns == step_ns
             continue
         with pytest.raises(BapipeError) as refused:
-            explore({"a": chain([1])}, slow, Options(minibatch_size=2000))
+            plan_step_time({"a": chain([1])}, slow, PlanOptions(minibatch_size=2000))
         assert str(refused.value) == (
             "device 'd0' of speed 1e-12 would take more than four years for a step: check its speed, and the profile's "
             "times"
@@ -352,7 +354,7 @@ def test_laws_of_the_whole_space() -> None:
     profiles = {"a": chain([3, 1, 4, 1, 5], param_bytes=10**5, stash_bytes=100, output_bytes=10**5)}
 
     def step_ns(cluster: Cluster) -> int:
-        plan = explore(profiles, cluster, Options(minibatch_size=4))
+        plan = plan_step_time(profiles, cluster, PlanOptions(minibatch_size=4))
         assert plan.certificate.proven_optimal
         return plan.prediction.step_ns
 

@@ -8,9 +8,9 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster, Link
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.planner.device_grouping import used, ways
-from bapipe.planner.options import Options
-from bapipe.planner.plan import kept_plan
+from bapipe.planner.device_grouping import groupings, profiles_used_by
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_cached
 from tests.test_plan_options import MS, chain, devices
 
 
@@ -37,7 +37,7 @@ def test_they_stay_apart_where_that_is_faster() -> None:
     assert plan.settings == Settings(optimizer="sgd", threads=1)
     (together,) = [other for other in plan.alternatives if other.name == "1 a device of 2 threads"]
     assert (together.step_ns, together.why_not) == (72 * MS, "20.0% slower")
-    assert used(plan, profiles) == {"a": profiles[1]}
+    assert profiles_used_by(plan, profiles) == {"a": profiles[1]}
 
 
 def test_a_way_that_does_not_fit_leaves_the_others() -> None:
@@ -59,7 +59,7 @@ def test_devices_are_taken_together_host_by_host() -> None:
         devices=tuple(replace(d, host="hh" if i < 2 else "kk", speed=1.0 + i) for i, d in enumerate(four.devices)),
         links=tuple(Link(source=a, target=b, bytes_per_s=5, latency_ns=6) for a, b in pairs),
     )
-    apart, together = ways([measured(1, 10), measured(2, 4)], cluster)
+    apart, together = groupings([measured(1, 10), measured(2, 4)], cluster)
     assert (apart.name, apart.cluster) == ("4 a devices of 1 thread", cluster)
     assert together.name == "2 a devices of 2 threads"
     assert [(d.name, d.host, d.speed) for d in together.cluster.devices] == [("d0", "hh", 1.0), ("d2", "kk", 3.0)]
@@ -80,5 +80,5 @@ def test_threads_that_no_devices_have_are_refused() -> None:
 
 def test_two_profiles_with_as_many_threads_are_refused() -> None:
     with pytest.raises(BapipeError) as error:
-        kept_plan([measured(1, 10), measured(1, 4)], devices(2), Options(minibatch_size=2))
+        plan_cached([measured(1, 10), measured(1, 4)], devices(2), PlanOptions(minibatch_size=2))
     assert str(error.value) == "two profiles are of device kind 'a'; give one for each kind"

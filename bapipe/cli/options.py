@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their texts stand for."""
+"""PlanOptions that several commands have, and what their texts stand for."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.hardware import num_cores
-from bapipe.planner.inputs import ASSUMED_LINK, alike, by_kind, local_cluster
-from bapipe.planner.options import Options
-from bapipe.planner.plan import kept_plan
+from bapipe.planner.inputs import ASSUMED_LINK, by_kind, homogeneous_cluster, local_cluster
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_cached
 from bapipe.profiler.profile import kept_profile
 from bapipe.zoo import resolve
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
 Devices = Annotated[
-    int | None, typer.Option("--devices", min=1, max=4096, help="Number of devices, all alike, on this machine.")
+    int | None, typer.Option("--devices", min=1, max=4096, help="Number of devices, all of one kind, on this machine.")
 ]
 Kind = Annotated[str, typer.Option("--device", help="Kind of device: cpu or cuda.")]
 Arguments = Annotated[
@@ -128,7 +128,7 @@ def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None)
     if num_devices > 1:
         rate, latency = ASSUMED_LINK.bytes_per_s / 1e9, ASSUMED_LINK.latency_ns / 1e3
         note(f"no link was measured: assuming {rate:g} GB/s and {latency:g} us; `bapipe cluster` measures it")
-    return alike(profiles, num_devices)
+    return homogeneous_cluster(profiles, num_devices)
 
 
 def plan_of(source: str, pairs: list[str] | None) -> Plan:
@@ -141,6 +141,6 @@ def plan_of(source: str, pairs: list[str] | None) -> Plan:
     with err.status("measuring the link between two ranks"):
         where = local_cluster(None, profiles[0].device.kind)
     with planning_status() as progress:
-        decided = kept_plan(profiles, where, Options(minibatch_size=32), progress=progress)
+        decided = plan_cached(profiles, where, PlanOptions(minibatch_size=32), progress=progress)
     show_parts(report.plan_parts(decided))
     return decided

@@ -36,10 +36,10 @@ from bapipe.formats.codec import check_writable, fingerprint, read, read_any, wr
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compare import compare as compare_strategies
-from bapipe.planner.device_grouping import fewest_threads, used
+from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
-from bapipe.planner.options import Options
-from bapipe.planner.plan import certify, kept_plan, unit_timeline
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.report.html import page, profile_page
 from bapipe.report.profile_diff import change_parts
@@ -103,8 +103,10 @@ def plan(
     check_writable(output)
     measured = all_profiles_of(sources, arg, threads_here() if cluster is None and devices is None else (1,))
     pinned = read(pin, Plan) if pin is not None else None
-    where = pinned.cluster if pinned is not None else cluster_of(fewest_threads(measured), cluster, devices)
-    options = Options(
+    where = (
+        pinned.cluster if pinned is not None else cluster_of(profiles_with_fewest_threads(measured), cluster, devices)
+    )
+    options = PlanOptions(
         minibatch_size=minibatch_size if pinned is None else pinned.minibatch_size,
         microbatch_size=microbatch_size,
         schedules=[name.strip() for name in schedule.split(",")],
@@ -119,10 +121,10 @@ def plan(
     with planning_status() as progress:
         if pinned is not None:
             profiles = by_kind(measured)
-            decided = certify(pinned, profiles, options, time_limit_s=time_limit, progress=progress)
+            decided = evaluate_pinned(pinned, profiles, options, time_limit_s=time_limit, progress=progress)
         else:
-            decided = kept_plan(measured, where, options, time_limit_s=time_limit, progress=progress)
-            profiles = used(decided, measured)
+            decided = plan_cached(measured, where, options, time_limit_s=time_limit, progress=progress)
+            profiles = profiles_used_by(decided, measured)
     write(output, decided)
     words: tuple[str, ...] = ()
     if explain:
@@ -162,7 +164,7 @@ def compare(
     check_said_once(cluster, devices)
     profiles = profiles_of(sources, arg)
     where = cluster_of(profiles, cluster, devices)
-    options = Options(
+    options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
         schedules=[name.strip() for name in schedule.split(",")],
@@ -236,7 +238,7 @@ def show(
         timelines = [named for path in trace or () for named in read_trace(path)]
         if not timelines:
             timelines = [
-                ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_timeline(found))
+                ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(found))
             ]
         show_parts(report.plan_parts(found))
         for title, timeline in timelines:

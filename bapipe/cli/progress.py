@@ -17,7 +17,7 @@ from bapipe import report
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import pareto
 from bapipe.progress import PartsProgress
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
@@ -69,7 +69,7 @@ def planning_status() -> Iterator[Callable[[int, int, int], None]]:
         yield progress
 
 
-def pareto_front(profiles: dict[str, ModelProfile], where: Cluster, options: Options) -> "tuple[Point, ...]":
+def pareto_front(profiles: dict[str, ModelProfile], where: Cluster, options: PlanOptions) -> "tuple[Point, ...]":
     """Returns the front of plans, and says how far the search for it is."""
     with err.status("looking for the front") as status:
 

@@ -31,13 +31,13 @@ def profile_path(key: Mapping[str, object]) -> Path:
 def plan_path(key: Mapping[str, object]) -> Path:
     """Returns the file of the plan that the planner as it is makes of what `key` says; its folder may not be there."""
     code = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(file.read_bytes())
     return _path({**key, "code": code.hexdigest()}, "plan")
 
 
-def keep_plan(path: Path, plan: Plan) -> None:
-    """Writes a plan where `cached_plan` will find it; only warns where that cannot be."""
+def store_plan(path: Path, plan: Plan) -> None:
+    """Writes a plan where `load_plan` will find it; only warns where that cannot be."""
     try:
         _make(path.parent)
         write(path, plan)
@@ -45,7 +45,7 @@ def keep_plan(path: Path, plan: Plan) -> None:
         logging.getLogger(__name__).warning("the plan is not kept for the next time: %s", error)
 
 
-def kept_bytes(name: str) -> bytes | None:
+def load_bytes(name: str) -> bytes | None:
     """Returns what was kept under a name, None where there is nothing."""
     try:
         return (_root() / name).read_bytes()
@@ -53,8 +53,8 @@ def kept_bytes(name: str) -> bytes | None:
         return None
 
 
-def keep_bytes(name: str, content: bytes) -> None:
-    """Keeps bytes where `kept_bytes` will find them; only warns where that cannot be."""
+def store_bytes(name: str, content: bytes) -> None:
+    """Keeps bytes where `load_bytes` will find them; only warns where that cannot be."""
     try:
         _make(_root())
         write_bytes(_root() / name, content)
@@ -62,8 +62,8 @@ def keep_bytes(name: str, content: bytes) -> None:
         logging.getLogger(__name__).warning("%s is not kept for the next time: %s", name, error)
 
 
-def keep_by_fingerprint(profile: ModelProfile) -> None:
-    """Writes a profile where `kept_by_fingerprint` will find it; only warns where that cannot be."""
+def store_profile_by_fingerprint(profile: ModelProfile) -> None:
+    """Writes a profile where `load_profile_by_fingerprint` will find it; only warns where that cannot be."""
     path = _path({"fingerprint": fingerprint(profile)}, "profile")
     if path.exists():
         return
@@ -74,9 +74,9 @@ def keep_by_fingerprint(profile: ModelProfile) -> None:
         logging.getLogger(__name__).warning("the profile is not kept to plan with again: %s", error)
 
 
-def kept_by_fingerprint(known_as: str) -> ModelProfile | None:
+def load_profile_by_fingerprint(known_as: str) -> ModelProfile | None:
     """Returns a profile that was planned with on this machine, None where it is not kept."""
-    found = cached_profile(_path({"fingerprint": known_as}, "profile"))
+    found = load_profile(_path({"fingerprint": known_as}, "profile"))
     return found if found is not None and fingerprint(found) == known_as else None
 
 
@@ -96,12 +96,12 @@ def _make(folder: Path) -> None:
         raise BapipeError(f"{folder}: cannot be made: {error.strerror}; set XDG_CACHE_HOME to another folder") from None
 
 
-def cached_profile(path: Path) -> ModelProfile | None:
+def load_profile(path: Path) -> ModelProfile | None:
     """Returns the profile kept at `path`; None where there is none, or one that cannot be read any more."""
     return _cached(path, ModelProfile)
 
 
-def cached_plan(path: Path) -> Plan | None:
+def load_plan(path: Path) -> Plan | None:
     """Returns the plan kept at `path`; None where there is none, or one that cannot be read any more."""
     return _cached(path, Plan)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 
 from bapipe.errors import InvalidFile
-from bapipe.units import NonNegative, Positive, Share
+from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,8 +64,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         all_reduce: by size, over all devices.
     """
 
-    both_ways: Share
-    compute_slowdown: Share
+    both_ways: NonNegativeFloat
+    compute_slowdown: NonNegativeFloat
     all_reduce: tuple[AllReduce, ...]
 
 
@@ -127,7 +127,7 @@ class Cluster(
         return {device.name: rank for rank, device in enumerate(self.devices)}
 
     @property
-    def one_at_a_time(self) -> "Cluster":
+    def sequential(self) -> "Cluster":
         """The same devices, each running one action at a time."""
         if not any(device.side_by_side for device in self.devices):
             return self
@@ -142,7 +142,7 @@ class Cluster(
                 return Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
         return self.intra_host if a.host == b.host else self.inter_host
 
-    def own_sum(self, ranks: Sequence[int]) -> Bandwidth | None:
+    def host_sum_link(self, ranks: Sequence[int]) -> Bandwidth | None:
         """Returns what a message of an all-reduce among ranks of one host takes at least, None where no compute."""
         if self.intra_host_sum is msgspec.UNSET or len({self.devices[rank].host for rank in ranks}) > 1:
             return None

@@ -8,7 +8,7 @@ from bapipe.errors import InvalidFile, InvalidSchedule
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.settings import Settings
 from bapipe.schedules.table import Schedule, parse_action
-from bapipe.units import NonNegative, Positive, Share
+from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,8 +58,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     step_ns: NonNegative
     load_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
-    samples_per_s: Share
-    bubble: Share
+    samples_per_s: NonNegativeFloat
+    bubble: NonNegativeFloat
     ranks: tuple[RankPrediction, ...]
 
 
@@ -70,7 +70,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     lower_bound_ns: NonNegative
-    gap: Share
+    gap: NonNegativeFloat
     proven_optimal: bool
     space: str
 

@@ -10,7 +10,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.settings import Settings, difference
-from bapipe.units import NonNegative, Positive, Share
+from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 LOSS = "loss"
 """Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
@@ -74,7 +74,7 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     gradient_stash_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     workspace_bytes: NonNegative = 0
     output_bytes: tuple[NonNegative, ...]
-    spread: Share | msgspec.UnsetType = msgspec.UNSET
+    spread: NonNegativeFloat | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def whole_backward_ns(self) -> int:

@@ -35,7 +35,7 @@ class Judged:
         return max(self.lack_bytes, 0), self.step_ns
 
 
-def alternatives(
+def baseline_alternatives(
     plan: Plan,
     profiles: Mapping[str, ModelProfile],
     microbatch_sizes: Sequence[int],
@@ -64,7 +64,7 @@ def alternatives(
     layers = next(iter(profiles.values())).layers
     joined = [(layers[a].name, layers[b].name) for a, b in inseparable(layers)]
     num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
-    equal = equal_layers(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
+    equal = equal_layer_stages(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
     apart = any((a in stage.layers) != (b in stage.layers) for a, b in joined for stage in equal)
     if len(equal) == num_stages and not apart:
         kinds["equal-layers"] = (
@@ -121,7 +121,7 @@ def in_words(longer_ns: int, than_ns: int) -> str:
     return f"{ratio - 1:.1%} slower" if ratio < 2 else f"{ratio:,.1f} times as long"
 
 
-def equal_layers(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:
+def equal_layer_stages(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:
     """Returns stages of as many of the model's layers each; the loss goes with the last."""
     num_layers = len(names) - (names[-1] == LOSS)
     ends = [*(num_layers * (s + 1) // len(devices) for s in range(len(devices) - 1)), len(names)]

@@ -7,8 +7,8 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan import decide
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Comparison:
 def compare(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     time_limit_s: float | None = None,
     tell: Callable[[str], None] | None = None,
@@ -56,7 +56,7 @@ def compare(
         if tell:
             tell(name)
         try:
-            plans[name] = decide(profiles, cluster, asked, time_limit_s=time_limit_s)
+            plans[name] = plan_once(profiles, cluster, asked, time_limit_s=time_limit_s)
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:

@@ -15,7 +15,7 @@ from bapipe.planner.inputs import Profiles, listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Grouping:
     """One way to see a cluster: profiles by device kind, and devices of as many threads as they were measured with.
 
     Attributes:
@@ -27,7 +27,7 @@ class Way:
     cluster: Cluster
 
 
-def ways(profiles: Profiles, cluster: Cluster) -> tuple[Way, ...]:
+def groupings(profiles: Profiles, cluster: Cluster) -> tuple[Grouping, ...]:
     """Returns the cluster as it is, and with some of its devices taken together, as other profiles have more threads.
 
     Of the profiles of a kind, the one with the fewest threads is of the cluster's own devices. Profiles that are given
@@ -38,17 +38,17 @@ def ways(profiles: Profiles, cluster: Cluster) -> tuple[Way, ...]:
             cluster's devices has.
     """
     if isinstance(profiles, Mapping):
-        return (_way(profiles, cluster),)
+        return (_grouping(profiles, cluster),)
     of_kind = _by_threads(listed(profiles))
     own = {kind: known[min(known)] for kind, known in of_kind.items()}
-    found = [_way(own, cluster)]
+    found = [_grouping(own, cluster)]
     for kind, known in of_kind.items():
         for num in sorted(known)[1:]:
-            found.append(_way({**own, kind: known[num]}, _together(cluster, kind, num, min(known))))
+            found.append(_grouping({**own, kind: known[num]}, _merge_devices(cluster, kind, num, min(known))))
     return tuple(found)
 
 
-def fewest_threads(profiles: Profiles) -> dict[str, ModelProfile]:
+def profiles_with_fewest_threads(profiles: Profiles) -> dict[str, ModelProfile]:
     """Returns by kind the profiles with the fewest threads, which are of a cluster's own devices."""
     if isinstance(profiles, Mapping):
         return dict(profiles)
@@ -72,7 +72,7 @@ def threads_of(profile: ModelProfile) -> int:
     return 1 if profile.settings is UNSET else profile.settings.threads
 
 
-def best_of(found: Iterable[Way], search: Callable[[Mapping[str, ModelProfile], Cluster], Plan]) -> Plan:
+def best_grouping(found: Iterable[Grouping], search: Callable[[Mapping[str, ModelProfile], Cluster], Plan]) -> Plan:
     """Returns the fastest of each way's best plan, with the others among its alternatives.
 
     Raises:
@@ -92,21 +92,21 @@ def best_of(found: Iterable[Way], search: Callable[[Mapping[str, ModelProfile], 
     return replace(best, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
 
 
-def used(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, ModelProfile]:
+def profiles_used_by(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, ModelProfile]:
     """Returns by kind the profiles that a plan was made from."""
     return {one.device.kind: one for one in profiles if plan.profiles.get(one.device.kind) == fingerprint(one)}
 
 
-def _way(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Way:
+def _grouping(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Grouping:
     kinds = [device.kind for device in cluster.devices]
     parts = []
     for kind in dict.fromkeys(kinds):
         num, threads = kinds.count(kind), threads_of(profiles[kind]) if kind in profiles else 1
         parts.append(f"{num} {kind} device{'s' * (num > 1)} of {threads} thread{'s' * (threads > 1)}")
-    return Way(name=", ".join(parts), profiles=profiles, cluster=cluster)
+    return Grouping(name=", ".join(parts), profiles=profiles, cluster=cluster)
 
 
-def _together(cluster: Cluster, kind: str, threads: int, own_threads: int) -> Cluster:
+def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) -> Cluster:
     """Returns the cluster with devices of a kind taken together, as many as have so many threads, host by host."""
     num, rest = divmod(threads, own_threads)
     hosts = {device.host for device in cluster.devices if device.kind == kind}

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 
-from bapipe._optional import load_torch
+from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
@@ -41,7 +41,7 @@ def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     return known
 
 
-def alike(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
+def homogeneous_cluster(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
     """Returns devices like the one profiled, all on one host, with `ASSUMED_LINK` between them.
 
     Ranks on a CPU share the machine's memory.
@@ -65,7 +65,7 @@ def alike(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
 
 def local_cluster(num_devices: int | None, kind: str) -> Cluster:
     """Returns this machine's devices of a kind, the link between them measured."""
-    load_torch()
+    require_torch()
     from bapipe.profiler.cluster import cluster
 
     return cluster(num_devices, kind)
@@ -78,7 +78,7 @@ def probed_cluster(num_devices: int | None, kind: str, tell: PartsProgress) -> C
         BapipeError: this machine lacks the devices, or a job was started and a number of devices asked for.
         RunFailed: the links cannot be measured.
     """
-    load_torch()
+    require_torch()
     from bapipe.profiler.cluster import check_devices
     from bapipe.profiler.probe import probe_here, probe_job
 

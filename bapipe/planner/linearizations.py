@@ -29,7 +29,7 @@ WORTH = 0.995
 Explore = Callable[[Mapping[str, ModelProfile]], Plan]
 
 
-def best_of_orders(
+def plan_over_linearizations(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], explore: Explore
 ) -> Plan:
     """Returns the fastest plan over the orders worth a search; `explore` plans for profiles in one order.
@@ -41,12 +41,12 @@ def best_of_orders(
         Infeasible: nothing fits in any of the orders.
     """
     first = profiles[cluster.devices[0].kind]
-    lines = [tuple(range(len(first.layers))), *worthwhile_orders(profiles, cluster, limits)]
+    lines = [tuple(range(len(first.layers))), *promising_linearizations(profiles, cluster, limits)]
     plans: list[Plan] = []
     failure: Infeasible | None = None
     for line in lines:
         try:
-            plans.append(explore({kind: in_order(profile, line) for kind, profile in profiles.items()}))
+            plans.append(explore({kind: with_layer_order(profile, line) for kind, profile in profiles.items()}))
         except Infeasible as error:
             failure = failure or error
     if not plans:
@@ -56,7 +56,7 @@ def best_of_orders(
     return best if len(lines) == 1 else _with_names_of(best, profiles, _joint(plans, best, len(lines)))
 
 
-def worthwhile_orders(
+def promising_linearizations(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Returns orders of the layers, by their numbers, whose cuts are better than those of the profile's own order.
@@ -87,7 +87,7 @@ def worthwhile_orders(
     return list(dict.fromkeys(orders))
 
 
-def in_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfile:
+def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfile:
     """Returns the profile with its layers in another topological order."""
     return msgspec.structs.replace(
         profile,

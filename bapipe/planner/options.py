@@ -10,7 +10,7 @@ Objective = Literal["step", "throughput"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PlanOptions:
     """The question beside its profiles and its cluster.
 
     Attributes:

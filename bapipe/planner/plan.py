@@ -1,4 +1,4 @@
-"""Plan profiles on a cluster, certify and explain plans, and judge them."""
+"""Plans profiles on a cluster: the entry points of planning, and the step from options to a search."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.formats.cache import cached_plan, keep_by_fingerprint, keep_plan, plan_path
+from bapipe.formats.cache import load_plan, plan_path, store_plan, store_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, common_settings
-from bapipe.planner.device_grouping import best_of, fewest_threads, ways
-from bapipe.planner.inputs import Profiles, alike, by_kind
-from bapipe.planner.options import Objective, Options
-from bapipe.planner.plan_step import explore
+from bapipe.planner.device_grouping import best_grouping, groupings, profiles_with_fewest_threads
+from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
+from bapipe.planner.options import Objective, PlanOptions
+from bapipe.planner.plan_step import plan_step_time
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import judge
 from bapipe.simulator.simulate import simulate as simulate_by_kind
@@ -45,7 +45,7 @@ def plan(
     time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
-    """Returns the fastest plan of the space its certificate names; see `bapipe.planner.plan_step.explore`.
+    """Returns the fastest plan of the space its certificate names; see `bapipe.planner.plan_step.plan_step_time`.
 
     Args:
         profiles: one for each kind of device; others of a kind, measured with more threads, are of several of the
@@ -56,10 +56,12 @@ def plan(
         time_limit_s: how long to search; what is then found depends on the machine. Else as long as takes some
             seconds, and the same input gives the same plan.
 
-    The other arguments are those of `bapipe.planner.options.Options`.
+    The other arguments are those of `bapipe.planner.options.PlanOptions`.
     """
-    where = alike(fewest_threads(profiles), cluster) if isinstance(cluster, int) else cluster
-    options = Options(
+    where = (
+        homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster) if isinstance(cluster, int) else cluster
+    )
+    options = PlanOptions(
         minibatch_size=minibatch_size,
         schedules=schedules,
         num_stages=num_stages,
@@ -71,41 +73,41 @@ def plan(
         constraints=constraints,
         objective=objective,
     )
-    search = partial(decide, options=options, time_limit_s=time_limit_s, progress=progress)
-    return best_of(ways(profiles, where), search)
+    search = partial(plan_once, options=options, time_limit_s=time_limit_s, progress=progress)
+    return best_grouping(groupings(profiles, where), search)
 
 
-def decide(
+def plan_once(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns what `plan` does, of profiles by device kind and options."""
-    search = _along_orders if options.objective == "step" else _for_throughput
-    decided = search(profiles, cluster.one_at_a_time, options, stop=_deadline(time_limit_s), progress=progress)
+    search = _plan_for_step_time if options.objective == "step" else _plan_for_throughput
+    decided = search(profiles, cluster.sequential, options, stop=_deadline(time_limit_s), progress=progress)
     return msgspec.structs.replace(decided, settings=common_settings(profiles.values()))
 
 
-def kept_plan(
+def plan_cached(
     profiles: Profiles,
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
-    search = partial(_kept, options=options, time_limit_s=time_limit_s, progress=progress)
-    return best_of(ways(profiles, cluster), search)
+    search = partial(_plan_or_load, options=options, time_limit_s=time_limit_s, progress=progress)
+    return best_grouping(groupings(profiles, cluster), search)
 
 
-def _kept(
+def _plan_or_load(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     time_limit_s: float | None,
     progress: SearchProgress | None,
@@ -116,20 +118,20 @@ def _kept(
         "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
     }
     path = plan_path(key)
-    found = cached_plan(path) if time_limit_s is None else None
+    found = load_plan(path) if time_limit_s is None else None
     if found is None:
-        found = decide(profiles, cluster, options, time_limit_s=time_limit_s, progress=progress)
+        found = plan_once(profiles, cluster, options, time_limit_s=time_limit_s, progress=progress)
         if time_limit_s is None:
-            keep_plan(path, found)
+            store_plan(path, found)
     for profile in profiles.values():
-        keep_by_fingerprint(profile)  # for planning again when a device is gone
+        store_profile_by_fingerprint(profile)  # for planning again when a device is gone
     return found
 
 
-def certify(
+def evaluate_pinned(
     pinned: Plan,
     profiles: Mapping[str, ModelProfile],
-    options: Options,
+    options: PlanOptions,
     *,
     time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
@@ -141,7 +143,7 @@ def certify(
 
 
 def explain(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: Options, *, time_limit_s: float | None = None
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, time_limit_s: float | None = None
 ) -> tuple[str, ...]:
     """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`."""
     from bapipe.planner.analysis.explain import explain as in_words
@@ -154,20 +156,20 @@ def explain(
 def pareto(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     tell: Callable[[int, int], None] | None = None,
 ) -> "tuple[Point, ...]":
     """Returns the front of step time, peak memory and number of devices; see `bapipe.planner.analysis.pareto`."""
     from bapipe.planner.analysis.pareto import pareto as front
 
-    return front(profiles, cluster.one_at_a_time, options, tell=tell)
+    return front(profiles, cluster.sequential, options, tell=tell)
 
 
-def _along_orders(
+def _plan_for_step_time(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     stop: Callable[[], bool] | None,
     progress: SearchProgress | None,
@@ -175,19 +177,19 @@ def _along_orders(
     """Plans for a step along the profile's order of the layers, and along others that a branching model may need."""
 
     def along(line: Mapping[str, ModelProfile]) -> Plan:
-        return explore(line, cluster, options, stop=stop, progress=progress)
+        return plan_step_time(line, cluster, options, stop=stop, progress=progress)
 
     if len(cluster.devices) == 1 or any(device.kind not in profiles for device in cluster.devices):
         return along(profiles)
-    from bapipe.planner.linearizations import best_of_orders
+    from bapipe.planner.linearizations import plan_over_linearizations
 
-    return best_of_orders(profiles, cluster, options.limits(cluster), along)
+    return plan_over_linearizations(profiles, cluster, options.limits(cluster), along)
 
 
-def _for_throughput(
+def _plan_for_throughput(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     stop: Callable[[], bool] | None,
     progress: SearchProgress | None,
@@ -237,7 +239,7 @@ def simulate(plan: Plan, profiles: Profiles) -> Timeline:
     return simulate_by_kind(plan, by_kind(profiles))
 
 
-def unit_timeline(plan: Plan) -> Timeline:
+def unit_cost_timeline(plan: Plan) -> Timeline:
     """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw what the order is."""
     unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
     return judge(plan.table, [Stage(on=(unit,) * len(stage.devices)) for stage in plan.stages], plan.cluster)

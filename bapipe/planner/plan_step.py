@@ -12,8 +12,8 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, StagePlan, certify
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH, reorder
-from bapipe.planner.baselines import alternatives
-from bapipe.planner.options import Options
+from bapipe.planner.baselines import baseline_alternatives
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.progress import SearchProgress
 
@@ -25,10 +25,10 @@ WORK = 30_000
 """Partial plans opened before a search without a time limit stops: some seconds."""
 
 
-def explore(
+def plan_step_time(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     stop: Callable[[], bool] | None = None,
     progress: SearchProgress | None = None,
@@ -49,25 +49,25 @@ def explore(
     """
     if SEARCH in options.schedules:  # an order is searched for stages of one device
         options = replace(options, replicas=False)
-    space, found = solve(profiles, cluster, options, stop=stop, progress=progress)
+    space, found = find_best_layout(profiles, cluster, options, stop=stop, progress=progress)
     plan = plan_of(profiles, found, options.minibatch_size, space)
     limits = options.limits(cluster)
     if SEARCH in options.schedules:
         plan = reorder(plan, profiles, limits, options.search_effort, may_move=not options.constraints)
     sizes = microbatch_sizes(profiles, cluster, options)
-    others = (*plan.alternatives, *alternatives(plan, profiles, sizes, named_schedules(options), limits))
+    others = (*plan.alternatives, *baseline_alternatives(plan, profiles, sizes, named_schedules(options), limits))
     return msgspec.structs.replace(plan, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
 
 
-def solve(
+def find_best_layout(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: Options,
+    options: PlanOptions,
     *,
     stop: Callable[[], bool] | None = None,
     progress: SearchProgress | None = None,
 ) -> "tuple[str, Found]":
-    """Returns the space in words, and the best of it; see `explore`."""
+    """Returns the space in words, and the best of it; see `plan_step_time`."""
     from bapipe.planner.branch_and_bound.infeasible import nothing_fits
     from bapipe.planner.branch_and_bound.question import space_of
     from bapipe.planner.branch_and_bound.search import best_first  # these load numpy
@@ -116,7 +116,7 @@ def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size
     )
 
 
-def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: "Space") -> str:
+def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: "Space") -> str:
     """The space, as a certificate says it."""
     sizes = ", ".join(map(str, microbatch_sizes(profiles, cluster, options)))
     rules = f"; where {options.in_words}" if options.constraints else ""

@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.action_order.improve_plan import SEARCH
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
 
 MAX_MICROBATCHES = 1024
@@ -18,16 +18,16 @@ MAX_MICROBATCHES = 1024
 MAX_SAMPLES = 2**31
 """Most samples in a step."""
 
-MOST = 2**57
+MAX_TOTAL = 2**57
 """Nanoseconds or bytes that all layers and samples may add up to: 4.5 years, 144 petabytes."""
 
 
-def named_schedules(options: Options) -> list[str]:
-    """Returns the schedules that plans are made for; see `Options`."""
+def named_schedules(options: PlanOptions) -> list[str]:
+    """Returns the schedules that plans are made for; see `PlanOptions`."""
     return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
 
 
-def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> None:
+def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
     """Raises BapipeError for an unknown schedule, or profiles that do not suit the cluster or one another."""
     for name in named_schedules(options):
         if name not in ALL:
@@ -95,8 +95,8 @@ def _check_links(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibat
     params = max(sum(layer.param_bytes for layer in profile.layers) for profile in profiles.values())
     num_bytes, num_messages = 2 * (max(sums) * minibatch_size + params), 2 * (minibatch_size + len(cluster.devices))
     for where, link in named:
-        if num_messages * link.latency_ns + num_bytes * 1_000_000_000 // link.bytes_per_s >= MOST:
-            slow = num_messages * link.latency_ns >= MOST // 2
+        if num_messages * link.latency_ns + num_bytes * 1_000_000_000 // link.bytes_per_s >= MAX_TOTAL:
+            slow = num_messages * link.latency_ns >= MAX_TOTAL // 2
             value = f"a latency of {link.latency_ns:,} ns" if slow else f"a bandwidth of {link.bytes_per_s:,} bytes/s"
             raise InvalidFile(
                 f"the cluster: with {value} a step of {minibatch_size} samples could take more than four years; check "
@@ -109,7 +109,7 @@ def _check_sum(
     profile: ModelProfile, values: Sequence[int | msgspec.UnsetType], minibatch_size: int, where: str, name: str
 ) -> None:
     known = [0 if value is msgspec.UNSET else value for value in values]
-    if sum(known) * minibatch_size >= MOST:
+    if sum(known) * minibatch_size >= MAX_TOTAL:
         most = max(known)
         raise InvalidFile(
             f"the profile of {profile.model} on {profile.device.kind}: {most:,} is too much to add up over a "
@@ -122,14 +122,14 @@ def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> 
     """Raises BapipeError where a device would take years."""
     last = profile.measurements[-1]
     step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
-    if step_ns / device.speed >= MOST:
+    if step_ns / device.speed >= MAX_TOTAL:
         raise BapipeError(
             f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check its "
             "speed, and the profile's times"
         )
 
 
-def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> list[int]:
+def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:
     """Returns the sizes to look at, ascending.
 
     Raises:

@@ -23,7 +23,7 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
         RunFailed: the link cannot be measured.
     """
     count = check_devices(num_devices, kind)
-    link, own_sum = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
+    link, host_sum_link = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
     return Cluster(
         devices=tuple(
             Device(name=f"{kind}{index}", host="host0", kind=kind, memory_bytes=_memory_bytes(kind, index, count))
@@ -31,7 +31,7 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
         ),
         intra_host=link,
         inter_host=link,
-        intra_host_sum=own_sum if kind == "cpu" else UNSET,
+        intra_host_sum=host_sum_link if kind == "cpu" else UNSET,
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from bapipe._optional import load_torch
+from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.hardware import num_cores
 
@@ -45,7 +45,7 @@ def neighbours(num: int, factory: str, arguments: Mapping[str, object], microbat
 
 
 def _train(factory: str, arguments: Mapping[str, object], microbatch_size: int, parent: int) -> None:
-    torch = load_torch()
+    torch = require_torch()
     from bapipe.torch_device import prepare_cpu
     from bapipe.tracing.sizes import rows_of
     from bapipe.zoo.factory import build

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bapipe._optional import load_torch
+from bapipe._optional import require_torch
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.formats.cache import cached_profile, profile_path
+from bapipe.formats.cache import load_profile, profile_path
 from bapipe.formats.codec import write
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
@@ -47,7 +47,7 @@ def profile(
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails.
     """
-    torch = load_torch()
+    torch = require_torch()
     from bapipe.profiler.layers import measure
 
     return measure(
@@ -88,7 +88,7 @@ def profile_model(
             memory, so each computes more slowly than one alone; with a neighbour for each other core the times say so.
     """
     factory = resolve(model)
-    torch = load_torch()
+    torch = require_torch()
     from bapipe.profiler.layers import measure
     from bapipe.zoo.factory import build
 
@@ -113,12 +113,12 @@ def profile_model(
                 exhaustive=exhaustive,
                 whole=whole,
                 fine=fine,
-                so_far=cached_profile(part),
+                so_far=load_profile(part),
                 keep=partial(write, part),
                 progress=progress,
             )
     except (BapipeError, KeyboardInterrupt) as error:
-        kept = cached_profile(part)
+        kept = load_profile(part)
         if kept is None:
             raise
         sizes = ", ".join(map(str, kept.microbatch_sizes))
@@ -146,9 +146,9 @@ def kept_profile(
     One measured before the factory's file was changed does not count; files that it imports are not looked at.
     """
     factory = resolve(model)
-    load_torch()
+    require_torch()
     path = profile_path(_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
-    found = cached_profile(path)
+    found = load_profile(path)
     if found is None:
         found = profile_model(
             model, arguments, device=device, microbatch_sizes=microbatch_sizes, settings=settings, progress=progress
@@ -159,7 +159,7 @@ def kept_profile(
 
 def _key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
     """What a kept profile depends on."""
-    torch = load_torch()
+    torch = require_torch()
     from bapipe.torch_device import describe, environment
     from bapipe.zoo.factory import source_digest
 

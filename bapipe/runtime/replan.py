@@ -7,12 +7,12 @@ from dataclasses import replace
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible, RunFailed
-from bapipe.formats.cache import kept_by_fingerprint
+from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan import decide
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_once
 from bapipe.runtime.train_result import TrainResult
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 
@@ -57,7 +57,7 @@ def profiles_of_plan(plan: Plan, given: Mapping[str, ModelProfile]) -> dict[str,
     found = dict(given)
     for kind, known_as in plan.profiles.items():
         if kind not in found:
-            kept = kept_by_fingerprint(known_as)
+            kept = load_profile_by_fingerprint(known_as)
             if kept is None:
                 raise BapipeError(
                     f"the {kind} profile that the plan was made from is not kept on this machine: give it with "
@@ -115,7 +115,7 @@ def replan(plan: Plan, gone: Collection[str], profiles: Mapping[str, ModelProfil
     """
     cluster = _without(plan.cluster, gone)
     schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_named(plan.schedule))))
-    options = Options(minibatch_size=plan.minibatch_size, microbatch_size=plan.microbatch_size, schedules=schedules)
+    options = PlanOptions(minibatch_size=plan.minibatch_size, microbatch_size=plan.microbatch_size, schedules=schedules)
     made = _decide(profiles, cluster, options)
     used = {name for stage in made.stages for name in stage.devices}
     if num_processes is not None and len(used) < num_processes:
@@ -123,11 +123,11 @@ def replan(plan: Plan, gone: Collection[str], profiles: Mapping[str, ModelProfil
     return msgspec.structs.replace(made, factory=plan.factory, arguments=plan.arguments)
 
 
-def _decide(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> Plan:
+def _decide(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Plan:
     try:
-        return decide(profiles, cluster, options)
+        return plan_once(profiles, cluster, options)
     except Infeasible:
-        return decide(profiles, cluster, replace(options, microbatch_size=None))
+        return plan_once(profiles, cluster, replace(options, microbatch_size=None))
 
 
 def _named(schedule: str) -> Sequence[str]:

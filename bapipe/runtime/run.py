@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bapipe._optional import load_torch
+from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.settings import Settings, check_same
@@ -106,7 +106,7 @@ def run(
         raise BapipeError("--replan needs --checkpoint FOLDER, to go on from")
     if without and not replan:
         raise BapipeError(f"--without {', '.join(without)} goes with --replan")
-    load_torch()
+    require_torch()
     planned = Settings() if plan.settings is msgspec.UNSET else plan.settings
     if not replan:
         _check_devices(plan, planned.threads)
@@ -218,7 +218,7 @@ def export(checkpoint: Path, output: Path) -> int:
     Raises:
         BapipeError: there is no checkpoint, it is damaged, or the file cannot be written.
     """
-    load_torch()
+    require_torch()
     from bapipe.runtime.checkpoint.export import export as write_state
 
     return write_state(checkpoint, output)

@@ -155,7 +155,7 @@ def _all_reduces(
     for s, stage in enumerate(stages):
         end_ns = 0
         for bucket, num_bytes in enumerate(stage.bucket_bytes):
-            if cluster.own_sum(schedule.devices[s]) is None:
+            if cluster.host_sum_link(schedule.devices[s]) is None:
                 ready_ns = max(_gradient_end_ns(s, stage, bucket, schedule, spans))
             else:
                 ready_ns = max(_end_ns(spans[rank], s) for rank in schedule.devices[s])
@@ -217,7 +217,7 @@ def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
 
     Where they sum with their own compute, a message takes no less than that.
     """
-    share, own = -(-num_bytes // len(ranks)), cluster.own_sum(ranks)
+    share, own = -(-num_bytes // len(ranks)), cluster.host_sum_link(ranks)
     slowest = max(cluster.link(a, b).transfer_ns(share) for a in ranks for b in ranks if a != b)
     return 2 * (len(ranks) - 1) * (slowest if own is None else max(slowest, own.transfer_ns(share)))
 

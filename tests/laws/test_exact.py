@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import Plan
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import explore
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 from tests.random_profiles import random_cluster, random_profile
 from tests.reference.every_pipeline import Question, least_step
@@ -48,14 +48,14 @@ def random_question(seed: int, most_layers: int, most_devices: int) -> tuple[Que
 
 
 def planned(question: Question, schedules: list[str]) -> Plan | None:
-    options = Options(
+    options = PlanOptions(
         minibatch_size=question.minibatch_size,
         schedules=schedules,
         replicas=question.replicas,
         recompute=question.recompute,
     )
     try:
-        return explore({"a": question.profile}, question.cluster, options)
+        return plan_step_time({"a": question.profile}, question.cluster, options)
     except Infeasible:
         return None
 

@@ -12,8 +12,8 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.explain import balanced
 from bapipe.planner.analysis.sensitivity import sensitivity
-from bapipe.planner.options import Options
-from bapipe.planner.plan import decide, explain
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import explain, plan_once
 from bapipe.simulator.simulate import simulate
 
 PROFILES = Path(__file__).parent.parent.parent / "profiles" / "v100"
@@ -34,10 +34,10 @@ def slow_links(num_devices: int) -> Cluster:
 
 
 @cache
-def planned(model: str) -> tuple[Plan, dict[str, ModelProfile], Options, tuple[str, ...]]:
+def planned(model: str) -> tuple[Plan, dict[str, ModelProfile], PlanOptions, tuple[str, ...]]:
     profiles = {"cuda": read(PROFILES / f"{model}.json", ModelProfile)}
-    options = Options(minibatch_size=512)
-    plan = decide(profiles, slow_links(4), options)
+    options = PlanOptions(minibatch_size=512)
+    plan = plan_once(profiles, slow_links(4), options)
     assert plan.certificate.proven_optimal
     return plan, profiles, options, explain(plan, profiles, options)
 
@@ -148,16 +148,16 @@ def test_what_would_help_does(model: str) -> None:
     want["bandwidth of links between hosts"] = step_ns(replace(cluster, inter_host=wider))
     assert {name: ns for name, ns in effects.items() if "memory" not in name} == want
     rich = replace(cluster, devices=tuple(replace(d, memory_bytes=2**50) for d in cluster.devices))
-    assert effects["memory without limit"] == decide(profiles, rich, options).prediction.step_ns
+    assert effects["memory without limit"] == plan_once(profiles, rich, options).prediction.step_ns
 
 
 def test_memory_limits_a_plan_exactly_when_more_of_it_makes_a_faster_one() -> None:
     profiles = {"cuda": read(PROFILES / "vgg16.json", ModelProfile)}
     seen = set()
     for limit in (1_600_000_000, 2_000_000_000, 4_000_000_000):
-        options = Options(minibatch_size=64, memory_limit_bytes=limit)
-        plan = decide(profiles, slow_links(2), options)
-        rich = decide(profiles, slow_links(2), Options(minibatch_size=64))
+        options = PlanOptions(minibatch_size=64, memory_limit_bytes=limit)
+        plan = plan_once(profiles, slow_links(2), options)
+        rich = plan_once(profiles, slow_links(2), PlanOptions(minibatch_size=64))
         words = explain(plan, profiles, options)[4]
         limited = rich.prediction.step_ns < plan.prediction.step_ns
         text = f"Memory fine-tuning: taken, a step would take {rich.prediction.step_ns / 1e6:,.1f} ms with memory "

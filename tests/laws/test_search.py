@@ -17,8 +17,8 @@ from bapipe.planner.branch_and_bound.infeasible import nearest
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import space
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import explore
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.schedule_placement import merged
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.simulator.simulate import judge, simulate
@@ -34,7 +34,7 @@ def random_problems(
     most_devices: int = 3,
     splits_badly: bool = False,
     buckets: bool = False,
-    own_sum: bool = False,
+    host_sum_link: bool = False,
     limit: int = 2**40,
 ) -> tuple[Problem, ...]:
     """The whole space of some schedules at one or two micro-batch sizes."""
@@ -44,7 +44,7 @@ def random_problems(
     cluster = random_cluster(random, random.randint(1, most_devices))
     if buckets:
         profile, cluster = heavy(profile), heavy_duty(cluster)
-    if own_sum:
+    if host_sum_link:
         cluster = replace(cluster, intra_host_sum=Bandwidth(bytes_per_s=10**15 if buckets else 10**9, latency_ns=seed))
     num_samples = 4 * random.randint(1, 2)
     return space(
@@ -91,7 +91,7 @@ def test_best_first_is_exact_where_all_reduces_take_several_buckets() -> None:
 
 @pytest.mark.parametrize("buckets", [False, True])
 def test_best_first_is_exact_where_devices_sum_with_their_own_compute(buckets: bool) -> None:
-    problems = [random_problems(seed, buckets=buckets, own_sum=True) for seed in range(30)]
+    problems = [random_problems(seed, buckets=buckets, host_sum_link=True) for seed in range(30)]
     assert sum(assert_exact(found, seed) for seed, found in enumerate(problems)) > 20
 
 
@@ -339,12 +339,12 @@ def test_explore_gives_a_plan_that_the_judge_repeats() -> None:
         cluster = random_cluster(random, 3, ("a", "b"))
         profiles = {"a": profile, "b": other}
         try:
-            plan = explore(profiles, cluster, Options(minibatch_size=4))
+            plan = plan_step_time(profiles, cluster, PlanOptions(minibatch_size=4))
         except Infeasible:
             continue
         seen += 1
         assert simulate(plan, profiles).prediction(4) == plan.prediction
-        assert explore(profiles, cluster, Options(minibatch_size=4)) == plan
+        assert plan_step_time(profiles, cluster, PlanOptions(minibatch_size=4)) == plan
     assert seen > 30
 
 
@@ -354,12 +354,12 @@ def test_layers_that_share_parameters_of_unknown_size_stay_together() -> None:
     layers = tuple(replace(layer, shares=(tied[i],) if i in tied else ()) for i, layer in enumerate(profile.layers))
     profile = replace(profile, layers=layers)
     cluster = random_cluster(Random(1), 3)
-    plan = explore({"a": profile}, cluster, Options(minibatch_size=4, num_stages=3))
+    plan = plan_step_time({"a": profile}, cluster, PlanOptions(minibatch_size=4, num_stages=3))
     assert any({"l1", "l2", "l3", "l4"} <= set(stage.layers) for stage in plan.stages)
     with pytest.raises(
         BapipeError, match=r"^6 stages asked for; 6 devices, 8 layers and 1f1b, gpipe allow 1, 2, 3, 4, 5$"
     ):
-        explore({"a": profile}, random_cluster(Random(1), 6), Options(minibatch_size=4, num_stages=6))
+        plan_step_time({"a": profile}, random_cluster(Random(1), 6), PlanOptions(minibatch_size=4, num_stages=6))
 
 
 def test_many_devices_are_no_obstacle() -> None:
@@ -367,7 +367,7 @@ def test_many_devices_are_no_obstacle() -> None:
     one = random_cluster(Random(1), 1)
     device = replace(one.devices[0], memory_bytes=10**9)
     many = replace(one, devices=tuple(replace(device, name=f"d{i}") for i in range(500)), links=())
-    assert explore({"a": profile}, many, Options(minibatch_size=8)).certificate.proven_optimal
+    assert plan_step_time({"a": profile}, many, PlanOptions(minibatch_size=8)).certificate.proven_optimal
 
 
 def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
@@ -375,7 +375,10 @@ def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
     device = replace(random_cluster(Random(1), 1).devices[0], memory_bytes=10**9)
     devices = tuple(replace(device, name=f"d{i}", speed=1.0 + i) for i in range(60))
     many = replace(random_cluster(Random(1), 1), devices=devices, links=())
-    assert "only the first devices" in explore({"a": profile}, many, Options(minibatch_size=2)).certificate.space
+    assert (
+        "only the first devices"
+        in plan_step_time({"a": profile}, many, PlanOptions(minibatch_size=2)).certificate.space
+    )
 
 
 def test_a_searched_order_is_never_slower_and_says_what_it_is() -> None:
@@ -384,11 +387,13 @@ def test_a_searched_order_is_never_slower_and_says_what_it_is() -> None:
         random = Random(seed)
         profile, cluster = random_profile(random, 6), random_cluster(random, 3)
         try:
-            named = explore({"a": profile}, cluster, Options(minibatch_size=4, schedules=("1f1b",), replicas=False))
+            named = plan_step_time(
+                {"a": profile}, cluster, PlanOptions(minibatch_size=4, schedules=("1f1b",), replicas=False)
+            )
         except Infeasible:
             continue
-        plan = explore(
-            {"a": profile}, cluster, Options(minibatch_size=4, schedules=("1f1b", "search"), search_effort=1)
+        plan = plan_step_time(
+            {"a": profile}, cluster, PlanOptions(minibatch_size=4, schedules=("1f1b", "search"), search_effort=1)
         )
         assert plan.prediction.step_ns <= named.prediction.step_ns
         assert simulate(plan, {"a": profile}).prediction(4) == plan.prediction

@@ -11,8 +11,8 @@ import bapipe
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan import decide, kept_plan
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_cached, plan_once
 from bapipe.runtime.replan import devices_gone, profiles_of_plan, replan
 from bapipe.runtime.train_result import StepReport
 
@@ -144,14 +144,14 @@ def test_each_process_of_a_job_gets_a_stage() -> None:
 def test_profiles_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known, where = {"cpu": profile()}, devices(2, 2).cluster
-    made = decide(known, where, Options(minibatch_size=12))
+    made = plan_once(known, where, PlanOptions(minibatch_size=12))
     with pytest.raises(BapipeError) as caught:
         profiles_of_plan(made, {})
     assert str(caught.value) == (
         "the cpu profile that the plan was made from is not kept on this machine: give it with --profile FILE"
     )
     assert profiles_of_plan(made, known) == known
-    assert kept_plan(known, where, Options(minibatch_size=12)) == made
+    assert plan_cached(known, where, PlanOptions(minibatch_size=12)) == made
     assert profiles_of_plan(made, {}) == known
     other = structs.replace(profile(), layers=profile().layers[:-1],
                             measurements=(Measurement(microbatch_size=3, layers=profile().measurements[0].layers[:-1]),))  # fmt: skip

@@ -152,7 +152,7 @@ class Case:
     def message_ns(self, link, size):
         return link["latency_ns"] + ceil(Fraction(size * 10**9, link["bytes_per_s"]))
 
-    def own_sum(self, names):
+    def host_sum_link(self, names):
         """Rule 5: how devices of one host sum with their own compute, where the cluster says so."""
         hosts = {self.devices[name]["host"] for name in names}
         return self.cluster.get("intra_host_sum") if len(hosts) == 1 else None
@@ -449,7 +449,7 @@ def all_reduces(case, table, spans):
         if r == 1:
             continue
         free = 0  # the end of the bucket before
-        own = case.own_sum(stage["devices"])
+        own = case.host_sum_link(stage["devices"])
         for size, k in buckets_of(case, s):
             ready = []
             for device in stage["devices"]:
@@ -508,8 +508,8 @@ def shared_sums(case, table, spans, syncs):
         moments += [spans[action][3] for device in devices for action in table[device] if action[0] in stages]
         r = len(devices)
         hop = max(case.link_ns(a, b, ceil(Fraction(size, r))) for a, b in permutations(devices, 2))
-        if case.own_sum(devices) is not None:
-            hop = max(hop, case.message_ns(case.own_sum(devices), ceil(Fraction(size, r))))
+        if case.host_sum_link(devices) is not None:
+            hop = max(hop, case.message_ns(case.host_sum_link(devices), ceil(Fraction(size, r))))
         sums.append((stages, size, max(moments), max(moments) + 2 * (r - 1) * hop))
     return sums
 

@@ -11,7 +11,7 @@ from bapipe.planner.analysis.critical_path import shares
 from bapipe.planner.analysis.sensitivity import ALL_MEMORY, Effect
 from bapipe.planner.baselines import in_words
 from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import stages_of
 from bapipe.simulator.timeline import Timeline
@@ -27,7 +27,7 @@ LEAST_SAVED = 0.0005
 
 
 def explain(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: Options, effects: Sequence[Effect]
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, effects: Sequence[Effect]
 ) -> tuple[str, ...]:
     """Returns sentences: the strategy, what limits it, each of BaPipe's ways to balance, what would help most."""
     return (
@@ -86,7 +86,7 @@ def _inter_layer(plan: Plan) -> str:
     )
 
 
-def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: Options) -> str:
+def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> str:
     """What the cuts carry beside those of `balanced`: the best cuts are coarser where links count."""
     if len(plan.stages) == 1:
         return "Coarse-grained cuts: none, all layers are one stage."
@@ -157,7 +157,7 @@ def _megabytes(sizes: Sequence[int]) -> str:
     return ", ".join(f"{num_bytes / 1e6:,.3g}" for num_bytes in sizes) + " MB"
 
 
-def _memory(plan: Plan, options: Options, effects: Sequence[Effect]) -> str:
+def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     limits = dict(zip((d.name for d in plan.cluster.devices), options.limits(plan.cluster), strict=True))
     used = {name for stage in plan.stages for name in stage.devices}
     filled = {

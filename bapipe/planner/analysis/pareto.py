@@ -7,7 +7,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.question import space_of
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_of
 from bapipe.planner.validation import check_inputs
 
@@ -38,7 +38,7 @@ class Point:
 
 
 def pareto(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, *, tell: Tell | None = None
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, *, tell: Tell | None = None
 ) -> tuple[Point, ...]:
     """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
 

@@ -7,8 +7,8 @@ import msgspec
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import Alternative, Plan, certify
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import solve
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import find_best_layout
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate
 
@@ -19,7 +19,7 @@ BEST_FOUND = "best found"
 def certify_pinned(
     plan: Plan,
     profiles: Mapping[str, ModelProfile],
-    options: Options,
+    options: PlanOptions,
     *,
     stop: Callable[[], bool] | None = None,
     progress: SearchProgress | None = None,
@@ -38,7 +38,7 @@ def certify_pinned(
     ]
     if short:
         raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without --pin for one that does")
-    space, found = solve(profiles, plan.cluster, options, stop=stop, progress=progress)
+    space, found = find_best_layout(profiles, plan.cluster, options, stop=stop, progress=progress)
     change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
     best = Alternative(
         name=BEST_FOUND,

@@ -10,8 +10,8 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH
 from bapipe.planner.analysis.pinned import BEST_FOUND
-from bapipe.planner.options import Options
-from bapipe.planner.plan_step import solve
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import find_best_layout
 from bapipe.simulator.simulate import simulate
 from bapipe.units import MAX_INT
 
@@ -37,7 +37,7 @@ class Effect:
 
 
 def sensitivity(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: Options, *, stop: Callable[[], bool] | None = None
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, stop: Callable[[], bool] | None = None
 ) -> tuple[Effect, ...]:
     """Returns the effect of more speed of devices, more bandwidth of links, and more memory; largest first.
 
@@ -52,7 +52,7 @@ def sensitivity(
 
 
 def _more_memory(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: Options, stop: Callable[[], bool] | None
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, stop: Callable[[], bool] | None
 ) -> list[Effect]:
     """What memory changes beside what planning again changes without it; a plan made by hand need not be the best."""
     known = [plan.prediction.step_ns, *(other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)]
@@ -65,7 +65,7 @@ def _more_memory(
         cluster = msgspec.structs.replace(plan.cluster, devices=devices)
         same = options.replicas and SEARCH not in options.schedules  # an order is searched without replicas
         asked = replace(options, memory_limit_bytes=limit, replicas=same)
-        _, found = solve(profiles, cluster, asked, stop=stop)
+        _, found = find_best_layout(profiles, cluster, asked, stop=stop)
         return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
 
     have = [device.memory_bytes for device in plan.cluster.devices]

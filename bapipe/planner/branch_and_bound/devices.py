@@ -75,12 +75,12 @@ class Links:
     def ring(self, devices: Sequence[int]) -> list[Bandwidth]:
         """Returns the different links among devices of these classes, and what summing on their host is like."""
         pairs = {(a, b) for i, a in enumerate(devices) for j, b in enumerate(devices) if i != j}
-        own = self.own_sum(devices)
+        own = self.host_sum_link(devices)
         return sorted({self._links[pair] for pair in pairs} | ({own} if own is not None else set()), key=_rate)
 
-    def own_sum(self, devices: Sequence[int]) -> Bandwidth | None:
-        """Returns what `Cluster.own_sum` does for devices of these classes."""
-        return self._cluster.own_sum([self._classes[c].ranks[0] for c in devices])
+    def host_sum_link(self, devices: Sequence[int]) -> Bandwidth | None:
+        """Returns what `Cluster.host_sum_link` does for devices of these classes."""
+        return self._cluster.host_sum_link([self._classes[c].ranks[0] for c in devices])
 
 
 def _rate(link: Bandwidth) -> tuple[int, int]:

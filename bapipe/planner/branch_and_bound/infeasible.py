@@ -14,7 +14,7 @@ from bapipe.planner.branch_and_bound.placements import Slot
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, Start
 from bapipe.planner.branch_and_bound.question import space_of
 from bapipe.planner.branch_and_bound.space import Space
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
@@ -92,7 +92,9 @@ class _Lacks:
         return slot, least, np.array(ends), number
 
 
-def nothing_fits(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, space: Space) -> BapipeError:
+def nothing_fits(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: Space
+) -> BapipeError:
     """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
 
     Where constraints leave none at all, it is about these.
@@ -110,7 +112,7 @@ def nothing_fits(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
     )
 
 
-def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> str:
+def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
     """Says which of the constraints to drop: one of those without which there is a plan."""
     culprits = []
     for i, text in enumerate(options.constraints):
@@ -140,7 +142,9 @@ def _devices(problem: Problem, layout: Layout, lacks: Mapping[int, int], names: 
     ]
 
 
-def _advice(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, lacks: Mapping[int, int]) -> str:
+def _advice(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, lacks: Mapping[int, int]
+) -> str:
     """What each thing that the options hold fixed would do."""
     changes = {}
     if not options.recompute:
@@ -164,7 +168,7 @@ def _advice(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Opt
     return f"{helps[:1].upper()}{helps[1:]}{_too_large(profiles, cluster, options) or TRY}"
 
 
-def _too_large(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> str:
+def _too_large(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
     """Says so where one layer alone is more than any device may hold."""
     layers = next(iter(profiles.values())).layers
     largest = max(layers, key=lambda layer: 2 * layer.param_bytes + layer.optimizer_state_bytes)

@@ -180,7 +180,7 @@ class Problem:
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequence[int], cluster: Cluster) -> int:
     """When the all-reduces of a stage are done, whose devices have no other stage."""
-    end_ns, beside = 0, cluster.own_sum(ranks) is None
+    end_ns, beside = 0, cluster.host_sum_link(ranks) is None
     for bucket, num_bytes in enumerate(stage.bucket_bytes):
         ready_ns = 0
         for cost, rank in zip(stage.on, ranks, strict=True):

@@ -7,11 +7,11 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import Space, space
 from bapipe.planner.constraints import check_constraints, parse_constraints
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 
 
-def space_of(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options) -> Space:
+def space_of(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Space:
     """Returns the problems to solve.
 
     Raises:

@@ -209,7 +209,7 @@ class Pieces:
         for phase in sorted(slot.turns.ends):
             whole = phase is Phase.BACKWARD
             links = self.links.ring(slot.devices)
-            beside = self.links.own_sum(slot.devices) is None
+            beside = self.links.host_sum_link(slot.devices) is None
             key = (id(times), len(slot.devices), *links, whole, beside)
             if key not in self._reduced:
                 self._reduced[key] = times.reduced_ns(len(slot.devices), links, whole, beside)

@@ -21,7 +21,7 @@ from bapipe.graph.layer_graph import (
     prefixes,
     topological_order,
 )
-from bapipe.planner.options import Options
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.throughput.heterogeneous import MAX_COUNTS, MAX_GAPS, UnlikeDevices
 from bapipe.planner.throughput.homogeneous import least_load_alike
 from bapipe.planner.throughput.loads import AlikeDevices, Cuts, Runs
@@ -133,7 +133,7 @@ def plan_throughput(
     Raises:
         BapipeError: a device kind without a profile, profiles of different models, or sizes that do not divide.
     """
-    options = Options(minibatch_size=minibatch_size, microbatch_size=microbatch_size)
+    options = PlanOptions(minibatch_size=minibatch_size, microbatch_size=microbatch_size)
     check_inputs(profiles, cluster, options)
     return explore_throughput(
         profiles,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bapipe.errors import BapipeError
-from bapipe.formats.cache import keep_bytes, kept_bytes
+from bapipe.formats.cache import load_bytes, store_bytes
 
 _UNKNOWN = 1
 
@@ -52,11 +52,11 @@ def trained(sentences: Sequence[str], size: int) -> Subwords:
     for sentence in looked_at:
         content.update(sentence.encode() + b"\n")
     name = f"{content.hexdigest()[:16]}.subwords.model"
-    model = kept_bytes(name)
+    model = load_bytes(name)
     if model is None:
         logging.getLogger(__name__).info("training %s subwords on %s sentences", f"{size:,}", f"{len(looked_at):,}")
         model = _train(sentencepiece, looked_at, size)
-        keep_bytes(name, model)
+        store_bytes(name, model)
     return Subwords(model)
 
 
