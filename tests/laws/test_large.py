@@ -5,9 +5,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from bapipe.planner.branch_and_bound import large as search
 from bapipe.planner.branch_and_bound.exhaustive import exhaustive
 from bapipe.planner.branch_and_bound.intervals import BIG
+from bapipe.planner.long_chain import bisection as search
 from bapipe.planner.long_chain.relaxation import least_within
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.laws.test_search import random_problems

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from bapipe.graph.layer_graph import downsets, of_layers, prefixes, topological_order
-from bapipe.planner.throughput import throughput
+from bapipe.planner.throughput import search as throughput
 from bapipe.planner.throughput.neighbourhood import near
 from bapipe.planner.throughput.search import Search, explore_throughput
 from tests.laws.test_throughput import same_devices

@@ -12,7 +12,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.throughput import throughput
+from bapipe.planner.throughput import search as throughput
 from bapipe.planner.throughput.loads import message_ns
 from bapipe.planner.throughput.search import explore_throughput, plan_throughput
 from bapipe.simulator.simulate import simulate
