@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.layers import measure
 from bapipe.simulator.stage_cost import stage_cost
-from bapipe.simulator.tied_weights import Sharing
+from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
@@ -73,7 +73,7 @@ def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int
 def memory(profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor], size: int):
     """Bytes: (predicted, allocated) of the stash, and (predicted, what plans reckon with, allocated) of the peak."""
     measured = profile.at(size)
-    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, (), Sharing())
+    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, (), TiedWeightCost())
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to

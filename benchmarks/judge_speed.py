@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.planner.branch_and_bound.problem import spread
+from bapipe.planner.schedule_placement import spread
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
-from bapipe.simulator.compiled import compile_table
-from bapipe.simulator.simulate import compile_for, finish_ns, judge
+from bapipe.simulator.compiled import compile_schedule
+from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 
 MS = 10**6
@@ -44,7 +44,7 @@ def uneven(schedule: Schedule) -> list[Stage]:
         f, i, w = (round(10 * MS * random.uniform(0.7, 1.3)) for _ in range(3))
         cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=100, workspace_bytes=10)
         num_bytes = random.randrange(MS // 2) if s + 1 < schedule.num_stages else 0
-        stages.append(Stage(on=(cost,) * len(devices), send_bytes=num_bytes, grad_bytes=num_bytes))
+        stages.append(Stage(costs=(cost,) * len(devices), send_bytes=num_bytes, grad_bytes=num_bytes))
     return stages
 
 
@@ -61,15 +61,15 @@ def best_s(call: Callable[[], object], seconds: float) -> float:
 
 def measure(table: Schedule, stages: list[Stage], where: Cluster, seconds: float) -> tuple[float, float, float]:
     """Returns the seconds of the times alone, of the timeline, and of the timeline of a new table."""
-    program = compile_for(table, where)
+    program = compile_for_cluster(table, where)
 
     def anew() -> None:
-        compile_table.cache_clear()
-        judge(table, stages, where)
+        compile_schedule.cache_clear()
+        simulate_schedule(table, stages, where)
 
     return (
         best_s(lambda: finish_ns(table, program, stages, where), seconds),
-        best_s(lambda: judge(table, stages, where), seconds),
+        best_s(lambda: simulate_schedule(table, stages, where), seconds),
         best_s(anew, seconds),
     )
 

@@ -22,7 +22,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.action_order.search import search_order
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 
 MS = 10**6
@@ -36,7 +36,7 @@ def even(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], Cl
 
     stages = [
         Stage(
-            on=(StageCost(forward_ns=around(), input_grad_ns=around(), weight_grad_ns=around(), stash_bytes=100),),
+            costs=(StageCost(forward_ns=around(), input_grad_ns=around(), weight_grad_ns=around(), stash_bytes=100),),
             send_bytes=1,
             grad_bytes=1,
         )
@@ -57,7 +57,7 @@ def uneven(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], 
             stash_bytes=100,
         )
         num_bytes = round(10 * MS * 10 ** random.uniform(-2, -0.7))
-        stages.append(Stage(on=(cost,), send_bytes=num_bytes, grad_bytes=num_bytes))
+        stages.append(Stage(costs=(cost,), send_bytes=num_bytes, grad_bytes=num_bytes))
     return stages, in_a_row(num_ranks, Bandwidth(bytes_per_s=10**9, latency_ns=0))
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         limits = [num_bytes + 100 * (min(p, m) + 2) for num_bytes in buffers]
         named = {}
         for name, build in SCHEDULES.items():
-            timeline = judge(build(p, m), stages, cluster)
+            timeline = simulate_schedule(build(p, m), stages, cluster)
             if all(memory.total <= limit for memory, limit in zip(timeline.memory, limits, strict=True)):
                 named[name] = timeline.step_ns
         best = min(named, key=named.__getitem__)

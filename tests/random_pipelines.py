@@ -33,7 +33,7 @@ def random_pipeline(
     last = len(ranks) - 1
     stages = tuple(
         Stage(
-            on=(_cost(random, splits_badly),),
+            costs=(_cost(random, splits_badly),),
             send_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
             grad_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
             recompute=random.random() < 0.25,
@@ -52,7 +52,7 @@ def random_pipeline(
         inter_host=speed,
     )
     if not wires:
-        stages = tuple(Stage(on=stage.on, recompute=stage.recompute) for stage in stages)
+        stages = tuple(Stage(costs=stage.costs, recompute=stage.recompute) for stage in stages)
     devices = tuple((rank,) for rank in ranks)
     least, most = (_peaks(stages, devices, num_ranks, num_microbatches, order) for order in (True, False))
     short = random.random() < 0.1

@@ -11,7 +11,7 @@ from bapipe.planner.action_order.fuse_backward import join
 from bapipe.planner.action_order.search import FoundOrder, search_order
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Schedule, parse_action
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from tests.random_pipelines import Pipeline, random_pipeline
 
@@ -23,7 +23,7 @@ def equal(p: int, m: int, f: int, i: int, w: int, stashes: int, wire_ns: int = 0
     cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=1000)
     num_bytes = 1 if wire_ns else 0
     stages = tuple(
-        Stage(on=(cost,), send_bytes=num_bytes * (s < p - 1), grad_bytes=num_bytes * (s < p - 1)) for s in range(p)
+        Stage(costs=(cost,), send_bytes=num_bytes * (s < p - 1), grad_bytes=num_bytes * (s < p - 1)) for s in range(p)
     )
     wire = Bandwidth(bytes_per_s=10**9, latency_ns=max(0, wire_ns - 1))
     cluster = Cluster(
@@ -77,13 +77,13 @@ def test_never_slower_than_a_start_that_fits() -> None:
         )
         found = search(p, starts, effort=0)
         for start in starts:
-            timeline = judge(start, p.stages, p.cluster)
+            timeline = simulate_schedule(start, p.stages, p.cluster)
             if all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)):
                 assert found.step_ns is not None, seed
                 assert found.step_ns <= timeline.step_ns, seed
                 kept += 1
         if found.schedule is not None:
-            held = judge(found.schedule, p.stages, p.cluster).memory
+            held = simulate_schedule(found.schedule, p.stages, p.cluster).memory
             assert all(m.total <= most for m, most in zip(held, p.memory_bytes, strict=True)), seed
     assert kept > 10
 

@@ -7,7 +7,7 @@ import pytest
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.report import gantt, mib, ms, number, trace
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 
@@ -20,7 +20,7 @@ def timeline() -> Timeline:
     ns = 10**6
     cost = StageCost(forward_ns=2 * ns, input_grad_ns=2 * ns, weight_grad_ns=2 * ns, update_ns=ns)
     cluster = Cluster(devices=devices, intra_host=link, inter_host=link)
-    return judge(one_f_one_b(2, 3), [Stage(on=(cost,))] * 2, cluster)
+    return simulate_schedule(one_f_one_b(2, 3), [Stage(costs=(cost,))] * 2, cluster)
 
 
 def test_gantt_is_to_scale(timeline: Timeline) -> None:

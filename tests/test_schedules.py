@@ -16,7 +16,7 @@ from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 
@@ -41,8 +41,10 @@ def run(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> Tim
     devices = tuple(Device(name=f"d{r}", host="h", kind="a", memory_bytes=0) for r in range(len(schedule.order)))
     cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w)
     num_bytes = 1 if transfer_ns else 0
-    stage = Stage(on=(cost,), send_bytes=num_bytes, grad_bytes=num_bytes)
-    return judge(schedule, [stage] * schedule.num_stages, Cluster(devices=devices, intra_host=link, inter_host=link))
+    stage = Stage(costs=(cost,), send_bytes=num_bytes, grad_bytes=num_bytes)
+    return simulate_schedule(
+        schedule, [stage] * schedule.num_stages, Cluster(devices=devices, intra_host=link, inter_host=link)
+    )
 
 
 def bubble_ns(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> int:
@@ -54,7 +56,7 @@ def bubble_ns(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) 
 def stashes(schedule: Schedule) -> Sequence[int]:
     """The most stashes in flight on each rank."""
     cost = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1, stash_bytes=1)
-    return [memory.stash for memory in peak_memory(schedule, [Stage(on=(cost,))] * schedule.num_stages)]
+    return [memory.stash for memory in peak_memory(schedule, [Stage(costs=(cost,))] * schedule.num_stages)]
 
 
 @pytest.mark.parametrize("name", EVERY)

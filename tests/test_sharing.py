@@ -1,7 +1,7 @@
 """What layers that share parameters cost in different stages, by hand."""
 
 from bapipe.formats.profile import LayerProfile
-from bapipe.simulator.tied_weights import SharedGradient, Shares, Sharing, inseparable
+from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights, inseparable_layers
 
 
 def layer(name: str, param_bytes: int = 0, shares: tuple[str, ...] = (), shared_bytes: int = 0) -> LayerProfile:
@@ -20,19 +20,19 @@ TIED = (
 
 
 def test_a_stage_that_holds_all_users_or_none_has_nothing_to_share() -> None:
-    shares = Shares(TIED)
-    assert shares.of({"embedding", "block", "decoder", "head"}) == Sharing()
-    assert shares.of({"block"}) == Sharing()
+    shares = TiedWeights(TIED)
+    assert shares.of({"embedding", "block", "decoder", "head"}) == TiedWeightCost()
+    assert shares.of({"block"}) == TiedWeightCost()
 
 
 def test_a_stage_without_the_layer_that_counts_them_holds_a_copy() -> None:
-    gradients = (SharedGradient(owner="embedding", num_bytes=100),)
-    assert Shares(TIED).of({"embedding", "block"}) == Sharing(gradients=gradients)
-    copied = Sharing(gradients=gradients, param_bytes=100, optimizer_bytes=200, update_ns=100)
-    assert Shares(TIED).of({"decoder", "head"}) == copied
-    assert Shares(TIED).of({"head"}) == copied
+    gradients = (TiedGradient(owner="embedding", num_bytes=100),)
+    assert TiedWeights(TIED).of({"embedding", "block"}) == TiedWeightCost(gradients=gradients)
+    copied = TiedWeightCost(gradients=gradients, param_bytes=100, optimizer_bytes=200, update_ns=100)
+    assert TiedWeights(TIED).of({"decoder", "head"}) == copied
+    assert TiedWeights(TIED).of({"head"}) == copied
 
 
 def test_only_parameters_of_unknown_size_tie_layers_together() -> None:
-    assert not list(inseparable(TIED))
-    assert list(inseparable([layer("a", 5, ("c",)), layer("b"), layer("c", 0, ("a",))])) == [(0, 2)]
+    assert not list(inseparable_layers(TIED))
+    assert list(inseparable_layers([layer("a", 5, ("c",)), layer("b"), layer("c", 0, ("a",))])) == [(0, 2)]

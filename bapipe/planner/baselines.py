@@ -7,9 +7,9 @@ from bapipe.formats.plan import Alternative, Plan, StagePlan
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.schedule_placement import spread
 from bapipe.schedules import SCHEDULES
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import stages_of
-from bapipe.simulator.tied_weights import inseparable
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
+from bapipe.simulator.tied_weights import inseparable_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def baseline_alternatives(
         )
     named = [name for name in schedules if name in SCHEDULES] or ["1f1b"]
     layers = next(iter(profiles.values())).layers
-    joined = [(layers[a].name, layers[b].name) for a, b in inseparable(layers)]
+    joined = [(layers[a].name, layers[b].name) for a, b in inseparable_layers(layers)]
     num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
     equal = equal_layer_stages(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
     apart = any((a in stage.layers) != (b in stage.layers) for a, b in joined for stage in equal)
@@ -94,8 +94,8 @@ def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile
         tuple(tuple(index[name] for name in stage.devices) for stage in candidate.stages),
         len(index),
     )
-    costs = stages_of(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
-    timeline = judge(table, costs, plan.cluster)
+    costs = build_stages(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
+    timeline = simulate_schedule(table, costs, plan.cluster)
     peaks = [memory.total for memory in timeline.memory]
     return Judged(
         step_ns=timeline.step_ns,

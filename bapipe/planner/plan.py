@@ -19,8 +19,8 @@ from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import Objective, PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.progress import SearchProgress
-from bapipe.simulator.simulate import judge
 from bapipe.simulator.simulate import simulate as simulate_by_kind
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 
@@ -242,4 +242,5 @@ def simulate(plan: Plan, profiles: Profiles) -> Timeline:
 def unit_cost_timeline(plan: Plan) -> Timeline:
     """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw what the order is."""
     unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
-    return judge(plan.table, [Stage(on=(unit,) * len(stage.devices)) for stage in plan.stages], plan.cluster)
+    stages = [Stage(costs=(unit,) * len(stage.devices)) for stage in plan.stages]
+    return simulate_schedule(plan.table, stages, plan.cluster)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapipe.schedules.table import Action, Schedule
-from bapipe.simulator.longest_path import Program
+from bapipe.simulator.compiled import CompiledSchedule
 
 
 def merged(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks: int) -> Schedule:
@@ -55,7 +55,7 @@ def place(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
     )
 
 
-def moved(program: Program, ranks: Sequence[int], num_ranks: int) -> Program:
+def moved(program: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
     """Returns the program of `place(schedule, ranks, num_ranks)` from that of the schedule."""
     return replace(
         program,

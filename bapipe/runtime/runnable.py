@@ -3,7 +3,7 @@
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import with_transfers
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 
 
@@ -29,6 +29,6 @@ def check_runnable(plan: Plan) -> tuple[int, ...]:
             )
     schedule = plan.table
     unit = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1)
-    judge(schedule, [Stage(on=(unit,) * len(ranks)) for ranks in schedule.devices], plan.cluster)
+    simulate_schedule(schedule, [Stage(costs=(unit,) * len(ranks)) for ranks in schedule.devices], plan.cluster)
     with_transfers(schedule)
     return tuple(sorted({rank for ranks in schedule.devices for rank in ranks}))

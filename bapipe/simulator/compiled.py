@@ -61,7 +61,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class CompiledSchedule:
     """A legal table in an order in which every action comes after what it needs.
 
     Attributes:
@@ -202,7 +202,7 @@ class Times:
     arrivals_ns: list[int]
     lines_ns: list[int]
 
-    def ranks_ns(self, program: Program) -> list[int]:
+    def ranks_ns(self, program: CompiledSchedule) -> list[int]:
         """Returns when each rank has run its actions."""
         ranks = self.lines_ns[:]
         for line in range(len(ranks) - 1, -1, -1):
@@ -217,7 +217,7 @@ _Entry = tuple[Action, int, int, int, int, int]
 
 
 @lru_cache(maxsize=8)
-def compile_table(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> Program:
+def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> CompiledSchedule:
     """Returns the program of a schedule on ranks of which those named run forward and backward side by side.
 
     O(n) for n actions.
@@ -237,7 +237,7 @@ def compile_table(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> Pro
             lines[entry[1]].append(entry)
     entries = _in_sequence(lines, line_ranks, num_slots)
     columns = tuple(zip(*entries, strict=True)) if entries else ((),) * 6
-    return Program(
+    return CompiledSchedule(
         actions=columns[0],
         ranks=tuple(map(line_ranks.__getitem__, columns[1])),
         costs=columns[2],

@@ -9,11 +9,11 @@ from functools import reduce
 from heapq import heappop, heappush
 from operator import or_
 
-from bapipe.simulator.compiled import Program, Times
+from bapipe.simulator.compiled import CompiledSchedule, Times
 
 
-def run_events(
-    program: Program, duration_ns: Sequence[int], transfer_ns: Sequence[int], overlaps: Sequence[bool]
+def run_event_driven(
+    program: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int], overlaps: Sequence[bool]
 ) -> Times:
     """Returns when everything ends, as `recurrence.run` does, on any device and any link.
 
@@ -86,12 +86,12 @@ def run_events(
                     heappush(events, end_ns << bits | num_actions + slot)
 
 
-def _last_ends(program: Program, ends_ns: Sequence[int]) -> list[int]:
+def _last_ends(program: CompiledSchedule, ends_ns: Sequence[int]) -> list[int]:
     """Returns when each line has run its actions, 0 for one without."""
     return [ends_ns[line[-2].place] if len(line) > 1 else 0 for line in program.rows]
 
 
-def _masks(program: Program, overlaps: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
+def _masks(program: CompiledSchedule, overlaps: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
     """Returns the bit of each link, what each link needs, and the links that the end of something may set free.
 
     A bit is a line's or a link's. A link needs itself and those of its ends that do not overlap. What ends is an action

@@ -9,10 +9,10 @@ than that one, for no transfer takes no time.
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from bapipe.simulator.compiled import Program, Times
+from bapipe.simulator.compiled import CompiledSchedule, Times
 
 
-def run_queued(program: Program, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> Times:
+def run_fifo_links(program: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> Times:
     """Returns when everything ends, as `recurrence.run` does; about a million actions a second.
 
     Exact only where every action takes time whose transfer may have to queue: at one instant it would make a

@@ -6,12 +6,12 @@ arrival  = max(end of the action that sends, arrival of the flow's transfer befo
 
 from collections.abc import Sequence
 
-from bapipe.simulator.compiled import Program, Times, compile_table
+from bapipe.simulator.compiled import CompiledSchedule, Times, compile_schedule
 
-__all__ = ["Program", "compile_table", "run"]
+__all__ = ["CompiledSchedule", "compile_schedule", "run"]
 
 
-def run(program: Program, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> Times:
+def run(program: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> Times:
     """Returns when everything ends; two to five million actions a second.
 
     `duration_ns` holds the time of each phase of each replica of each stage, stage by stage; `transfer_ns` that of one

@@ -10,7 +10,7 @@ import msgspec
 
 from bapipe.formats.plan import Memory
 from bapipe.schedules.table import Phase, Schedule
-from bapipe.simulator.compiled import Program, compile_table
+from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.stage_cost import Stage
 from bapipe.simulator.timeline import Span
 
@@ -24,7 +24,7 @@ class Held:
 
 
 def hold(
-    schedule: Schedule, stages: Sequence[Stage], program: Program, lines: Sequence[Sequence[Span]] = ()
+    schedule: Schedule, stages: Sequence[Stage], program: CompiledSchedule, lines: Sequence[Sequence[Span]] = ()
 ) -> tuple[Held, ...]:
     """Returns what each rank holds in the order of its actions; the peak is at the first action where it is largest.
 
@@ -97,25 +97,25 @@ def _works_at_starts(both: Sequence[tuple[Span, int]], works: Sequence[int]) -> 
 
 def peak_memory(schedule: Schedule, stages: Sequence[Stage]) -> tuple[Memory, ...]:
     """Returns what each rank holds at its peak; see `hold`."""
-    return tuple(rank.peak for rank in hold(schedule, stages, compile_table(schedule)))
+    return tuple(rank.peak for rank in hold(schedule, stages, compile_schedule(schedule)))
 
 
 def memory_over_time(schedule: Schedule, stages: Sequence[Stage]) -> tuple[tuple[Memory, ...], ...]:
     """Returns what each rank holds during each of its actions; see `hold`."""
     return tuple(
         tuple(msgspec.structs.replace(rank.peak, stash=stash, workspace=work) for stash, work in rank.usage)
-        for rank in hold(schedule, stages, compile_table(schedule))
+        for rank in hold(schedule, stages, compile_schedule(schedule))
     )
 
 
 def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
     """Returns by cost the stash that an action takes when it starts, its workspace, and what it gives back at its end.
 
-    Costs are numbered as in `Program`: every phase of every device of every stage.
+    Costs are numbered as in `CompiledSchedule`: every phase of every device of every stage.
     """
     takes, works, returns = [], [], []
     for s, stage in enumerate(stages):
-        for cost in stage.on:
+        for cost in stage.costs:
             whole, kept = 0, cost.stash_bytes
             if stage.recompute:
                 whole, kept = kept, stages[s - 1].send_bytes if s > 0 else 0
@@ -128,7 +128,7 @@ def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
 
 def _held(rank: int, schedule: Schedule, stages: Sequence[Stage]) -> Memory:
     """What a rank holds all through the step."""
-    own = {s: stages[s].on[ranks.index(rank)] for s, ranks in enumerate(schedule.devices) if rank in ranks}
+    own = {s: stages[s].costs[ranks.index(rank)] for s, ranks in enumerate(schedule.devices) if rank in ranks}
     params = sum(cost.param_bytes for cost in own.values())
     return Memory(
         params=params,

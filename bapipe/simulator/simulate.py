@@ -9,13 +9,13 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.schedules.table import Phase, Schedule
-from bapipe.simulator.compiled import Program, Times, compile_table
-from bapipe.simulator.event_driven import run_events
-from bapipe.simulator.fifo_links import run_queued
+from bapipe.simulator.compiled import CompiledSchedule, Times, compile_schedule
+from bapipe.simulator.event_driven import run_event_driven
+from bapipe.simulator.fifo_links import run_fifo_links
 from bapipe.simulator.longest_path import run
 from bapipe.simulator.memory import hold
-from bapipe.simulator.stage_cost import Stage, stages_of
-from bapipe.simulator.tied_weights import SharedGradient
+from bapipe.simulator.stage_cost import Stage, build_stages
+from bapipe.simulator.tied_weights import TiedGradient
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
 
 
@@ -27,11 +27,11 @@ def simulate(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Timeline:
         InvalidModel: the plan's layers are not the profiles' layers.
         BapipeError: a device kind or a micro-batch size without a profile.
     """
-    stages = stages_of(plan.stages, profiles, plan.cluster, plan.microbatch_size)
-    return judge(plan.table, stages, plan.cluster)
+    stages = build_stages(plan.stages, profiles, plan.cluster, plan.microbatch_size)
+    return simulate_schedule(plan.table, stages, plan.cluster)
 
 
-def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Timeline:
+def simulate_schedule(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Timeline:
     """Returns the timeline of a schedule whose stages have known costs.
 
     Every action starts as early as its device's order and its inputs allow. A cut's tensors travel together, one
@@ -39,7 +39,7 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
 
     A device that runs side by side has a lane for F and a lane for B, I and W. Let f be the sum of F over its stages,
     and b that of B, which contains a recomputed F. The lanes have the shares f / (f + b) and b / (f + b) of the compute
-    all through the step, so (`bapipe.simulator.stage_cost.beside`)
+    all through the step, so (`bapipe.simulator.stage_cost.cost_on_lanes`)
 
       - F takes F (f + b) / f, B takes B (f + b) / b, I takes I (f + b) / b, and I and W together (I + W) (f + b) / b,
         each rounded half up. With one stage on the device, F and B take F + B each. Where f or b is nothing, the
@@ -57,7 +57,7 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
     Raises:
         InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
     """
-    program = compile_for(schedule, cluster)
+    program = compile_for_cluster(schedule, cluster)
     duration_ns, transfer_ns = _durations(stages), _transfer_times(program, stages, cluster)
     times = _times(program, duration_ns, transfer_ns, cluster)
     lines = _spans(program, duration_ns, times)
@@ -75,17 +75,17 @@ def judge(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Time
     )
 
 
-def compile_for(schedule: Schedule, cluster: Cluster) -> Program:
-    """Returns the program of a schedule on a cluster's devices; see `compile_table`."""
-    return compile_table(schedule, tuple(rank for rank, device in enumerate(cluster.devices) if device.side_by_side))
+def compile_for_cluster(schedule: Schedule, cluster: Cluster) -> CompiledSchedule:
+    """Returns the program of a schedule on a cluster's devices; see `compile_schedule`."""
+    return compile_schedule(schedule, tuple(rank for rank, device in enumerate(cluster.devices) if device.side_by_side))
 
 
-def needs_no_queue(program: Program, cluster: Cluster) -> bool:
+def longest_path_is_exact(program: CompiledSchedule, cluster: Cluster) -> bool:
     """Returns whether the recurrence is the judge's rules here: no transfer has to queue, and no device stalls."""
     return not any(program.shared) and all(device.overlaps_transfers for device in cluster.devices)
 
 
-def finish_ns(schedule: Schedule, program: Program, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
+def finish_ns(schedule: Schedule, program: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
     """Returns when each rank has run its actions, as `judge` does, without the rest of the timeline.
 
     For searches: `program` is the schedule's, compiled once.
@@ -94,22 +94,24 @@ def finish_ns(schedule: Schedule, program: Program, stages: Sequence[Stage], clu
     return times.ranks_ns(program)
 
 
-def _times(program: Program, duration_ns: Sequence[int], transfer_ns: Sequence[int], cluster: Cluster) -> Times:
+def _times(
+    program: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int], cluster: Cluster
+) -> Times:
     """Returns when everything ends, by the quickest clockwork that is exact here."""
-    if needs_no_queue(program, cluster):
+    if longest_path_is_exact(program, cluster):
         return run(program, duration_ns, transfer_ns)
     overlaps = [device.overlaps_transfers for device in cluster.devices]
     if all(overlaps) and all(duration_ns[cost] for cost in program.shared_costs):
-        return run_queued(program, duration_ns, transfer_ns)
-    return run_events(program, duration_ns, transfer_ns, overlaps)
+        return run_fifo_links(program, duration_ns, transfer_ns)
+    return run_event_driven(program, duration_ns, transfer_ns, overlaps)
 
 
 def _durations(stages: Sequence[Stage]) -> list[int]:
     """Returns the time of every phase on every device of every stage, in that order."""
-    return [cost.ns(phase) for stage in stages for cost in stage.on for phase in Phase]
+    return [cost.ns(phase) for stage in stages for cost in stage.costs for phase in Phase]
 
 
-def _transfer_times(program: Program, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
+def _transfer_times(program: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
     times = []
     for flow in program.all_flows:
         num_bytes = stages[flow.stage].send_bytes if flow.forward else stages[flow.stage - 1].grad_bytes
@@ -117,7 +119,7 @@ def _transfer_times(program: Program, stages: Sequence[Stage], cluster: Cluster)
     return times
 
 
-def _spans(program: Program, duration_ns: Sequence[int], times: Times) -> list[list[Span]]:
+def _spans(program: CompiledSchedule, duration_ns: Sequence[int], times: Times) -> list[list[Span]]:
     """Returns the actions of each line."""
     spans: list[list[Span]] = [[] for _ in program.line_ranks]
     starts_ns = map(sub, times.ends_ns, map(duration_ns.__getitem__, program.costs))
@@ -129,7 +131,7 @@ def _spans(program: Program, duration_ns: Sequence[int], times: Times) -> list[l
     return spans
 
 
-def _by_rank(program: Program, lines: Sequence[list[Span]]) -> list[list[Span]]:
+def _by_rank(program: CompiledSchedule, lines: Sequence[list[Span]]) -> list[list[Span]]:
     """Returns the actions of each rank by their start, forwards first."""
     spans = list(lines[: program.num_ranks])
     for line in range(program.num_ranks, len(lines)):
@@ -138,7 +140,7 @@ def _by_rank(program: Program, lines: Sequence[list[Span]]) -> list[list[Span]]:
     return spans
 
 
-def _transfers(program: Program, transfer_ns: Sequence[int], times: Times) -> tuple[Transfer, ...]:
+def _transfers(program: CompiledSchedule, transfer_ns: Sequence[int], times: Times) -> tuple[Transfer, ...]:
     flows, gives, columns = program.sent
     lasts_ns = list(map(transfer_ns.__getitem__, flows))
     ends_ns = list(map(times.arrivals_ns.__getitem__, gives))
@@ -181,9 +183,9 @@ def _shared_sums(
     First come those of the earliest stage. A sum begins when the stages' last backwards and their own all-reduces are
     done, and is a ring over all their devices; on a single device it takes nothing. The updates wait for it.
     """
-    sharers: dict[SharedGradient, list[int]] = {}
+    sharers: dict[TiedGradient, list[int]] = {}
     for s, stage in enumerate(stages):
-        for gradient in stage.shared:
+        for gradient in stage.tied_gradients:
             sharers.setdefault(gradient, []).append(s)
     end_ns = 0
     for place, (gradient, users) in enumerate(sharers.items()):
@@ -202,7 +204,7 @@ def _gradient_end_ns(
 ) -> list[int]:
     """When each device of a stage has the gradients of a bucket; 0 on one that has no micro-batch."""
     done = []
-    for rank, cost in zip(schedule.devices[s], stage.on, strict=True):
+    for rank, cost in zip(schedule.devices[s], stage.costs, strict=True):
         last = [x for x in spans[rank] if x.action.stage == s and x.action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD)]
         after_b, after_w = cost.gradient_done_ns[bucket]
         if not last:
@@ -235,7 +237,7 @@ def _updates(
                 ready.append((synced_ns[s] if s in synced_ns else _end_ns(ran, s), s))
         for ready_ns, s in sorted(ready):
             start_ns = max(now, ready_ns)
-            now = start_ns + stages[s].on[schedule.devices[s].index(rank)].update_ns
+            now = start_ns + stages[s].costs[schedule.devices[s].index(rank)].update_ns
             updates.append(Update(rank, s, start_ns, now))
     return updates
 

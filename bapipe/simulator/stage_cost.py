@@ -13,7 +13,7 @@ from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.schedules.table import Phase
-from bapipe.simulator.tied_weights import SharedGradient, Shares, Sharing
+from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights
 from bapipe.units import at_speed, round_half_up
 
 BUCKET_BYTES = 25 * 2**20
@@ -54,7 +54,7 @@ class StageCost:
         return split_ns if self.whole_backward_ns is None else self.whole_backward_ns
 
     @property
-    def least_backward_ns(self) -> int:
+    def min_backward_ns(self) -> int:
         """The shorter of B, and I and W."""
         return min(self.backward_ns, self.input_grad_ns + self.weight_grad_ns)
 
@@ -76,23 +76,23 @@ class Stage:
     """A stage of a pipeline.
 
     Attributes:
-        on: its cost on each of its devices, in the order of `Schedule.devices`.
+        costs: its cost on each of its devices, in the order of `Schedule.devices`.
         send_bytes, grad_bytes: activations of a micro-batch sent to the next stage, and their gradients sent back; 0
             for the last stage.
         bucket_bytes: gradients in each all-reduce, in the order in which they are done; empty for a single device.
-        shared: gradients that it has in common with other stages.
+        tied_gradients: gradients that it has in common with other stages.
         recompute: only the stage's input is kept; a whole stash lives during each backward.
     """
 
-    on: tuple[StageCost, ...]
+    costs: tuple[StageCost, ...]
     send_bytes: int = 0
     grad_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
-    shared: tuple[SharedGradient, ...] = ()
+    tied_gradients: tuple[TiedGradient, ...] = ()
     recompute: bool = False
 
 
-def stages_of(
+def build_stages(
     stages: Sequence[StagePlan], profiles: Mapping[str, ModelProfile], cluster: Cluster, microbatch_size: int
 ) -> tuple[Stage, ...]:
     """Returns the cost of every stage, from the profiles by device kind.
@@ -126,19 +126,20 @@ def _with_lanes(stages: Sequence[Stage], devices: Sequence[Sequence[Device]]) ->
     forward_ns: Counter[str] = Counter()
     backward_ns: Counter[str] = Counter()
     for stage, group in zip(stages, devices, strict=True):
-        for device, cost in zip(group, stage.on, strict=True):
+        for device, cost in zip(group, stage.costs, strict=True):
             forward_ns[device.name] += cost.forward_ns
             backward_ns[device.name] += cost.backward_ns
 
     def on_lanes(device: Device, cost: StageCost) -> StageCost:
-        return beside(cost, forward_ns[device.name], backward_ns[device.name]) if device.side_by_side else cost
+        return cost_on_lanes(cost, forward_ns[device.name], backward_ns[device.name]) if device.side_by_side else cost
 
     return tuple(
-        replace(stage, on=tuple(map(on_lanes, group, stage.on))) for stage, group in zip(stages, devices, strict=True)
+        replace(stage, costs=tuple(map(on_lanes, group, stage.costs)))
+        for stage, group in zip(stages, devices, strict=True)
     )
 
 
-def beside(cost: StageCost, forward_ns: int, backward_ns: int) -> StageCost:
+def cost_on_lanes(cost: StageCost, forward_ns: int, backward_ns: int) -> StageCost:
     """Returns a cost on a device that shares its compute between two lanes in proportion to these times.
 
     They are F and B of one micro-batch in all stages of the device. Within a backward, I comes first, then W.
@@ -171,7 +172,7 @@ class _View:
     def __init__(self, profile: ModelProfile, microbatch_size: int) -> None:
         self.layers = tuple(zip(profile.layers, profile.at(microbatch_size), strict=True))
         self.by_name = {layer.name: (layer, measured) for layer, measured in self.layers}
-        self.shares = Shares(profile.layers)
+        self.shares = TiedWeights(profile.layers)
 
 
 def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _View], cut: tuple[int, int]) -> Stage:
@@ -181,7 +182,7 @@ def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _Vie
     ends = tuple(end for end, _ in buckets)
     sharing = {device.kind: views[device.kind].shares.of(set(stage.layers)) for device in devices}
     return Stage(
-        on=tuple(
+        costs=tuple(
             stage_cost(
                 [views[device.kind].by_name[name] for name in names],
                 device.speed,
@@ -194,7 +195,7 @@ def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _Vie
         send_bytes=cut[0],
         grad_bytes=cut[1],
         bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
-        shared=sharing[devices[0].kind].gradients,
+        tied_gradients=sharing[devices[0].kind].gradients,
         recompute=stage.recompute,
     )
 
@@ -220,7 +221,7 @@ def stage_cost(
     speed: float,
     recompute: bool,
     bucket_ends: Sequence[int],
-    sharing: Sharing,
+    sharing: TiedWeightCost,
 ) -> StageCost:
     """Returns the cost of layers, given last to first, on a device of some speed.
 

@@ -39,8 +39,8 @@ from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.throughput.loads import Cuts, Runs, transfer_ns
 from bapipe.schedules import SCHEDULES
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
 from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 
 MICROBATCHES = NUM_MICROBATCHES
@@ -67,8 +67,8 @@ def step_ns(profile: ModelProfile, where: Cluster, edges: Edges) -> int:
         StagePlan(layers=tuple(layer.name for layer in profile.layers[a:b]), devices=(device.name,))
         for (a, b), device in zip(pairwise(edges), where.devices, strict=True)
     ]
-    costs = stages_of(stages, {"v100": profile}, where, profile.microbatch_sizes[0])
-    return judge(SCHEDULES["1f1b"](len(stages), MICROBATCHES), costs, where).step_ns
+    costs = build_stages(stages, {"v100": profile}, where, profile.microbatch_sizes[0])
+    return simulate_schedule(SCHEDULES["1f1b"](len(stages), MICROBATCHES), costs, where).step_ns
 
 
 def least_largest(costs: Any, num_stages: int) -> tuple[float, Edges]:

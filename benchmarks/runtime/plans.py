@@ -14,8 +14,8 @@ from bapipe.planner.inputs import local_cluster
 from bapipe.planner.schedule_placement import spread
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
 from benchmarks.runtime.models import Raced
 
 CHOICE, PARALLEL, PIPELINE = "bapipe's choice", "bapipe, data parallel", "bapipe, two stages"
@@ -93,5 +93,5 @@ def _judged(plan: Plan, schedule: str, profile: ModelProfile) -> int:
     """Returns what the judge says of a plan's stages under another schedule."""
     ranks = tuple((rank,) for rank in range(len(plan.stages)))
     table = spread(SCHEDULES[schedule](len(plan.stages), plan.num_microbatches), ranks, len(plan.cluster.devices))
-    costs = stages_of(plan.stages, {profile.device.kind: profile}, plan.cluster, plan.microbatch_size)
-    return judge(table, costs, plan.cluster).step_ns
+    costs = build_stages(plan.stages, {profile.device.kind: profile}, plan.cluster, plan.microbatch_size)
+    return simulate_schedule(table, costs, plan.cluster).step_ns

@@ -29,8 +29,8 @@ from bapipe.planner.schedule_placement import spread
 from bapipe.profiler.profile import profile_model
 from bapipe.runtime.train_result import WARM_UP_STEPS
 from bapipe.schedules import SCHEDULES
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
 from benchmarks.two_hosts.namespaces import TwoHosts, two_hosts, why_not
 
 BURST = {"1gbit": "128kb", "100mbit": "32kb"}
@@ -67,7 +67,7 @@ def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Pla
         if num * size != plan.minibatch_size or num < len(devices):
             continue
         table = spread(SCHEDULES["1f1b"](1, num), ((0, 1),), 2)
-        timeline = judge(table, stages_of(stages, {"cpu": profile}, plan.cluster, size), plan.cluster)
+        timeline = simulate_schedule(table, build_stages(stages, {"cpu": profile}, plan.cluster, size), plan.cluster)
         found.append(
             msgspec.structs.replace(
                 plan,

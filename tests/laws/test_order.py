@@ -10,7 +10,7 @@ from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.evaluate import clock
 from bapipe.planner.action_order.problem import OrderProblem, order_problem
 from bapipe.planner.action_order.search import FoundOrder, search_order
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from tests.random_pipelines import Pipeline, random_pipeline
 from tests.reference.every_order import every_table, fastest_ns
 
@@ -32,7 +32,7 @@ def check(p: Pipeline, found: FoundOrder, want: int | None, seed: int) -> None:
         return
     assert found.schedule is not None, seed
     assert found.lower_bound_ns is not None, seed
-    timeline = judge(found.schedule, p.stages, p.cluster)
+    timeline = simulate_schedule(found.schedule, p.stages, p.cluster)
     assert timeline.step_ns == found.step_ns, seed
     assert all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)), seed
     assert found.lower_bound_ns <= want <= timeline.step_ns, seed
@@ -89,7 +89,7 @@ def test_bounds_hold_where_transfers_stop_devices() -> None:
         steps = []
         for table in every_table(p.devices, 2, len(p.cluster.devices)):
             try:
-                timeline = judge(table, p.stages, p.cluster)
+                timeline = simulate_schedule(table, p.stages, p.cluster)
             except InvalidSchedule:
                 continue
             if all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)):
@@ -125,7 +125,7 @@ def test_the_list_scheduler_always_ends_and_fits_and_the_clock_is_the_judge() ->
         for rule in list(list_scheduler.rules(problem))[::7]:
             orders = list_scheduler.schedule(problem, rule)
             assert problem.fits(orders), seed
-            timeline = judge(problem.table(p.devices, orders), p.stages, p.cluster)
+            timeline = simulate_schedule(problem.table(p.devices, orders), p.stages, p.cluster)
             assert all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)), seed
             assert timeline.step_ns >= lower_bound_ns(problem), seed
             seen += 1

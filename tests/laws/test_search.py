@@ -21,8 +21,8 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.schedule_placement import merged
 from bapipe.schedules import LOOPED, SCHEDULES
-from bapipe.simulator.simulate import judge, simulate
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.simulate import simulate, simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
 from tests.random_profiles import random_cluster, random_profile
 
 
@@ -260,7 +260,7 @@ def test_the_space_leaves_no_plan_out(seed: int) -> None:
         ranks = tuple(tuple(cluster.index[name] for name in stage.devices) for stage in stages)
         used = sum(map(len, ranks))
         table = merged(SCHEDULES["1f1b"](used, 4), ranks, len(cluster.devices))
-        timeline = judge(table, stages_of(stages, {"a": profile}, cluster, 1), cluster)
+        timeline = simulate_schedule(table, build_stages(stages, {"a": profile}, cluster, 1), cluster)
         if all(held.total <= limit for held, limit in zip(timeline.memory, limits, strict=True)):
             best = timeline.step_ns if best is None else min(best, timeline.step_ns)
     found = best_first(problems)
@@ -290,7 +290,7 @@ def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
         if not any(stage.recompute for stage in stages):
             ranks = tuple(tuple(cluster.index[name] for name in stage.devices) for stage in stages)
             table = merged(SCHEDULES["1f1b"](sum(map(len, ranks)), 4), ranks, 4)
-            want.append(judge(table, stages_of(stages, {"a": profile}, cluster, 1), cluster).step_ns)
+            want.append(simulate_schedule(table, build_stages(stages, {"a": profile}, cluster, 1), cluster).step_ns)
     found, every = best_first(problems), exhaustive(problems)
     assert found is not None
     assert every is not None

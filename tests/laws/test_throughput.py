@@ -16,7 +16,7 @@ from bapipe.planner.throughput import search as throughput
 from bapipe.planner.throughput.loads import message_ns
 from bapipe.planner.throughput.search import explore_throughput, plan_throughput
 from bapipe.simulator.simulate import simulate
-from bapipe.simulator.stage_cost import Stage, stages_of
+from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile
 
@@ -55,7 +55,7 @@ def least_load(profile: ModelProfile, cluster: Cluster, num_microbatches: int, s
                     StagePlan(layers=own, devices=tuple(cluster.devices[rank].name for rank in ranks))
                     for own, ranks in zip(layers, devices, strict=True)
                 ]
-                costs = stages_of(stages, {"a": profile}, cluster, size)
+                costs = build_stages(stages, {"a": profile}, cluster, size)
                 used = sum(map(len, devices)) if alike else None
                 load = largest_load(costs, devices, cluster, num_microbatches, used)
                 if load is not None and (best is None or load < best):
@@ -104,7 +104,7 @@ def largest_load(
     worst = 0
     for s, (stage, ranks) in enumerate(zip(stages, devices, strict=True)):
         for place, rank in enumerate(ranks):
-            cost, r = stage.on[place], len(ranks)
+            cost, r = stage.costs[place], len(ranks)
             times = len(range(place, num_microbatches, r))
             compute = times * (cost.forward_ns + cost.backward_ns) + cost.update_ns
             if r > 1 and cost.param_bytes:

@@ -25,7 +25,9 @@ def fastest_ns(
     last = len(stages) - 1
     rank_of = [d[0] for d in devices]
     room = [memory[r] - static_bytes(r, stages, rank_of, num) for r in range(len(memory))]
-    updates = [sum(stages[s].on[0].update_ns for s in range(last + 1) if rank_of[s] == r) for r in range(len(memory))]
+    updates = [
+        sum(stages[s].costs[0].update_ns for s in range(last + 1) if rank_of[s] == r) for r in range(len(memory))
+    ]
     best: list[int | None] = [None]
     seen = set()
 
@@ -41,7 +43,7 @@ def fastest_ns(
         seen.add(key)
         left = [0] * len(clocks)
         for (s, _), state in did.items():
-            c = stages[s].on[0]
+            c = stages[s].costs[0]
             backward = min(c.ns(B), c.input_grad_ns + c.weight_grad_ns)
             todo = {"": c.forward_ns + backward, "F": backward}
             left[rank_of[s]] += todo.get(state, c.weight_grad_ns if state == "I" else 0)
@@ -59,7 +61,7 @@ def fastest_ns(
                     continue
                 if phase is F and s == last and any(did[s, k] == "" for k in range(m)):
                     continue
-                r, cost = rank_of[s], stages[s].on[0]
+                r, cost = rank_of[s], stages[s].costs[0]
                 kept = cost.stash_bytes
                 if stages[s].recompute:
                     kept = stages[s - 1].send_bytes if s else 0
@@ -98,7 +100,7 @@ def static_bytes(rank: int, stages: tuple[Stage, ...], rank_of: list[int], num: 
     for s, stage in enumerate(stages):
         if rank_of[s] != rank:
             continue
-        total += 2 * stage.on[0].param_bytes + stage.on[0].optimizer_bytes
+        total += 2 * stage.costs[0].param_bytes + stage.costs[0].optimizer_bytes
         if s > 0 and rank_of[s - 1] != rank:
             total += num * stages[s - 1].send_bytes
         if s + 1 < len(stages) and rank_of[s + 1] != rank:

@@ -17,9 +17,9 @@ from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import BUCKET_BYTES, fill_buckets, stage_cost, stages_of
-from bapipe.simulator.tied_weights import Sharing
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import BUCKET_BYTES, build_stages, fill_buckets, stage_cost
+from bapipe.simulator.tied_weights import TiedWeightCost
 
 Array = Any
 
@@ -106,7 +106,7 @@ class _Costs:
                 buckets = fill_buckets([layer.param_bytes for layer, _ in layers])
                 assert sum(layer.param_bytes for layer, _ in layers) < BUCKET_BYTES
                 ends = [end for end, _ in buckets]
-                cost = stage_cost(layers, device.speed, False, ends, Sharing())
+                cost = stage_cost(layers, device.speed, False, ends, TiedWeightCost())
                 done = cost.gradient_done_ns[0] if buckets else (0, 0)
                 values = (
                     *(cost.forward_ns, cost.backward_ns, cost.input_grad_ns, cost.weight_grad_ns, cost.update_ns),
@@ -158,7 +158,7 @@ class _Pipelines:
             for _, phase, m in self.order[s]:
                 order[own[m % len(own)]].append(Action(s, phase, m))
         table = Schedule(devices=devices, num_microbatches=self.num, order=tuple(map(tuple, order)))
-        timeline = judge(table, stages_of(stages, self._profiles(), cluster, self.size), cluster)
+        timeline = simulate_schedule(table, build_stages(stages, self._profiles(), cluster, self.size), cluster)
         assert all(held.total <= limit for held, limit in zip(timeline.memory, self.question.limits, strict=True))
         return stages, table, timeline.step_ns
 

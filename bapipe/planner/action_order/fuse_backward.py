@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.simulator.simulate import judge
+from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage
 
 Pair = tuple[int, int]
@@ -18,14 +18,14 @@ def join(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Sched
     Memory does not grow: I and W with nothing between hold what B holds, and what I leaves for W. At most two
     judgements a pair.
     """
-    most_ns = judge(schedule, stages, cluster).step_ns
+    most_ns = simulate_schedule(schedule, stages, cluster).step_ns
     joined: set[Pair] = set()
     groups = [_pairs(schedule)]
     while groups:
         group = groups.pop()
         if not group:
             continue
-        if judge(_with(schedule, joined | set(group)), stages, cluster).step_ns <= most_ns:
+        if simulate_schedule(_with(schedule, joined | set(group)), stages, cluster).step_ns <= most_ns:
             joined |= set(group)
         elif len(group) > 1:
             half = len(group) // 2

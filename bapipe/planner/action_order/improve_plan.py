@@ -13,8 +13,8 @@ from bapipe.planner.schedule_placement import place
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
 
 SEARCH = "search"
 """What a plan whose order was searched calls its schedule."""
@@ -64,7 +64,7 @@ class _Cut:
 
     def __init__(self, stages: tuple[StagePlan, ...], plan: Plan, profiles: Mapping[str, ModelProfile]) -> None:
         self.stages, self.table, self.cluster = stages, plan.table, plan.cluster
-        self.costs = stages_of(stages, profiles, plan.cluster, plan.microbatch_size)
+        self.costs = build_stages(stages, profiles, plan.cluster, plan.microbatch_size)
 
     def bound_ns(self, limits: Sequence[int]) -> int | None:
         """Returns what no order of these stages beats, None where none fits."""
@@ -124,7 +124,7 @@ def _planned(plan: Plan, best: _Cut, found: FoundOrder, num_others: int) -> Plan
         schedule=SEARCH,
         stages=best.stages,
         order=tuple(tuple(map(str, actions)) for actions in found.schedule.order),
-        prediction=judge(found.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
+        prediction=simulate_schedule(found.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
         certificate=certify(
             found.step_ns,
             found.lower_bound_ns,

@@ -67,7 +67,7 @@ class OrderProblem:
     def num_actions(self) -> int:
         return 3 * self.num_stages * self.num_microbatches
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def build_stages(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a device, ascending."""
         return tuple(s for s, own in enumerate(self.rank_of) if own == rank)
 
@@ -181,13 +181,13 @@ def order_problem(
             f"{len(stages)} stages, {len(devices)} lists of devices; {num_ranks} devices, {len(memory_bytes)} memories"
         )
     for s, replicas in enumerate(devices):
-        if len(replicas) != 1 or len(stages[s].on) != 1:
+        if len(replicas) != 1 or len(stages[s].costs) != 1:
             raise ValueError(f"stage {s} has devices {replicas}; an order is searched for one device a stage")
     if any(device.side_by_side for device in cluster.devices):
         raise ValueError("an order is searched for devices that run one action at a time")
     rank_of = tuple(replicas[0] for replicas in devices)
     fixed = peak_memory(one_by_one(devices, num_microbatches, num_ranks), stages)
-    costs = [stage.on[0] for stage in stages]
+    costs = [stage.costs[0] for stage in stages]
 
     def transfer(source: int, target: int, num_bytes: int) -> int:
         here, there = rank_of[source], rank_of[target]
@@ -207,7 +207,8 @@ def order_problem(
         ),
         kept_bytes=tuple(_kept_bytes(s, stages) for s in range(len(stages))),
         whole_bytes=tuple(
-            (stage.on[0].stash_bytes if stage.recompute else 0) + stage.on[0].gradient_stash_bytes for stage in stages
+            (cost.stash_bytes if stage.recompute else 0) + cost.gradient_stash_bytes
+            for stage, cost in zip(stages, costs, strict=True)
         ),
         workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
         room_bytes=tuple(
@@ -224,14 +225,14 @@ def relaxed(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
     A table that uses B where that is shorter or needs less is no faster than one of this problem's.
     """
     ns: list[int] = []
-    for cost in (stage.on[0] for stage in stages):
+    for cost in (stage.costs[0] for stage in stages):
         input_grad_ns = min(cost.input_grad_ns, cost.backward_ns)
-        ns += [cost.forward_ns, input_grad_ns, cost.least_backward_ns - input_grad_ns]
-    whole_bytes = tuple(stage.on[0].stash_bytes if stage.recompute else 0 for stage in stages)
+        ns += [cost.forward_ns, input_grad_ns, cost.min_backward_ns - input_grad_ns]
+    whole_bytes = tuple(stage.costs[0].stash_bytes if stage.recompute else 0 for stage in stages)
     return replace(problem, ns=tuple(ns), whole_bytes=whole_bytes)
 
 
 def _kept_bytes(s: int, stages: Sequence[Stage]) -> int:
     if not stages[s].recompute:
-        return stages[s].on[0].stash_bytes
+        return stages[s].costs[0].stash_bytes
     return stages[s - 1].send_bytes if s > 0 else 0

@@ -14,7 +14,7 @@ from bapipe.planner.action_order.fuse_backward import join
 from bapipe.planner.action_order.local_search import polish
 from bapipe.planner.action_order.problem import OrderProblem, Orders, one_by_one, order_problem, orders_of, relaxed
 from bapipe.schedules.table import Schedule
-from bapipe.simulator.simulate import compile_for, finish_ns, judge
+from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
 from bapipe.simulator.stage_cost import Stage
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class _Search:
 
     def offer(self, schedule: Schedule, or_equal: bool = False) -> None:
         """Keeps a table that fits and is faster, or as fast where that is enough."""
-        timeline = judge(schedule, self.stages, self.cluster)
+        timeline = simulate_schedule(schedule, self.stages, self.cluster)
         fits = all(held.total <= most for held, most in zip(timeline.memory, self.memory_bytes, strict=True))
         if fits and (self.schedule is None or timeline.step_ns < self.step_ns + or_equal):
             self.schedule, self.step_ns = schedule, timeline.step_ns
@@ -128,7 +128,7 @@ class _Search:
             return timed[1] if timed else None
         try:
             table = self.problem.table(self.devices, orders)
-            program = compile_for(table, self.cluster)
+            program = compile_for_cluster(table, self.cluster)
         except InvalidSchedule:
             return None
         done = finish_ns(table, program, self.stages, self.cluster)

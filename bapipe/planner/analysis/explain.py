@@ -13,7 +13,7 @@ from bapipe.planner.baselines import in_words
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.timeline import Timeline
 
 MOST_HELP = 5
@@ -149,7 +149,7 @@ def _work_ns(chain: Chain, start: int, stop: int) -> int:
 
 
 def _sent(plan: Plan, profiles: Mapping[str, ModelProfile]) -> list[int]:
-    stages = stages_of(plan.stages, profiles, plan.cluster, plan.microbatch_size)
+    stages = build_stages(plan.stages, profiles, plan.cluster, plan.microbatch_size)
     return [stage.send_bytes for stage in stages[:-1]]
 
 

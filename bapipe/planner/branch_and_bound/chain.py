@@ -6,7 +6,7 @@ from msgspec import UNSET
 
 from bapipe.formats.profile import ModelProfile
 from bapipe.simulator.stage_cost import Stage, StageCost, fill_buckets
-from bapipe.simulator.tied_weights import Shares, Sharing, inseparable
+from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparable_layers
 from bapipe.units import at_speed
 
 
@@ -36,7 +36,7 @@ class Chain:
         self.legal = _legal(profile)
         self._layer_params = [layer.param_bytes for layer in profile.layers]
         self._names = [layer.name for layer in profile.layers]
-        self._shares = Shares(profile.layers)
+        self._shares = TiedWeights(profile.layers)
         self._costs: dict[tuple[int, int, bool, bool], StageCost] = {}
         self._buckets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
 
@@ -65,7 +65,7 @@ class Chain:
             )
         return found
 
-    def sharing(self, start: int, stop: int) -> Sharing:
+    def sharing(self, start: int, stop: int) -> TiedWeightCost:
         """Returns what sharing parameters with other stages adds to layers `start` to `stop`."""
         return self._shares.of(frozenset(self._names[start:stop]))
 
@@ -94,11 +94,11 @@ def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: bool)
     """Returns layers `start` to `stop` as a stage on devices that each run the layers as one of `chains`."""
     shared = len(chains) > 1
     return Stage(
-        on=tuple(chain.cost(start, stop, recompute=recompute, reduced=shared) for chain in chains),
+        costs=tuple(chain.cost(start, stop, recompute=recompute, reduced=shared) for chain in chains),
         send_bytes=chains[0].send_bytes[stop],
         grad_bytes=chains[0].grad_bytes[stop],
         bucket_bytes=tuple(num_bytes for _, num_bytes in chains[0].buckets(start, stop)) if shared else (),
-        shared=chains[0].sharing(start, stop).gradients,
+        tied_gradients=chains[0].sharing(start, stop).gradients,
         recompute=recompute,
     )
 
@@ -112,7 +112,7 @@ def _sums(values: list[int]) -> list[int]:
 
 def _legal(profile: ModelProfile) -> list[bool]:
     legal = [True] * (len(profile.layers) + 1)
-    for first, last in inseparable(profile.layers):
+    for first, last in inseparable_layers(profile.layers):
         for cut in range(first + 1, last + 1):
             legal[cut] = False
     return legal

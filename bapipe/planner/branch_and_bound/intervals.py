@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerProfile, ModelProfile
 from bapipe.simulator.stage_cost import BUCKET_BYTES
-from bapipe.simulator.tied_weights import Shares
+from bapipe.simulator.tied_weights import TiedWeights
 
 Numbers = NDArray[Any]
 
@@ -80,7 +80,7 @@ def _copies(grid: Grid, profile: ModelProfile) -> Numbers:
         inside: Numbers = (cuts[grid.starts] <= at) & (at < cuts[grid.ends])
         return inside
 
-    for owner, users, copy in Shares(profile.layers).copies():
+    for owner, users, copy in TiedWeights(profile.layers).copies():
         outside = np.logical_or.reduce([holds(user) for user in users]) & ~holds(owner)
         found += np.where(outside, 2 * copy.param_bytes + copy.optimizer_bytes, 0)
     return found

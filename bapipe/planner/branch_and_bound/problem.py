@@ -12,9 +12,9 @@ from bapipe.planner.branch_and_bound.lower_bound import Bounds
 from bapipe.planner.branch_and_bound.placements import Slot, Slots
 from bapipe.planner.schedule_placement import merged, moved, place
 from bapipe.schedules.table import Phase, Schedule
-from bapipe.simulator.longest_path import Program, compile_table
+from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import finish_ns, judge, needs_no_queue, ring_ns
+from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, ring_ns, simulate_schedule
 from bapipe.simulator.stage_cost import Stage
 from bapipe.simulator.timeline import Timeline
 
@@ -76,8 +76,8 @@ class Problem:
         self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
         self.slots, self.bounds, self.starts = slots, bounds, tuple(starts)
         self.may_not_fit = len({chain.profile_name for chain in chains}) > 1  # sizes of tensors differ by kind
-        self._tables: dict[tuple[Slot, ...], tuple[Schedule, Program]] = {}
-        self._programs: dict[tuple[tuple[int, ...], int], tuple[Schedule, Program]] = {}
+        self._tables: dict[tuple[Slot, ...], tuple[Schedule, CompiledSchedule]] = {}
+        self._programs: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class Problem:
             found.append((at_place[slot.place],))
         return tuple(found)
 
-    def table(self, slots: tuple[Slot, ...]) -> tuple[Schedule, Program]:
+    def table(self, slots: tuple[Slot, ...]) -> tuple[Schedule, CompiledSchedule]:
         """Returns the schedule on the slots' devices, and its program."""
         if slots not in self._tables:
             if len(self._tables) >= KEPT_TABLES:
@@ -125,7 +125,7 @@ class Problem:
             self._tables[slots] = place(table, order, num_ranks), moved(program, order, num_ranks)
         return self._tables[slots]
 
-    def _made(self, slots: Sequence[Slot], num_devices: int) -> tuple[Schedule, Program]:
+    def _made(self, slots: Sequence[Slot], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
         """The schedule and its program on devices 0, 1, ...: the same for slots of the same sizes."""
         sizes = tuple(len(slot.devices) for slot in slots)
         if (sizes, num_devices) not in self._programs:
@@ -133,7 +133,7 @@ class Problem:
             if slots[0].place is None:
                 ends = list(accumulate(sizes, initial=0))
                 table = merged(table, [tuple(range(a, b)) for a, b in pairwise(ends)], num_devices)
-            self._programs[sizes, num_devices] = table, compile_table(table)
+            self._programs[sizes, num_devices] = table, compile_schedule(table)
         return self._programs[sizes, num_devices]
 
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
@@ -158,24 +158,24 @@ class Problem:
 
     def is_fast(self, layout: Layout) -> bool:
         """Returns whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
-        return needs_no_queue(self.table(layout.slots)[1], self.cluster)
+        return longest_path_is_exact(self.table(layout.slots)[1], self.cluster)
 
     def step_ns(self, layout: Layout) -> int:
         """Returns the judge's step time, without the rest of the timeline."""
         table, program = self.table(layout.slots)
         stages = self.stages(layout)
-        if any(stage.shared for stage in stages):
+        if any(stage.tied_gradients for stage in stages):
             return self.judge(layout).step_ns
         done = finish_ns(table, program, stages, self.cluster)
         for stage, ranks in zip(stages, table.devices, strict=True):
             synced_ns = _synced_ns(stage, ranks, table, done, self.cluster)
-            for cost, rank in zip(stage.on, ranks, strict=True):
+            for cost, rank in zip(stage.costs, ranks, strict=True):
                 done[rank] = max(done[rank], synced_ns) + cost.update_ns
         return max(done)
 
     def judge(self, layout: Layout) -> Timeline:
         """Returns the timeline of one step."""
-        return judge(self.table(layout.slots)[0], self.stages(layout), self.cluster)
+        return simulate_schedule(self.table(layout.slots)[0], self.stages(layout), self.cluster)
 
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequence[int], cluster: Cluster) -> int:
@@ -183,7 +183,7 @@ def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequen
     end_ns, beside = 0, cluster.host_sum_link(ranks) is None
     for bucket, num_bytes in enumerate(stage.bucket_bytes):
         ready_ns = 0
-        for cost, rank in zip(stage.on, ranks, strict=True):
+        for cost, rank in zip(stage.costs, ranks, strict=True):
             if table.order[rank]:
                 phase = table.order[rank][-1].phase
                 after_ns = cost.gradient_done_ns[bucket][phase is Phase.WEIGHT_GRAD] if beside else cost.ns(phase)

@@ -31,8 +31,8 @@ from bapipe.planner.throughput.problem import LeastLoad
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.schedules.one_f_one_b import one_rank
 from bapipe.schedules.table import Action, Schedule
-from bapipe.simulator.simulate import judge
-from bapipe.simulator.stage_cost import stages_of
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
 
 MAX_DOWNSETS = 3000
 """Up to how many downsets all of them are looked at."""
@@ -269,8 +269,8 @@ def _plan(profiles: Mapping[str, ModelProfile], cluster: Cluster, answer: Answer
     )
     num_microbatches = minibatch_size // answer.microbatch_size
     table = deep_one_f_one_b([ranks for _, ranks in answer.stages], num_microbatches, len(cluster.devices))
-    costs = stages_of(stages, profiles, cluster, answer.microbatch_size)
-    prediction = judge(table, costs, cluster).prediction(minibatch_size)
+    costs = build_stages(stages, profiles, cluster, answer.microbatch_size)
+    prediction = simulate_schedule(table, costs, cluster).prediction(minibatch_size)
     return Plan(
         model=first.model,
         factory=first.factory,
