@@ -15,9 +15,9 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.lowering import receives_first, with_transfers
-from bapipe.runtime.recompute import Recomputed
-from bapipe.runtime.rng import Draws
+from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.recompute import RecomputedStage
+from bapipe.runtime.rng import PerOperatorRng
 from bapipe.schedules.table import Action, Phase, Schedule
 
 _EVERY_INPUT_HAS_A_GRADIENT = "tensor_meta" not in inspect.signature(_RecvInfo).parameters
@@ -61,7 +61,7 @@ class _Run:
     end: object
 
 
-class Runner:
+class ScheduleExecutor:
     """Runs a schedule's actions for the stages of this process, in exactly the order of the schedule.
 
     The losses of the micro-batches are divided by their number before their backward, so that gradients add up to the
@@ -75,7 +75,7 @@ class Runner:
         stages: Sequence[LocalStage],
         loss: Loss,
         clock: Clock,
-        draws: Draws,
+        draws: PerOperatorRng,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -98,9 +98,9 @@ class Runner:
         for one in held:
             one.stage_index_to_group_rank = self._places(0)  # for torch's greetings
         self._find_losses_by_microbatch()
-        lowered = with_transfers(schedule)
+        lowered = lower_schedule(schedule)
         if device.type == "cpu":
-            lowered = tuple(map(receives_first, lowered))
+            lowered = tuple(map(receives_at_step_start, lowered))
         self._runtime.pipeline_order_with_comms = {
             i: [_Action.from_str(action) for action in lowered[rank]] for i, rank in enumerate(ranks)
         }
@@ -133,7 +133,7 @@ class Runner:
     def _stage(self, stage: LocalStage, device: torch.device, group: dist.ProcessGroup | None) -> PipelineStage:
         num_stages = self._schedule.num_stages
         held = PipelineStage(
-            Recomputed(stage.module, device) if stage.recompute else stage.module,
+            RecomputedStage(stage.module, device) if stage.recompute else stage.module,
             stage.index,
             max(num_stages, dist.get_world_size(group)),  # torch wants no more ranks than stages
             device,
@@ -170,7 +170,7 @@ class Runner:
     def _recompute(self, held: PipelineStage, stage: LocalStage) -> Callable[[int], Tensor | None]:
         """Makes F keep its inputs only; returns what runs it again, and gives the loss on the last stage."""
         module, inner, send = held.submod, held.forward_one_chunk, held.get_fwd_send_ops
-        assert isinstance(module, Recomputed)
+        assert isinstance(module, RecomputedStage)
         given: dict[int, tuple[Any, Any]] = {}
 
         def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **rest: Any) -> Any:

@@ -15,12 +15,13 @@ _NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, bu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one rank saw of a step; stamps are of its clock, spans in its nanoseconds.
+class LocalTimeline:
+    """What one rank measured of a step: stamps of its clock, except the spans, which are in its nanoseconds.
 
     Attributes:
+        spans: (action, start, end).
         updates: (stage, start, end).
-        syncs: (stage, bucket, bytes, start, end).
+        syncs: (stage, bucket, bytes, start, end) of each all-reduce.
     """
 
     start: object
@@ -31,8 +32,8 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """The same in nanoseconds of rank 0's clock, to be sent to everyone."""
+class _SentTimeline:
+    """The same in nanoseconds of rank 0's clock: it is pickled and sent to every rank, which stamps cannot be."""
 
     start_ns: int
     spans: list[tuple[Action, int, int]]
@@ -41,8 +42,8 @@ class _Told:
     memory: Memory
 
 
-def gather(
-    own: Measured,
+def gather_timeline(
+    local: LocalTimeline,
     clock: Clock,
     plan: Plan,
     ranks: Sequence[int],
@@ -51,40 +52,44 @@ def gather(
 ) -> Timeline:
     """Returns the timeline of all ranks, on rank 0's clock; every rank calls it together, and all get the same.
 
-    `ranks[i]` is the plan's rank that process i of the group plays. An all-reduce begins when its last replica begins
-    it and ends when the last one sees its end.
+    `ranks[i]` is the plan's rank that process i of the group runs. An all-reduce begins when its last replica begins
+    it and ends when the last replica sees its end.
     """
-    told = _tell(own, clock, clock_offset_ns(device, group))
-    everyone = [told] * len(ranks)
-    dist.all_gather_object(everyone, told, group=group)
-    origin_ns = min(one.start_ns for one in everyone)
-    memory = dict(zip(ranks, (one.memory for one in everyone), strict=True))
+    sent = _on_rank_0_clock(local, clock, clock_offset_ns(device, group))
+    gathered = [sent] * len(ranks)
+    dist.all_gather_object(gathered, sent, group=group)
+    origin_ns = min(one.start_ns for one in gathered)
+    memory = dict(zip(ranks, (one.memory for one in gathered), strict=True))
     spans, updates = [], []
-    for rank, one in zip(ranks, everyone, strict=True):
+    for rank, one in zip(ranks, gathered, strict=True):
         spans += [Span(rank, Action(*action), start - origin_ns, end - origin_ns) for action, start, end in one.spans]
         updates += [Update(rank, s, start - origin_ns, end - origin_ns) for s, start, end in one.updates]
     return Timeline(
         devices=tuple(device.name for device in plan.cluster.devices),
         spans=tuple(spans),
         updates=tuple(updates),
-        syncs=tuple(_syncs((sync for one in everyone for sync in one.syncs), origin_ns)),
+        syncs=tuple(_merge_syncs((sync for one in gathered for sync in one.syncs), origin_ns)),
         memory=tuple(memory.get(rank, _NO_MEMORY) for rank in range(len(plan.cluster.devices))),
     )
 
 
-def _tell(own: Measured, clock: Clock, offset_ns: int) -> _Told:
-    return _Told(
-        start_ns=clock.ns(own.start) - offset_ns,
-        spans=[(action, start - offset_ns, end - offset_ns) for action, start, end in own.spans],
-        updates=[(s, clock.ns(a) - offset_ns, clock.ns(b) - offset_ns) for s, a, b in own.updates],
-        syncs=[(s, b, n, clock.ns(a) - offset_ns, clock.ns(z) - offset_ns) for s, b, n, a, z in own.syncs],
-        memory=own.memory,
+def _on_rank_0_clock(local: LocalTimeline, clock: Clock, offset_ns: int) -> _SentTimeline:
+    return _SentTimeline(
+        start_ns=clock.ns(local.start) - offset_ns,
+        spans=[(action, start - offset_ns, end - offset_ns) for action, start, end in local.spans],
+        updates=[(s, clock.ns(start) - offset_ns, clock.ns(end) - offset_ns) for s, start, end in local.updates],
+        syncs=[
+            (s, bucket, num_bytes, clock.ns(start) - offset_ns, clock.ns(end) - offset_ns)
+            for s, bucket, num_bytes, start, end in local.syncs
+        ],
+        memory=local.memory,
     )
 
 
-def _syncs(seen: Iterable[tuple[int, int, int, int, int]], origin_ns: int) -> list[Sync]:
+def _merge_syncs(syncs: Iterable[tuple[int, int, int, int, int]], origin_ns: int) -> list[Sync]:
+    """Returns each all-reduce once: from its latest start to its latest end over the replicas."""
     merged: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for stage, bucket, num_bytes, start_ns, end_ns in seen:
+    for stage, bucket, num_bytes, start_ns, end_ns in syncs:
         start, end = merged.get((stage, bucket, num_bytes), (start_ns, end_ns))
         merged[stage, bucket, num_bytes] = max(start, start_ns), max(end, end_ns)
     return [Sync(*key, start - origin_ns, end - origin_ns) for key, (start, end) in sorted(merged.items())]

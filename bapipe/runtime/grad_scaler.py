@@ -1,20 +1,51 @@
-"""Gradients of scaled losses, which float16 needs because small ones would be zero in it."""
+"""Dynamic loss scaling for float16, whose small gradients would underflow to zero, over all ranks of a pipeline.
+
+As `torch.amp.GradScaler`, with its defaults. That one decides per process whether to skip a step; here the ranks of a
+pipeline must decide together.
+"""
 
 from collections.abc import Iterable
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapipe.units import NonNegative
 
-def unscale(gradients: Iterable[Tensor], factor: float, device: torch.device, group: dist.ProcessGroup | None) -> bool:
-    """Divides gradients by the factor of their losses; returns whether those of all ranks are finite.
+GROWTH_INTERVAL = 2_000
+"""Consecutive steps with finite gradients after which the scale is doubled."""
 
-    Every rank of the group calls it together, and gets the same, so that all update their parameters or none does.
+
+class GradScalerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The state of dynamic loss scaling, with torch's names; checkpoints store it as `factor` and `good_steps`.
+
+    Attributes:
+        scale: what losses are multiplied by.
+        growth_tracker: steps since the scale changed; in all of them every gradient was finite.
+    """
+
+    scale: float = msgspec.field(default=65_536.0, name="factor")
+    growth_tracker: NonNegative = msgspec.field(default=0, name="good_steps")
+
+    def after_step(self, finite: bool) -> "GradScalerState":
+        """Returns the next state: half the scale if a gradient was not finite, twice after `GROWTH_INTERVAL` steps."""
+        if not finite:
+            return GradScalerState(scale=self.scale / 2)
+        if self.growth_tracker + 1 == GROWTH_INTERVAL:
+            return GradScalerState(scale=self.scale * 2)
+        return GradScalerState(scale=self.scale, growth_tracker=self.growth_tracker + 1)
+
+
+def unscale(gradients: Iterable[Tensor], scale: float, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Divides gradients by the scale of their losses; returns whether those of all ranks are finite.
+
+    Every rank of the group calls it together and gets the same answer, so that either all update their parameters or
+    none does.
     """
     finite = torch.ones((), dtype=torch.int32, device=device)
     for gradient in gradients:
-        gradient.mul_(1.0 / factor)
+        gradient.mul_(1.0 / scale)
         finite *= gradient.isfinite().all()
     dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
     return bool(finite.item())

@@ -1,18 +1,53 @@
-"""The sends and receives between a schedule's actions, as torch writes them: `0SEND_F1`, `1RECV_F1`."""
+"""Lowering of a plan: whether torch can run it, and its schedule with the sends and receives between the actions.
+
+They are written as torch writes them: `0SEND_F1`, `1RECV_F1`. torch lowers too (`_prepare_schedule_with_comms`), but
+knows one rank per stage; here a stage may have replicas, which take the micro-batches in turn.
+"""
 
 from collections.abc import Sequence
 
 from bapipe.errors import BapipeError, InvalidSchedule
+from bapipe.formats.plan import Plan
 from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import Stage, StageCost
 
 _BACKWARDS = (Phase.BACKWARD, Phase.INPUT_GRAD)
 
 
-def with_transfers(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
-    """Returns each rank's actions with what it sends right after the action that makes it.
+def check_runnable(plan: Plan) -> tuple[int, ...]:
+    """Returns the ranks of the plan that have a stage.
 
-    A receive stands at the place its rank has reached when the send is posted, so that two ranks name what they
-    exchange in the same order; stages on one device exchange nothing. O(n ranks) for n actions.
+    Raises:
+        InvalidSchedule: the plan's order is incomplete, misplaced or deadlocks.
+        BapipeError: a device overlaps forward and backward, neighbouring stages share only some of their devices, or a
+            stage has devices without micro-batches.
+    """
+    for device in plan.cluster.devices:
+        if device.side_by_side:
+            raise BapipeError(
+                f"device '{device.name}' runs forward and backward side by side, which torch cannot: plan with a "
+                "schedule other than fbp-as, or leave side_by_side out of the cluster"
+            )
+    for s, stage in enumerate(plan.stages):
+        if len(stage.devices) > plan.num_microbatches:
+            raise BapipeError(
+                f"stage {s} has {len(stage.devices)} devices for {plan.num_microbatches} micro-batches: plan with more "
+                "micro-batches, or fewer devices"
+            )
+    schedule = plan.table
+    unit = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1)
+    simulate_schedule(schedule, [Stage(costs=(unit,) * len(ranks)) for ranks in schedule.devices], plan.cluster)
+    lower_schedule(schedule)
+    return tuple(sorted({rank for ranks in schedule.devices for rank in ranks}))
+
+
+def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
+    """Returns each rank's actions with their sends and receives inserted.
+
+    A send follows the action whose output it sends. A receive is inserted where its rank's order has got to when the
+    send is posted, so that the two ranks of a pair list what they exchange in the same order, as NCCL requires. Stages
+    on one device exchange nothing. O(n ranks) for n actions: the schedule is run once, every rank as far as it can.
 
     Raises:
         InvalidSchedule: the order deadlocks.
@@ -22,30 +57,32 @@ def with_transfers(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
     lowered: list[list[str]] = [[] for _ in schedule.order]
     reached = [0] * len(schedule.order)
     done: set[tuple[int, bool, int]] = set()  # (stage, whether forward, micro-batch)
-    left = sum(map(len, schedule.order))
-    while left:
-        before = left
+    num_remaining = sum(map(len, schedule.order))
+    while num_remaining:
+        num_before = num_remaining
         for rank, actions in enumerate(schedule.order):
-            if reached[rank] == len(actions) or not _ready(actions[reached[rank]], schedule.num_stages, done):
+            if reached[rank] == len(actions) or not _is_ready(actions[reached[rank]], schedule.num_stages, done):
                 continue
             action = actions[reached[rank]]
-            reached[rank], left = reached[rank] + 1, left - 1
+            reached[rank] += 1
+            num_remaining -= 1
             lowered[rank].append(str(action))
             if action.phase is Phase.WEIGHT_GRAD:
-                continue
+                continue  # it ends in the weights' gradients, which no other stage waits for
             done.add((action.stage, action.phase is Phase.FORWARD, action.microbatch))
-            _exchange(action, rank, schedule, lowered)
-        if left == before:
-            stuck = next(actions[at] for actions, at in zip(schedule.order, reached, strict=True) if at < len(actions))
-            raise InvalidSchedule(f"the order deadlocks: {stuck} waits for what comes after it")
+            _add_transfer(action, rank, schedule, lowered)
+        if num_remaining == num_before:
+            blocked = next(actions[i] for actions, i in zip(schedule.order, reached, strict=True) if i < len(actions))
+            raise InvalidSchedule(f"the order deadlocks: {blocked} waits for what comes after it")
     return tuple(map(tuple, lowered))
 
 
-def receives_first(actions: Sequence[str]) -> tuple[str, ...]:
+def receives_at_step_start(actions: Sequence[str]) -> tuple[str, ...]:
     """Returns a rank's lowered actions with every receive at the start of the step, in the order of the peers' sends.
 
-    Each has a buffer of its own, and gloo starts a transfer only when both ends are posted: a transfer to a busy rank
-    then overlaps what that rank computes. NCCL queues what one pair exchanges, so there receives keep their places.
+    gloo starts a transfer only when both ends are posted. With all receives posted first, each into its own buffer, a
+    transfer to a busy rank overlaps what that rank computes. NCCL runs the transfers of one pair in order on one
+    stream, so a receive posted early would block the sends behind it: there receives keep their places.
     """
     return (*(a for a in actions if "RECV" in a), *(a for a in actions if "RECV" not in a))
 
@@ -60,7 +97,7 @@ def _check_neighbours(schedule: Schedule) -> None:
             )
 
 
-def _ready(action: Action, num_stages: int, done: set[tuple[int, bool, int]]) -> bool:
+def _is_ready(action: Action, num_stages: int, done: set[tuple[int, bool, int]]) -> bool:
     stage, phase, microbatch = action
     if phase is Phase.FORWARD:
         return stage == 0 or (stage - 1, True, microbatch) in done
@@ -69,7 +106,7 @@ def _ready(action: Action, num_stages: int, done: set[tuple[int, bool, int]]) ->
     return True
 
 
-def _exchange(action: Action, rank: int, schedule: Schedule, lowered: list[list[str]]) -> None:
+def _add_transfer(action: Action, rank: int, schedule: Schedule, lowered: list[list[str]]) -> None:
     stage, phase, microbatch = action
     letter, target = ("F", stage + 1) if phase is Phase.FORWARD else ("B", stage - 1)
     if not 0 <= target < schedule.num_stages:

@@ -1,4 +1,4 @@
-"""The memory that training adds to a process, at its peak."""
+"""The peak of the memory that training adds to a process."""
 
 import ctypes
 import gc
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Footprint:
-    """Peak bytes on a device since this was made.
+class PeakMemory:
+    """Measures the peak bytes on a device from its creation on.
 
-    On CUDA, of torch's allocator. On Linux, the high-water mark of the process's resident memory above what it held at
-    the start; elsewhere it is not known.
+    On CUDA, of torch's allocator. On Linux, of the process's resident memory (its high-water mark less what was
+    resident at the start); on other systems it is not known.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,13 +28,14 @@ class Footprint:
         self._base_bytes = 0
         if sys.platform == "linux":
             libc = ctypes.CDLL(None)
+            # Freed blocks that glibc keeps would count as resident now, and their reuse would not count later.
             if hasattr(libc, "malloc_trim"):
-                libc.malloc_trim(0)  # else freed memory counts as held before and is taken again for nothing
-            _CLEAR.write_text("5")
+                libc.malloc_trim(0)
+            _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
             self._base_bytes = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int | None:
-        """Returns the peak so far, or None where the system does not tell."""
+        """Returns the peak so far, or None if the system does not report it."""
         if self._device.type == "cuda":
             return max(0, torch.cuda.max_memory_allocated(self._device) - self._base_bytes)
         if sys.platform != "linux":

@@ -12,22 +12,20 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
-from bapipe.runtime.checkpoint.manifest import Scaling
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.data.batch_check import Expected
-from bapipe.runtime.evaluate.forward import Evaluated, Evaluator, split_for_evaluation
-from bapipe.runtime.executor import LocalStage, Loss, Runner
-from bapipe.runtime.gather_timeline import Measured, gather
-from bapipe.runtime.grad_scaler import unscale
+from bapipe.runtime.evaluate.forward import ForwardExecutor, ForwardResult, split_for_evaluation
+from bapipe.runtime.executor import LocalStage, Loss, ScheduleExecutor
+from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
+from bapipe.runtime.grad_scaler import GradScalerState, unscale
+from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.optimizers import MakeOptimizer, clip, sgd
-from bapipe.runtime.peak_memory import Footprint
-from bapipe.runtime.process_groups import connect_replicas, connect_shared
-from bapipe.runtime.rng import Draws
-from bapipe.runtime.runnable import check_runnable
+from bapipe.runtime.optimizer import OptimizerFactory, StageOptimizers, clip_grad_norm, sgd
+from bapipe.runtime.peak_memory import PeakMemory
+from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
+from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
-from bapipe.runtime.updates import Updates
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.tracing import TracedModel, granularity, idle_state, state_names, trace
@@ -53,7 +51,7 @@ class Pipeline:
         *,
         loss: Loss,
         inputs: Sequence[Tensor],
-        optimizer: MakeOptimizer | None = None,
+        optimizer: OptimizerFactory | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
         device: torch.device | str = "cpu",
@@ -68,7 +66,7 @@ class Pipeline:
         `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
         of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
         where `torch.autocast` says so; tensors between stages keep their own. With float16 losses are scaled, and a
-        step whose gradients are not finite updates nothing; `scaling` says how. `initialize` sets the parameters of
+        step whose gradients are not finite updates nothing; `grad_scaler` says how. `initialize` sets the parameters of
         one layer that is on the meta device, after its own `reset_parameters()`. `forms` are examples of inputs of
         other sizes, such as shorter sentences, that whole mini-batches may have. `evaluates` says that `evaluate` will
         be called, for which the module is traced once more.
@@ -89,29 +87,29 @@ class Pipeline:
         whole, fine = granularity(module, [name for stage in plan.stages for name in stage.layers])
         self._split = split(trace(module, inputs, whole=whole, fine=fine), plan, inputs)
         evaluated = split_for_evaluation(module, plan, inputs, self._split) if evaluates else None
-        self._footprint = Footprint(self._device)
-        self._draws = Draws(seed, self._device)
+        self._peak_memory = PeakMemory(self._device)
+        self._rng = PerOperatorRng(seed, self._device)
         self._modules: dict[int, nn.Module] = {
-            s: stage_module(self._split, s, self._device, self._draws) for s in self.stages
+            s: stage_module(self._split, s, self._device, self._rng) for s in self.stages
         }
         self._idle = tuple(idle_state(self._split.model).values()) if 0 in self.stages else ()
         materialize(self._split, self._state(), self._device, seed, initialize)
         self._autocast = autocast
         self._clock = clock_for(self._device)
         place = schedule, self._ranks, self.rank
-        self._shared = connect_shared(self._split, *place, self._device, group)
+        self._shared = connect_tied_weights(self._split, *place, self._device, group)
         self._replicas = connect_replicas(
             self._split, *place, self._modules, self._shared.parameters, self._clock, self._device, group
         )
         computed = self._loss(loss, self._split.model)
-        made = partial(Runner, schedule, self._ranks)
-        rest = computed, self._clock, self._draws, self._device, group
+        made = partial(ScheduleExecutor, schedule, self._ranks)
+        rest = computed, self._clock, self._rng, self._device, group
         sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in forms)]
         self._runners = [made([self._local_stage(s, parts) for s in sorted(self.stages)], *rest) for parts in sized]
         self._runner = self._runners[0]
         self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
-        self._updates = Updates(self._modules, optimizer or sgd(), self._clock)
-        check_optimizers(plan, self._updates.optimizers)
+        self._optimizers = StageOptimizers(self._modules, optimizer or sgd(), self._clock)
+        check_optimizers(plan, self._optimizers.optimizers)
         self._clip_norm = clip_norm
         self._expected = [
             Expected(
@@ -123,7 +121,7 @@ class Pipeline:
             )
             for parts in sized
         ]
-        self.scaling = Scaling() if autocast is torch.float16 else None
+        self.grad_scaler = GradScalerState() if autocast is torch.float16 else None
         self._start: object | None = None
 
     @property
@@ -171,17 +169,17 @@ class Pipeline:
         later = dict.fromkeys(name for s in self.stages if s > 0 for name in self._split.stages[s].loaded)
         names = argument_names(self._split, tuple(later))
         self._start = self._clock.stamp()
-        self._updates.begin()
+        self._optimizers.zero_grad()
         for replicas in self._replicas.values():
             replicas.begin()
-        scale = self._runner.loss_scale = self.scaling.factor if self.scaling is not None else 1.0
+        scale = self._runner.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             loss = self._runner.run(
                 [loaded[name] for name in first],
                 {argument: loaded[name] for argument, name in zip(names, later, strict=True)},
                 target if self.needs_target else None,
             )
-        self._draws.step += 1
+        self._rng.step += 1
         self._shared.sum()
         finite = self._unscale()
         if self._clip_norm is not None and finite:
@@ -189,7 +187,7 @@ class Pipeline:
         for stage in self.stages if finite else ():
             if stage in self._replicas:
                 self._replicas[stage].gradients.finish()
-            self._updates.update(stage)
+            self._optimizers.step(stage)
         for replicas in self._replicas.values():
             replicas.buffers.finish()
         if loss is None:
@@ -203,7 +201,7 @@ class Pipeline:
         target: Tensor | None = None,
         num_samples: int | None = None,
         keep: Callable[[Any], Any] = lambda output: output,
-    ) -> Evaluated | None:
+    ) -> ForwardResult | None:
         """Passes a mini-batch through the model in evaluation mode; to be called by every rank, like `step`.
 
         `num_samples` is how many samples it has, the plan's mini-batch where None; every rank says the same. Without a
@@ -243,11 +241,11 @@ class Pipeline:
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the steps to come."""
-        self._updates.set_learning_rate(value)
+        self._optimizers.set_learning_rate(value)
 
     def start_at(self, step: int) -> None:
         """Makes the next step draw what the step of this number, from 0, of a whole run draws."""
-        self._draws.step = step
+        self._rng.step = step
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:
         """Returns this rank's part of the model's parameters: each is counted on one rank, the first that has it."""
@@ -263,19 +261,19 @@ class Pipeline:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
-        return self._updates.tensors(self.named_parameters())
+        return self._optimizers.state_tensors(self.named_parameters())
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives this rank's optimizers the state that `optimizer_tensors` returned, under whatever plan."""
-        self._updates.load(tensors, self.named_parameters())
+        self._optimizers.load_state_tensors(tensors, self.named_parameters())
 
     def busy_ns(self) -> int:
         """Returns how long this rank computed in the last step; the rest of it waited."""
-        return self._updates.busy_ns() + sum(end - start for _, start, end in self._runner.spans())
+        return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._runner.spans())
 
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
-        return self._footprint.peak_bytes()
+        return self._peak_memory.peak_bytes()
 
     def timeline(self) -> Timeline:
         """Returns the measured timeline of the last step; every rank calls it together, and all get the same.
@@ -284,14 +282,14 @@ class Pipeline:
         """
         if self._start is None:
             raise ValueError("no step has run, so there is no timeline")
-        own = Measured(
+        local = LocalTimeline(
             start=self._start,
             spans=self._runner.spans(),
-            updates=self._updates.ran,
+            updates=self._optimizers.updates,
             syncs=[(s, *sync) for s, replicas in self._replicas.items() for sync in replicas.gradients.syncs()],
             memory=self._memory(),
         )
-        return gather(own, self._clock, self._plan, self._ranks, self._device, self._group)
+        return gather_timeline(local, self._clock, self._plan, self._ranks, self._device, self._group)
 
     def _local_stage(self, index: int, parts: Split) -> LocalStage:
         stage, examples = parts.stages[index], parts.examples
@@ -310,11 +308,11 @@ class Pipeline:
         """Returns a stage's module with the arithmetic that was asked for."""
         return module if self._autocast is None else Autocast(module, self._device, self._autocast, outputs)
 
-    def _evaluator_of(self, parts: Split, loss: Loss) -> Evaluator:
+    def _evaluator_of(self, parts: Split, loss: Loss) -> ForwardExecutor:
         modules = {s: stage_module(parts, s, self._device) for s in self.stages}
         types = {s: [parts.examples[name].dtype for name in parts.stages[s].outputs] for s in self.stages}
         last = self._replicas.get(len(self._plan.stages) - 1)
-        return Evaluator(
+        return ForwardExecutor(
             parts,
             self._plan,
             self._ranks,
@@ -337,16 +335,16 @@ class Pipeline:
 
     def _unscale(self) -> bool:
         """Makes gradients those of the losses; returns whether parameters are to be updated with them."""
-        if self.scaling is None:
+        if self.grad_scaler is None:
             return True
-        finite = unscale(self._gradients(), self.scaling.factor, self._device, self._group)
-        self.scaling = self.scaling.after(finite)
+        finite = unscale(self._gradients(), self.grad_scaler.scale, self._device, self._group)
+        self.grad_scaler = self.grad_scaler.after_step(finite)
         return finite
 
     def _clip(self, max_norm: float) -> None:
         own = self._gradients()
         counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
-        clip(own, counted, max_norm, self._device, self._group)
+        clip_grad_norm(own, counted, max_norm, self._device, self._group)
 
     def _gradients(self) -> list[Tensor]:
         """Returns this rank's gradients, when those of replicas are summed."""
@@ -360,7 +358,7 @@ class Pipeline:
         return Memory(
             params=sum(p.nbytes for p in parameters),
             gradients=sum(p.grad.nbytes for p in parameters if p.grad is not None),
-            optimizer=self._updates.state_bytes(),
+            optimizer=self._optimizers.state_bytes(),
             stash=0,
             workspace=0,
             buffers=0,

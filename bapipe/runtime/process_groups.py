@@ -11,13 +11,13 @@ from bapipe.runtime.clock import Clock
 from bapipe.runtime.executor import subgroup
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.split import Split, trained_layers
-from bapipe.runtime.tied_weights import SharedGradients
+from bapipe.runtime.tied_weights import TiedGradients
 from bapipe.schedules.table import Schedule
 
 
-def connect_shared(
+def connect_tied_weights(
     parts: Split, schedule: Schedule, ranks: Sequence[int], rank: int, device: torch.device, group: object | None
-) -> SharedGradients:
+) -> TiedGradients:
     """Returns the parameters that this rank's stages share with those of other ranks.
 
     `ranks[i]` is the schedule's rank that process i plays, `rank` this one's.
@@ -39,7 +39,7 @@ def connect_shared(
             groups[users] = subgroup([ranks.index(user) for user in users], device)
         if rank in users:
             summed.append((one.parameter, groups[users]))
-    return SharedGradients(summed)
+    return TiedGradients(summed)
 
 
 def connect_replicas(

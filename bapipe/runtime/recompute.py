@@ -20,7 +20,7 @@ class _Kept:
     buffers: dict[str, Tensor]
 
 
-class Recomputed(nn.Module):
+class RecomputedStage(nn.Module):
     """A stage's module, run once without a graph and once more, exactly alike, with one.
 
     The second run draws the random numbers of the first, reads the buffers as the first found them, and writes to

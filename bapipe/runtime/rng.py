@@ -5,13 +5,14 @@ import hashlib
 import torch
 
 
-class Draws:
-    """Seeds every operator that draws random numbers by the seed, the step, the micro-batch and the operator's name.
+class PerOperatorRng:
+    """Seeds the generator before every operator that draws random numbers, such as dropout.
 
-    So dropout is the same whichever rank runs it, in whichever order, and once more when a forward is recomputed.
+    The seed is a hash of the run's seed, the step, the micro-batch and the operator's name. So an operator draws the
+    same numbers on whichever rank it runs, in whichever order, and again when a forward is recomputed.
 
     Attributes:
-        step, microbatch: what runs now; to be set before it does.
+        step, microbatch: what runs next; the executor sets them before it runs.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -111,7 +111,7 @@ def run(
     if not replan:
         _check_devices(plan, planned.threads)
     optimizer, optimizer_arguments = _optimizer(planned, optimizer, optimizer_arguments or {})
-    from bapipe.runtime.checkpoint.writer import Keeping
+    from bapipe.runtime.checkpoint.config import CheckpointConfig
     from bapipe.runtime.train import train
     from bapipe.zoo.data.open_dataset import augmented, bucketed, open_data
     from bapipe.zoo.factory import build, current_folder_importable
@@ -141,7 +141,7 @@ def run(
         def go(current: Plan, resumes: bool) -> TrainResult:
             keeping = None
             if checkpoint is not None:
-                keeping = Keeping(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resumes)
+                keeping = CheckpointConfig(folder=checkpoint, every=checkpoint_every, keep=keep, resume=resumes)
             return train(
                 current,
                 make,
@@ -167,18 +167,18 @@ def _reporting(
     if folder is None:
         yield on_step, on_evaluation
         return
-    from bapipe.runtime.tensorboard import board
+    from bapipe.runtime.tensorboard import tensorboard_writer
 
-    with board(folder, plan.minibatch_size) as written:
+    with tensorboard_writer(folder, plan.minibatch_size) as writer:
 
         def stepped(report: StepReport) -> None:
-            written.step(report)
+            writer.write_step(report)
             if on_step is not None:
                 on_step(report)
 
         def evaluated(done: int, total: int, found: Evaluation | None) -> None:
             if found is not None:
-                written.evaluation(found)
+                writer.write_evaluation(found)
             if on_evaluation is not None:
                 on_evaluation(done, total, found)
 

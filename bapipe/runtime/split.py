@@ -45,11 +45,11 @@ class Split:
     model: TracedModel
     stages: tuple[StageTensors, ...]
     examples: dict[str, Tensor]
-    shared: tuple["SharedParameter", ...]
+    shared: tuple["TiedParameter", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedParameter:
+class TiedParameter:
     """A parameter that several stages use, and whose gradient is the sum of theirs.
 
     Attributes:
@@ -202,7 +202,7 @@ def _check_hazards(model: TracedModel, stage_of: dict[str, int]) -> None:
             )
 
 
-def _shared(model: TracedModel, stage_of: dict[str, int]) -> tuple[SharedParameter, ...]:
+def _shared(model: TracedModel, stage_of: dict[str, int]) -> tuple[TiedParameter, ...]:
     """The parameters of several stages; a buffer that one of them changes would drift apart, so it is refused."""
     used: dict[int, list[tuple[str, str, Tensor]]] = {}
     for layer, state in layer_states(model).items():
@@ -215,7 +215,7 @@ def _shared(model: TracedModel, stage_of: dict[str, int]) -> tuple[SharedParamet
         if len(stages) == 1:
             continue
         if isinstance(tensor, nn.Parameter):
-            found.append(SharedParameter(name=name, parameter=tensor, stages=stages))
+            found.append(TiedParameter(name=name, parameter=tensor, stages=stages))
         elif any(changes_buffers(model, user) for user, _, _ in users):
             raise InvalidModel(
                 f"buffer '{name}' is used by layers '{layer}' and '{users[-1][0]}' in stages {stages[0]} and "

@@ -9,15 +9,15 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.train_result import Evaluation, StepReport
 
 
-class Board:
-    """Writes what is reported to a folder, from the first report on."""
+class TensorBoardWriter:
+    """Writes the reports of steps and evaluations to a folder; its file is created at the first report."""
 
     def __init__(self, folder: Path, minibatch_size: int) -> None:
         self._folder, self._minibatch_size = folder, minibatch_size
         self._writer: Any = None
 
-    def step(self, report: StepReport) -> None:
-        """Writes loss, speed, learning rate, idle share, and the memory of each device."""
+    def write_step(self, report: StepReport) -> None:
+        """Writes loss, throughput, learning rate, bubble, and the peak memory of each device."""
         scalars: dict[str, float] = {
             "loss": report.loss,
             "samples_per_s": self._minibatch_size * 1e9 / report.step_ns,
@@ -29,10 +29,10 @@ class Board:
                 scalars[f"peak_bytes/{device}"] = peak
         self._write(scalars, report.step + 1)
 
-    def evaluation(self, found: Evaluation) -> None:
+    def write_evaluation(self, evaluation: Evaluation) -> None:
         """Writes loss and metrics on held-out data."""
-        scalars = {"loss": found.loss, **dict(found.metrics)}
-        self._write({f"held_out/{name}": value for name, value in scalars.items()}, found.steps)
+        scalars = {"loss": evaluation.loss, **dict(evaluation.metrics)}
+        self._write({f"held_out/{name}": value for name, value in scalars.items()}, evaluation.steps)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -42,7 +42,7 @@ class Board:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # What another run wrote of these steps before it was resumed from an earlier one counts no more.
+            # A run resumed from a checkpoint repeats the steps after it: purge what the earlier run wrote of them.
             self._writer = SummaryWriter(str(self._folder), purge_step=steps)
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, steps)
@@ -50,8 +50,8 @@ class Board:
 
 
 @contextmanager
-def board(folder: Path, minibatch_size: int) -> Iterator[Board]:
-    """A board that is closed in the end.
+def tensorboard_writer(folder: Path, minibatch_size: int) -> Iterator[TensorBoardWriter]:
+    """Yields a writer, and closes it.
 
     Raises:
         BapipeError: tensorboard is not installed, or the folder cannot be made.
@@ -66,8 +66,8 @@ def board(folder: Path, minibatch_size: int) -> Iterator[Board]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BapipeError(f"{folder}: cannot hold TensorBoard's files: {error.strerror}") from None
-    made = Board(folder, minibatch_size)
+    writer = TensorBoardWriter(folder, minibatch_size)
     try:
-        yield made
+        yield writer
     finally:
-        made.close()
+        writer.close()

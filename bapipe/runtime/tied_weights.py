@@ -7,20 +7,21 @@ import torch.distributed as dist
 from torch import nn
 
 
-class SharedGradients:
-    """The parameters of this process that stages of other processes use too, each with the group of all who do."""
+class TiedGradients:
+    """The parameters of this process that stages of other processes use too, each with the group of its users."""
 
-    def __init__(self, summed: Sequence[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
-        self._summed = tuple(summed)
+    def __init__(self, users: Sequence[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
+        self._users = tuple(users)
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters whose gradients `sum` adds up."""
-        return tuple(parameter for parameter, _ in self._summed)
+        return tuple(parameter for parameter, _ in self._users)
 
     def sum(self) -> None:
         """Adds up the gradients of all processes that use a parameter; each gets the same sum."""
-        for parameter, group in self._summed:
+        for parameter, group in self._users:
+            # A stage may not have used its copy in this step, but every process of the group must join the all-reduce.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)

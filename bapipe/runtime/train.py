@@ -17,22 +17,24 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.manifest import Manifest, Position, check_model, checkpoints, read_manifest
-from bapipe.runtime.checkpoint.writer import Keeping, Writer, kinds_of, load
+from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.runtime.checkpoint.manifest import Manifest, Position, check_model, list_checkpoints, read_manifest
+from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors, tensor_specs
 from bapipe.runtime.data.buckets import examples_in, forms_of
 from bapipe.runtime.data.loader import Batch, batches, check_enough, num_samples
 from bapipe.runtime.data.validation_split import hold_out
-from bapipe.runtime.evaluate.evaluate import HeldOut, Metric, Writing, check_scores, validate
+from bapipe.runtime.evaluate.evaluate import EvaluationData, Metric, check_scores, evaluate
 from bapipe.runtime.executor import Loss
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
+from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import layer_seed
-from bapipe.runtime.optimizers import optimizer
+from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
+from bapipe.zoo.example import GenerationConfig
 
 
 class Trainable(Protocol):
@@ -49,7 +51,7 @@ class Trainable(Protocol):
     @property
     def metrics(self) -> Mapping[str, Metric]: ...
     @property
-    def writing(self) -> Writing | None: ...
+    def generation(self) -> GenerationConfig | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class _Job:
     dataset: Dataset[Any]
     held_out: Dataset[Any] | None
     training: Training
-    keeping: Keeping | None
+    keeping: CheckpointConfig | None
     resumed: Path | None
     timeout_s: float
 
@@ -97,7 +99,7 @@ def train(
     dataset: Dataset[Any],
     training: Training,
     *,
-    keeping: Keeping | None = None,
+    keeping: CheckpointConfig | None = None,
     timeout_s: float = 600.0,
     on_step: Callable[[StepReport], None] | None = None,
     on_evaluation: OnEvaluation | None = None,
@@ -125,7 +127,7 @@ def train(
         dataset, held_out = hold_out(dataset, training.seed, training.evaluate_samples)
         check_scores(_held_out(build(), held_out))
     check_enough(plan, dataset)
-    optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments)
+    optimizer_factory(training.optimizer, training.learning_rate, training.optimizer_arguments)
     devices = [plan.cluster.devices[rank] for rank in ranks]
     kinds = sorted({device.kind for device in devices})
     if len(kinds) != 1 or kinds[0] not in ("cpu", "cuda"):
@@ -147,14 +149,14 @@ def train(
     return launch(_train_rank, names, job, kind=kinds[0], timeout_s=timeout_s, on_message=receive)[0]
 
 
-def _newest(keeping: Keeping | None) -> Path | None:
+def _newest(keeping: CheckpointConfig | None) -> Path | None:
     if keeping is None:
         return None
     try:
         keeping.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BapipeError(f"{keeping.folder}: cannot hold checkpoints: {error.strerror}") from None
-    found = checkpoints(keeping.folder)
+    found = list_checkpoints(keeping.folder)
     if found and not keeping.resume:
         raise BapipeError(f"{keeping.folder} holds a checkpoint, {found[-1].name}: resume it, or name another folder")
     return found[-1] if found else None
@@ -162,7 +164,7 @@ def _newest(keeping: Keeping | None) -> Path | None:
 
 def _check_resumed(job: _Job, path: Path) -> None:
     found, own = read_manifest(path), job.manifest(Position())
-    check_model(found, path, kinds_of(job.build().module.state_dict()))
+    check_model(found, path, tensor_specs(job.build().module.state_dict()))
     for what, there, here in (
         ("optimizer", found.optimizer, own.optimizer),
         ("seed", found.seed, own.seed),
@@ -184,7 +186,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         plan,
         loss=example.loss,
         inputs=example.inputs,
-        optimizer=optimizer(training.optimizer, training.learning_rate, training.optimizer_arguments),
+        optimizer=optimizer_factory(training.optimizer, training.learning_rate, training.optimizer_arguments),
         clip_norm=training.clip_norm,
         autocast=getattr(torch, training.autocast) if training.autocast else None,
         device=rank.device,
@@ -195,7 +197,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
     )
     held_out = _held_out(example, job.held_out) if job.held_out is not None else None
     names = tuple(plan.cluster.devices[r].name for r in check_runnable(plan))
-    writer = Writer(job.keeping, timedelta(seconds=job.timeout_s), names) if job.keeping is not None else None
+    writer = CheckpointWriter(job.keeping, timedelta(seconds=job.timeout_s), names) if job.keeping is not None else None
     start = _resume(pipeline, job.resumed)
     pipeline.start_at(start.step)
     _seed(training.seed, rank.index, start.step)
@@ -213,7 +215,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         if writer is not None and job.keeping is not None:
             last = step + 1 == training.steps
             if last or (step + 1) % job.keeping.every == 0:
-                manifest = msgspec.structs.replace(job.manifest(batch.after), scaling=pipeline.scaling)
+                manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
                 writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_tensors())
         if held_out is not None and training.evaluates_after(step + 1):
             evaluations.append(_evaluate(pipeline, plan, held_out, rank, step + 1))
@@ -222,13 +224,13 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
     return replace(_gather(pipeline, rank, names, reports), evaluations=tuple(evaluations))
 
 
-def _held_out(example: Trainable, dataset: Dataset[Any]) -> HeldOut:
-    writing = example.writing
-    length = 0 if writing is None else example.inputs[writing.place].shape[1]
-    return HeldOut(dataset=dataset, metrics=example.metrics, writing=writing, text_length=length)
+def _held_out(example: Trainable, dataset: Dataset[Any]) -> EvaluationData:
+    generation = example.generation
+    length = 0 if generation is None else example.inputs[generation.input_index].shape[1]
+    return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length)
 
 
-def _evaluate(pipeline: Pipeline, plan: Plan, held_out: HeldOut, rank: Rank, steps: int) -> Evaluation:
+def _evaluate(pipeline: Pipeline, plan: Plan, held_out: EvaluationData, rank: Rank, steps: int) -> Evaluation:
     total = num_samples(held_out.dataset)
 
     def tell(done: int) -> None:
@@ -237,7 +239,7 @@ def _evaluate(pipeline: Pipeline, plan: Plan, held_out: HeldOut, rank: Rank, ste
             rank.report(_Evaluating(done, total))
 
     tell(0)
-    found = validate(pipeline, plan, held_out, rank.device, steps, tell)
+    found = evaluate(pipeline, plan, held_out, rank.device, steps, tell)
     if rank.index == 0:
         rank.report(_Evaluating(total, total, found))
     return found
@@ -247,9 +249,9 @@ def _resume(pipeline: Pipeline, path: Path | None) -> Position:
     if path is None:
         return Position()
     manifest = read_manifest(path)
-    if pipeline.scaling is not None and manifest.scaling is not None:
-        pipeline.scaling = manifest.scaling
-    pipeline.load_optimizer_tensors(load(path, manifest, pipeline.state_dict()))
+    if pipeline.grad_scaler is not None and manifest.grad_scaler is not None:
+        pipeline.grad_scaler = manifest.grad_scaler
+    pipeline.load_optimizer_tensors(load_tensors(path, manifest, pipeline.state_dict()))
     return manifest.position
 
 

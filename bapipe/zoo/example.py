@@ -9,20 +9,20 @@ from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """How a model that is given the words so far, and scores the next ones, writes a text, and how that is scored.
+class GenerationConfig:
+    """How a model generates texts, word by word from the words so far, and how the texts are scored.
 
-    The data then has `text(words)`, the text that words are, and `reference(index)`, what an item's should be.
+    The data then has `text(words)`, the text of some words, and `reference(index)`, the correct text of an item.
 
     Attributes:
-        place: number of the input that holds the words so far, [n, length]; the output is [n, length, vocabulary].
-        begin, end, pad: words that every text begins and ends with, and that stand behind it.
+        input_index: which input holds the words so far, [n, length]; the output is [n, length, vocabulary].
+        bos, eos, pad: the words before a text, at its end, and after it.
         scores: by name, (texts, references) -> a score of all of them.
     """
 
-    place: int
-    begin: int
-    end: int
+    input_index: int
+    bos: int
+    eos: int
     pad: int
     scores: Mapping[str, Callable[[Sequence[str], Sequence[str]], float]]
 
@@ -42,7 +42,7 @@ class Example:
             `forms` with `form(index)`, see `bapipe.zoo.data.buckets`; and `at_epoch(number)`, the data as it is in one
             pass over it.
         metrics: by name, (output, target) -> a value for each sample, whose mean over held-out samples is reported.
-        writing: how the model writes text word by word, for models that do.
+        generation: how the model generates texts; None if it generates none.
         learning_rate: one that trains the model with SGD, momentum 0.9, where nothing else is said.
         initialize: sets the parameters of one layer's module in place; None takes its `reset_parameters()`.
     """
@@ -55,4 +55,4 @@ class Example:
     initialize: Callable[[nn.Module], None] | None = None
     learning_rate: float = 0.01
     metrics: Mapping[str, Callable[[Any, Tensor], Tensor]] = field(default_factory=dict)
-    writing: Writing | None = None
+    generation: GenerationConfig | None = None

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from bapipe.zoo.checks import check_sizes
 from bapipe.zoo.data.translation import BEGIN, END, PAD, translations
-from bapipe.zoo.example import Example, Writing
+from bapipe.zoo.example import Example, GenerationConfig
 from bapipe.zoo.metrics import bleu
 from bapipe.zoo.position_ids import places
 
@@ -180,7 +180,7 @@ def gnmt(
         data=opened,
         initialize=initialize,
         learning_rate=0.01,
-        writing=Writing(place=2, begin=BEGIN, end=END, pad=PAD, scores={"BLEU": bleu}),
+        generation=GenerationConfig(input_index=2, bos=BEGIN, eos=END, pad=PAD, scores={"BLEU": bleu}),
     )
 
 

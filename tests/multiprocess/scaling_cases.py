@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.runtime.grad_scaler import unscale
 from bapipe.runtime.launch.worker import Rank
-from bapipe.runtime.optimizers import optimizer
+from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import trace
 
@@ -47,7 +47,7 @@ def _train(cuts: tuple[int, ...], ranks: tuple[int | tuple[int, ...], ...], orde
     part = copy.deepcopy(whole)
     x, y = torch.randn(6, 6), torch.arange(6) % 5
     plan = make_plan([layer.name for layer in trace(part, [x]).layers], cuts, ranks, order, 3, 2)
-    make = optimizer("adamw", 0.01, {})
+    make = optimizer_factory("adamw", 0.01, {})
     pipeline = Pipeline(part, plan, loss=loss, inputs=[x], optimizer=make, clip_norm=2.0, autocast=torch.float16)
     reference, scaler = make(whole.parameters()), torch.amp.GradScaler("cpu", init_scale=65_536.0)
     loss_error = parameter_error = 0.0
@@ -67,7 +67,7 @@ def _train(cuts: tuple[int, ...], ranks: tuple[int | tuple[int, ...], ...], orde
         loss_error = max(loss_error, abs(got - want) / want if got is not None else 0.0)
         for name, parameter in pipeline.named_parameters().items():
             parameter_error = max(parameter_error, float((parameter - whole.get_parameter(name)).detach().abs().max()))
-        assert pipeline.scaling is not None
-        factors.append(pipeline.scaling.factor)
+        assert pipeline.grad_scaler is not None
+        factors.append(pipeline.grad_scaler.scale)
         wanted.append(scaler.get_scale())
     return Outcome(loss_error, parameter_error, tuple(factors), tuple(wanted))

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.writer import Keeping, whole_state
+from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import StepReport
@@ -74,7 +75,7 @@ class Ranks:
         training: Training,
         prepare: Callable[[int], None] = lambda rank: None,
         data: Callable[[], Dataset[tuple[Tensor, ...]]] = points,
-        keeping: Keeping | None = None,
+        keeping: CheckpointConfig | None = None,
         timeout_s: float = 20.0,
     ) -> None:
         self.folder = folder
@@ -145,12 +146,12 @@ def killed(folder: Path) -> dict[str, object]:
                                                            schedule="cosine", warmup_steps=5, clip_norm=0.5)  # fmt: skip
     alone = folder / "alone"
     start_s = time.monotonic()
-    said = Ranks(folder, plan, noisy, training, keeping=Keeping(folder=alone, every=2)).wait()
+    said = Ranks(folder, plan, noisy, training, keeping=CheckpointConfig(folder=alone, every=2)).wait()
     duration_s = time.monotonic() - start_s
     assert json.loads(said[0]), said
     (folder / "step").unlink()
     rng, kills, attempts = random.Random(5), 0, 0
-    keeping = Keeping(folder=folder / "killed", every=2, keep=2, resume=True)
+    keeping = CheckpointConfig(folder=folder / "killed", every=2, keep=2, resume=True)
     while kills < 12:
         attempts += 1
         assert attempts < 60
@@ -177,7 +178,7 @@ def killed(folder: Path) -> dict[str, object]:
 
 
 def _state(folder: Path) -> dict[str, Tensor]:
-    return whole_state(sorted(folder.glob("step-*"))[-1])
+    return full_state_dict(sorted(folder.glob("step-*"))[-1])
 
 
 def replanned(folder: Path) -> dict[str, object]:
@@ -185,7 +186,7 @@ def replanned(folder: Path) -> dict[str, object]:
     plans = [plan_of(quiet, (3,), (0, 1)), plan_of(quiet, (4,), ((0, 1), 2)), plan_of(quiet, (), (0,))]
     training = [Training(steps=steps, learning_rate=0.05, optimizer="adam", clip_norm=0.2) for steps in (5, 10, 15)]
     said = Ranks(folder, plans[0], quiet, training[2]).wait()
-    keeping = Keeping(folder=folder / "replanned", resume=True)
+    keeping = CheckpointConfig(folder=folder / "replanned", resume=True)
     losses: list[float] = []
     for plan, until in zip(plans, training, strict=True):
         losses += json.loads(Ranks(folder, plan, quiet, until, keeping=keeping).wait()[0])
@@ -199,7 +200,7 @@ def full_disk(folder: Path) -> list[str]:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    keeping = Keeping(folder=folder / "full", every=4)
+    keeping = CheckpointConfig(folder=folder / "full", every=4)
     plan = plan_of(quiet, (2,), (0, 1))
     said = Ranks(folder, plan, quiet, Training(steps=100), prepare, keeping=keeping).wait()
     return [*said, *(path.name for path in (folder / "full").glob("step-*"))]
@@ -224,10 +225,10 @@ def cut_off(folder: Path) -> dict[str, object]:
     if reason is not None:
         return {"skipped": reason}
     training = Training(steps=40, learning_rate=0.01, optimizer="adamw", seed=3, clip_norm=0.5)
-    plan, alone = plan_of(noisy, (4,), (0, 1)), Keeping(folder=folder / "alone", every=2)
+    plan, alone = plan_of(noisy, (4,), (0, 1)), CheckpointConfig(folder=folder / "alone", every=2)
     Ranks(folder, plan, noisy, training, keeping=alone).wait()
     (folder / "step").unlink()
-    keeping = Keeping(folder=folder / "cut", every=2, resume=True)
+    keeping = CheckpointConfig(folder=folder / "cut", every=2, resume=True)
     with two_hosts() as hosts:
         ranks = Ranks(folder, plan, noisy, training, hosts.enter, slowly, keeping=keeping, timeout_s=2.0)
         ranks.reached(9)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
-from bapipe.runtime.optimizers import MakeOptimizer, optimizer, sgd
+from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory, sgd
 from bapipe.runtime.pipeline import Pipeline
 
 THREADS = torch.get_num_threads()
@@ -33,7 +33,7 @@ def build(
     module: nn.Module,
     inputs: Tensor,
     autocast: torch.dtype | None = None,
-    make: MakeOptimizer | None = None,
+    make: OptimizerFactory | None = None,
 ) -> Pipeline:
     names = [name for name, _ in module.named_children()]
     plan = structs.replace(make_plan(names, (), (0,), [["0F0", "0B0"]], 2, 1), settings=measured)
@@ -59,7 +59,7 @@ def build(
         ),
         ({"optimizer": "adam"}, images, None, None, ("optimizer adam", "optimizer sgd-momentum")),
         ({}, images, None, sgd(momentum=0.0), ("optimizer sgd-momentum", "optimizer sgd")),
-        ({}, images, None, optimizer("AdamW", 0.1, {}), ("optimizer sgd-momentum", "optimizer adamw")),
+        ({}, images, None, optimizer_factory("AdamW", 0.1, {}), ("optimizer sgd-momentum", "optimizer adamw")),
     ],
 )
 def test_what_differs_is_named(measured, make, autocast, optimizer_here, words) -> None:  # type: ignore[no-untyped-def]
@@ -77,11 +77,11 @@ def test_what_differs_is_named(measured, make, autocast, optimizer_here, words) 
     [
         ({}, None),
         ({"tf32": True}, None),  # says nothing of a CPU
-        ({"optimizer": "adam"}, optimizer("Adam", 0.1, {})),
-        ({}, optimizer("RMSprop", 0.1, {})),  # profiles do not know it
+        ({"optimizer": "adam"}, optimizer_factory("Adam", 0.1, {})),
+        ({}, optimizer_factory("RMSprop", 0.1, {})),  # profiles do not know it
     ],
 )
-def test_what_is_the_same_runs(measured: dict[str, object], make: MakeOptimizer | None) -> None:
+def test_what_is_the_same_runs(measured: dict[str, object], make: OptimizerFactory | None) -> None:
     pipeline = build(
         structs.replace(Settings(threads=THREADS), **measured), images(), torch.randn(1, 3, 6, 6), None, make
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from bapipe.runtime.pipeline import Pipeline, sgd
-from bapipe.runtime.recompute import Recomputed
+from bapipe.runtime.recompute import RecomputedStage
 from bapipe.tracing import trace
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_recomputing_changes_nothing(backward: str) -> None:
 def test_only_buffers_that_change_are_kept() -> None:
     module = nn.Sequential(nn.BatchNorm1d(4))
     module.register_buffer("table", torch.zeros(1000))
-    stage = Recomputed(module, CPU)
+    stage = RecomputedStage(module, CPU)
     for m in range(2):
         stage.first(m, lambda: stage(torch.randn(3, 4)))
     assert set(stage._kept[0].buffers) == set(stage._kept[1].buffers)

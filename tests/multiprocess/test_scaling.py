@@ -3,13 +3,15 @@
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from launch_cases import clusters, small
 from runtime_cases import make_plan
 from scaling_cases import STEPS, run
 
-from bapipe.runtime.checkpoint.manifest import GROW_AFTER, Scaling, checkpoints, read_manifest
-from bapipe.runtime.checkpoint.writer import Keeping
+from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.runtime.checkpoint.manifest import list_checkpoints, read_manifest
+from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
@@ -29,16 +31,23 @@ def test_it_is_what_one_process_does() -> None:
         assert checks[2][1] == 2.0
 
 
-def test_the_factor_grows_after_many_good_steps() -> None:
-    scaling = Scaling(factor=8.0)
-    for _ in range(GROW_AFTER - 1):
-        scaling = scaling.after(True)
-    assert scaling == Scaling(factor=8.0, good_steps=GROW_AFTER - 1)
-    assert scaling.after(False) == Scaling(factor=4.0)
-    assert scaling.after(True) == Scaling(factor=16.0)
+def test_a_manifest_keeps_the_names_of_older_checkpoints() -> None:
+    stored = b'{"factor":8.0,"good_steps":3}'
+    state = GradScalerState(scale=8.0, growth_tracker=3)
+    assert msgspec.json.decode(stored, type=GradScalerState) == state
+    assert msgspec.json.encode(state) == stored
 
 
-def test_a_resumed_run_goes_on_with_its_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scale_grows_after_many_steps_with_finite_gradients() -> None:
+    state = GradScalerState(scale=8.0)
+    for _ in range(GROWTH_INTERVAL - 1):
+        state = state.after_step(True)
+    assert state == GradScalerState(scale=8.0, growth_tracker=GROWTH_INTERVAL - 1)
+    assert state.after_step(False) == GradScalerState(scale=4.0)
+    assert state.after_step(True) == GradScalerState(scale=16.0)
+
+
+def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,10 +59,10 @@ def test_a_resumed_run_goes_on_with_its_factor(tmp_path: Path, monkeypatch: pyte
 
     def go(folder: str, steps: int) -> TrainResult:
         training = Training(steps=steps, learning_rate=0.1, autocast="float16")
-        return train(plan, small, clusters(), training, keeping=Keeping(folder=tmp_path / folder, resume=True))
+        return train(plan, small, clusters(), training, keeping=CheckpointConfig(folder=tmp_path / folder, resume=True))
 
     alone = go("alone", 6)
     begun, resumed = go("two", 3), go("two", 6)
     assert (*begun.losses, *resumed.losses) == alone.losses
     for folder in ("alone", "two"):
-        assert read_manifest(checkpoints(tmp_path / folder)[-1]).scaling == Scaling(good_steps=6)
+        assert read_manifest(list_checkpoints(tmp_path / folder)[-1]).grad_scaler == GradScalerState(growth_tracker=6)

@@ -17,8 +17,9 @@ from survival_cases import noisy, plan_of, points, quiet
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpoint.manifest import checkpoints
-from bapipe.runtime.checkpoint.writer import Keeping, whole_state
+from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.runtime.checkpoint.manifest import list_checkpoints
+from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.run import export
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
@@ -115,7 +116,7 @@ def test_under_torchrun_it_comes_back(tmp_path: Path) -> None:
     again = int(done.stdout.split()[5].partition(":")[2])  # that of step 4 may still have been on its way
     assert again in (2, 4)
     assert done.stdout.split() == [*first, *(f"1:{step}" for step in range(again, 8))]
-    assert [path.name for path in checkpoints(tmp_path / "kept")][-1] == "step-000000008"
+    assert [path.name for path in list_checkpoints(tmp_path / "kept")][-1] == "step-000000008"
 
 
 def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path
     with torch.device("cpu"):
         module = noisy().module.to_empty(device="cpu")
     module.load_state_dict(load_file(output))  # strict
-    want = whole_state(checkpoints(folder / "killed" / "alone")[-1])
+    want = full_state_dict(list_checkpoints(folder / "killed" / "alone")[-1])
     assert all(torch.equal(value, want[name]) for name, value in module.state_dict().items())
     with pytest.raises(BapipeError) as caught:
         export(tmp_path, output)
@@ -178,17 +179,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     seen: dict[str, Any], folder: Path, tmp_path: Path, damage: Any, build: Any, training: Training, message: str
 ) -> None:
     shutil.copytree(folder / "replanned" / "replanned", tmp_path / "kept")
-    newest = checkpoints(tmp_path / "kept")[-1]
+    newest = list_checkpoints(tmp_path / "kept")[-1]
     if damage is not None:
         damage(newest)
-    keeping = Keeping(folder=tmp_path / "kept", resume=True)
+    keeping = CheckpointConfig(folder=tmp_path / "kept", resume=True)
     with pytest.raises(BapipeError) as caught:
         train(plan_of(build, (), (0,)), build, points(), training, keeping=keeping)
     assert re.fullmatch(message.replace("{}", re.escape(str(newest))), str(caught.value)), str(caught.value)
 
 
 def test_a_folder_with_checkpoints_is_not_trained_over(seen: dict[str, Any], folder: Path) -> None:
-    keeping = Keeping(folder=folder / "replanned" / "replanned")
+    keeping = CheckpointConfig(folder=folder / "replanned" / "replanned")
     with pytest.raises(BapipeError) as caught:
         train(plan_of(quiet, (), (0,)), quiet, points(), Training(steps=20), keeping=keeping)
     assert str(caught.value) == (

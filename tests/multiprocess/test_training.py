@@ -11,7 +11,7 @@ from torch import nn
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
-from bapipe.runtime.optimizers import optimizer
+from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.run import _optimizer
 from bapipe.runtime.train_config import Training
@@ -26,7 +26,7 @@ def test_clipping_is_that_of_the_whole_model() -> None:
     layers = [layer.name for layer in trace(part, [torch.zeros(1, 6).double()]).layers]
     order = [["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]]
     plan = make_plan(layers, (4,), (0, 0), order, 3, 2)
-    adam = optimizer("AdamW", 0.01, {"weight_decay": 0.1})
+    adam = optimizer_factory("AdamW", 0.01, {"weight_decay": 0.1})
     pipeline = Pipeline(
         part,
         plan,
@@ -113,11 +113,11 @@ def test_another_optimizer_than_the_profiled_is_refused() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(BapipeError, match=r"^torch.optim has no optimizer 'adamm'; did you mean 'adam'\?$"):
-        optimizer("adamm", 0.1, {})
+        optimizer_factory("adamm", 0.1, {})
     with pytest.raises(
         BapipeError, match=r"^adam cannot be made with lr=0.1 and beta=3: .*unexpected keyword argument 'beta'$"
     ):
-        optimizer("adam", 0.1, {"beta": 3})
+        optimizer_factory("adam", 0.1, {"beta": 3})
     with pytest.raises(BapipeError, match=r"^no schedule of the learning rate 'step': want constant, linear, cosine$"):
         Training(steps=1, schedule="step")
     with pytest.raises(BapipeError, match=r"^gradients cannot be clipped to a norm of 0: want more than 0$"):

@@ -9,7 +9,7 @@ from survival_cases import plan_of, points, quiet
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bapipe.runtime.checkpoint.writer import Keeping
+from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import StepReport
@@ -36,5 +36,5 @@ def tell(report: StepReport) -> None:
 
 
 if __name__ == "__main__":
-    keeping = Keeping(folder=Path(sys.argv[1]), every=2, resume=True)
+    keeping = CheckpointConfig(folder=Path(sys.argv[1]), every=2, resume=True)
     train(plan_of(quiet, (3,), (0, 1)), quiet, Deadly(), Training(steps=8), keeping=keeping, timeout_s=30, on_step=tell)

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 from bapipe.formats.plan import Plan
 from bapipe.runtime.data.loader import load
 from bapipe.runtime.data.validation_split import Chosen
-from bapipe.runtime.evaluate.evaluate import HeldOut, validate, written
+from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
+from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train_result import Evaluation
@@ -98,11 +99,11 @@ def _plan(example: Example, cuts: Sequence[int], ranks: Sequence[int | tuple[int
 
 def _run(rank: Rank, example: Example, plan: Plan, data: Any) -> Outcome:
     pipeline = Pipeline(example.module, plan, loss=example.loss, inputs=example.inputs, evaluates=True)
-    held_out = HeldOut(dataset=data, metrics=example.metrics, writing=example.writing, text_length=6)
+    held_out = EvaluationData(dataset=data, metrics=example.metrics, generation=example.generation, max_length=6)
     told: list[int] = []
-    found, again = (validate(pipeline, plan, held_out, rank.device, 5, told.append) for _ in range(2))
+    found, again = (evaluate(pipeline, plan, held_out, rank.device, 5, told.append) for _ in range(2))
     words = None
-    if example.writing is not None:
+    if example.generation is not None:
         inputs, _ = load(pipeline, plan, data, range(4))
-        words = written(pipeline, example.writing, inputs, (4, 6), rank.device).tolist()
+        words = greedy_decode(pipeline, example.generation, inputs, (4, 6), rank.device).tolist()
     return Outcome(found, again, told, words)

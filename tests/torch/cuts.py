@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
-from bapipe.runtime.rng import Draws
+from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.split import Split, split, stage_module
 from bapipe.tracing import TracedModel, idle_state, state_names, trace
 
@@ -58,7 +58,9 @@ def whole(module: nn.Module, inputs: Sequence[Tensor], target: Tensor, loss: Los
     return Trained(value.detach(), _grads(own), _buffers(own))
 
 
-def in_stages(parts: Split, inputs: Sequence[Tensor], target: Tensor, loss: Loss, draws: Draws | None) -> Trained:
+def in_stages(
+    parts: Split, inputs: Sequence[Tensor], target: Tensor, loss: Loss, draws: PerOperatorRng | None
+) -> Trained:
     """One pass stage after stage: only the tensors of a cut are handed on, and only their gradients back."""
     modules = [stage_module(parts, s, torch.device("cpu"), draws) for s in range(len(parts.stages))]
     given = dict(zip(parts.model.inputs, inputs, strict=True))

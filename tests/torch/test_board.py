@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.tensorboard import board
+from bapipe.runtime.tensorboard import tensorboard_writer
 from bapipe.runtime.train_result import Evaluation, StepReport
 
 
@@ -31,10 +31,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_scalars(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "board"
-    with board(folder, 32) as written:
+    with tensorboard_writer(folder, 32) as writer:
         for step in range(3):
-            written.step(report(step, 4.0 - step))
-        written.evaluation(
+            writer.write_step(report(step, 4.0 - step))
+        writer.write_evaluation(
             Evaluation(steps=2, num_samples=7, loss=1.5, metrics=(("top-1", 0.75), ("BLEU", 12.5)), elapsed_ns=1)
         )
     assert scalars(folder) == {
@@ -51,25 +51,25 @@ def test_scalars(tmp_path: Path) -> None:
 
 def test_steps_done_again_count_once(tmp_path: Path) -> None:
     for losses in ({0: 4.0, 1: 3.0, 2: 9.0}, {1: 3.5, 2: 2.5}):
-        with board(tmp_path, 32) as written:
+        with tensorboard_writer(tmp_path, 32) as writer:
             for step, loss in losses.items():
-                written.step(report(step, loss))
+                writer.write_step(report(step, loss))
     assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
 
 
 def test_nothing_is_written_where_nothing_is_reported(tmp_path: Path) -> None:
-    with board(tmp_path, 32):  # as on the other ranks of a torchrun job
+    with tensorboard_writer(tmp_path, 32):  # as on the other ranks of a torchrun job
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BapipeError) as error, board(tmp_path / "file" / "board", 32):
+    with pytest.raises(BapipeError) as error, tensorboard_writer(tmp_path / "file" / "board", 32):
         pass
     assert str(error.value) == f"{tmp_path / 'file' / 'board'}: cannot hold TensorBoard's files: Not a directory"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(BapipeError) as error, board(tmp_path, 32):
+    with pytest.raises(BapipeError) as error, tensorboard_writer(tmp_path, 32):
         pass
     assert str(error.value) == (
         "--tensorboard needs the package tensorboard, which is not installed: pip install 'bapipe[tensorboard]'"

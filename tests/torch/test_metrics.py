@@ -8,7 +8,7 @@ import torch
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.data.validation_split import Chosen, hold_out
-from bapipe.runtime.evaluate.evaluate import HeldOut, check_scores
+from bapipe.runtime.evaluate.evaluate import EvaluationData, check_scores
 from bapipe.zoo.factory import build
 from bapipe.zoo.metrics import bleu, top_1
 
@@ -29,7 +29,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
     example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
     with pytest.raises(BapipeError) as error:
-        check_scores(HeldOut(dataset=[], metrics={}, writing=example.writing))  # type: ignore[arg-type]
+        check_scores(EvaluationData(dataset=[], metrics={}, generation=example.generation))  # type: ignore[arg-type]
     assert str(error.value) == (
         "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without --eval-every"
     )
@@ -38,7 +38,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_without_texts_is_refused() -> None:
     example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
     with pytest.raises(BapipeError) as error:
-        check_scores(HeldOut(dataset=[], metrics={}, writing=example.writing))  # type: ignore[arg-type]
+        check_scores(EvaluationData(dataset=[], metrics={}, generation=example.generation))  # type: ignore[arg-type]
     assert str(error.value) == (
         "what this model writes cannot be scored, because the data has no `text`: see bapipe.Example, or train without "
         "--eval-every"

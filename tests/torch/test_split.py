@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import LOSS
+from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import Split, split, stage_module
 from bapipe.tracing import trace
 

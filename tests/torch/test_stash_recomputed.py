@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from bapipe.profiler.layers import measure
-from bapipe.runtime.recompute import Recomputed
+from bapipe.runtime.recompute import RecomputedStage
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def test_a_stage_that_recomputes_keeps_its_input_until_its_second_forward_keeps_
     )
     stash = [m.stash_bytes for m in made.measurements[0].layers[:3]]
     assert stash == [4 * 4 * 6, 4 * 4 * 7, 4 * 4 * 7]  # the stage's input; a mask; what dropout gives
-    stage, x = Recomputed(module.train(), torch.device("cpu")), torch.randn(4, 6, requires_grad=True)
+    stage, x = RecomputedStage(module.train(), torch.device("cpu")), torch.randn(4, 6, requires_grad=True)
     with saved_beside(module) as first:
         y = stage.first(0, lambda: stage(x))
     assert not first

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides its tensors: the checkpoint/1 manifest, and whether its files are whole."""
+"""The checkpoint/1 manifest: what a checkpoint holds besides its tensors, and whether its files are intact."""
 
 import shutil
 import zlib
@@ -9,51 +9,30 @@ from typing import Literal
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
+from bapipe.runtime.grad_scaler import GradScalerState
 from bapipe.units import NonNegative
 
 MANIFEST = "bapipe.json"
 _UNFINISHED = ".unfinished-"
 _BLOCK_BYTES = 2**22
 
-GROW_AFTER = 2_000
-"""Good steps after which losses are scaled by twice as much."""
-
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where training is: steps done, the pass over the data, and the samples of that pass that are done."""
+    """How far training is: steps done, the epoch, and how many samples of that epoch are done."""
 
     step: NonNegative = 0
     epoch: NonNegative = 0
     offset: NonNegative = 0
 
 
-class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """By what losses are multiplied where float16 would lose small gradients, as by torch.amp.GradScaler.
-
-    Attributes:
-        good_steps: steps since the factor changed, in all of which every gradient was finite.
-    """
-
-    factor: float = 65_536.0
-    good_steps: NonNegative = 0
-
-    def after(self, finite: bool) -> "Scaling":
-        """Returns it after a step: half of it where a gradient was not finite, twice after `GROW_AFTER` good ones."""
-        if not finite:
-            return Scaling(factor=self.factor / 2)
-        if self.good_steps + 1 == GROW_AFTER:
-            return Scaling(factor=self.factor * 2)
-        return Scaling(factor=self.factor, good_steps=self.good_steps + 1)
-
-
-class TensorKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shape and type of a tensor."""
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Size and CRC-32 of a file."""
 
     num_bytes: NonNegative
@@ -61,13 +40,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A checkpoint, of whatever plan; its tensors have the names of the original module.
+    """A checkpoint; nothing in it depends on the plan, its tensors have the names of the original module.
 
     Attributes:
         tensors: of the model.
         optimizer_tensors: by `name of the parameter:key`.
-        files: what else lies in its folder.
-        scaling: of the next step's losses, where they are scaled.
+        files: the other files in its folder.
+        grad_scaler: loss scaling of the next step, if losses are scaled; stored as `scaling`.
     """
 
     bapipe: Literal["checkpoint/1"] = "checkpoint/1"
@@ -76,81 +55,81 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int
     num_samples: NonNegative
     position: Position
-    tensors: dict[str, TensorKind]
-    optimizer_tensors: dict[str, TensorKind]
-    files: dict[str, Part]
-    scaling: Scaling | None = None
+    tensors: dict[str, TensorSpec]
+    optimizer_tensors: dict[str, TensorSpec]
+    files: dict[str, FileChecksum]
+    grad_scaler: GradScalerState | None = msgspec.field(default=None, name="scaling")
 
 
-def checkpoints(folder: Path) -> tuple[Path, ...]:
+def list_checkpoints(folder: Path) -> tuple[Path, ...]:
     """Returns the finished checkpoints of a folder, the oldest first."""
     return tuple(sorted(path for path in folder.glob("step-*") if path.is_dir()))
 
 
-def folder_of(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint after some steps lies."""
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Returns the folder of the checkpoint after some steps."""
     return folder / f"step-{step:09d}"
 
 
 def unfinished_folder(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint after some steps is written."""
+    """Returns the folder in which the checkpoint after some steps is written, before it is renamed."""
     return folder / f"{_UNFINISHED}{step}"
 
 
-def tidy(folder: Path, keep: int) -> None:
-    """Removes all finished checkpoints but the newest `keep`, and what earlier runs left unfinished."""
-    for path in (*checkpoints(folder)[:-keep], *folder.glob(f"{_UNFINISHED}*")):
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    """Removes all finished checkpoints but the newest `keep`, and unfinished ones of earlier runs."""
+    for path in (*list_checkpoints(folder)[:-keep], *folder.glob(f"{_UNFINISHED}*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def parts(path: Path) -> dict[str, Part]:
-    """Returns the files in a checkpoint's folder but the manifest."""
-    return {file.name: _part(file) for file in sorted(path.iterdir()) if file.name != MANIFEST}
+def file_checksums(path: Path) -> dict[str, FileChecksum]:
+    """Returns the checksums of the files in a checkpoint's folder, without the manifest."""
+    return {file.name: _checksum(file) for file in sorted(path.iterdir()) if file.name != MANIFEST}
 
 
-def _part(file: Path) -> Part:
+def _checksum(file: Path) -> FileChecksum:
     crc32 = num_bytes = 0
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK_BYTES):
             crc32, num_bytes = zlib.crc32(block, crc32), num_bytes + len(block)
-    return Part(num_bytes=num_bytes, crc32=crc32)
+    return FileChecksum(num_bytes=num_bytes, crc32=crc32)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint whose files are all there, as they were written.
+    """Returns the manifest of a checkpoint, after verifying size and CRC-32 of every file.
 
     Raises:
         BapipeError: something is missing or damaged.
     """
-    older = "; remove the folder to go on from an older checkpoint"
+    advice = "; remove the folder to go on from an older checkpoint"
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except OSError as error:
-        raise BapipeError(f"{path} is no whole checkpoint: {MANIFEST}: {error.strerror}{older}") from None
+        raise BapipeError(f"{path} is no whole checkpoint: {MANIFEST}: {error.strerror}{advice}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"{path / MANIFEST} is damaged: {error}{older}") from None
-    for name, want in manifest.files.items():
+        raise InvalidFile(f"{path / MANIFEST} is damaged: {error}{advice}") from None
+    for name, expected in manifest.files.items():
         file = path / name
         if not file.is_file():
-            raise BapipeError(f"{path} is no whole checkpoint: '{name}' is missing{older}")
-        if file.stat().st_size != want.num_bytes:
+            raise BapipeError(f"{path} is no whole checkpoint: '{name}' is missing{advice}")
+        if file.stat().st_size != expected.num_bytes:
             raise BapipeError(
-                f"{path} is damaged: '{name}' has {file.stat().st_size} bytes, not {want.num_bytes}{older}"
+                f"{path} is damaged: '{name}' has {file.stat().st_size} bytes, not {expected.num_bytes}{advice}"
             )
-        if _part(file) != want:
-            raise BapipeError(f"{path} is damaged: '{name}' does not hold what was written{older}")
+        if _checksum(file) != expected:
+            raise BapipeError(f"{path} is damaged: '{name}' does not hold what was written{advice}")
     return manifest
 
 
-def check_model(manifest: Manifest, path: Path, own: Mapping[str, TensorKind]) -> None:
+def check_model(manifest: Manifest, path: Path, model: Mapping[str, TensorSpec]) -> None:
     """Raises BapipeError with the first difference, unless a checkpoint has the tensors of a model."""
-    for name in (*own, *manifest.tensors):
-        there, here = manifest.tensors.get(name), own.get(name)
+    for name in (*model, *manifest.tensors):
+        there, here = manifest.tensors.get(name), model.get(name)
         if there != here:
             raise BapipeError(
                 f"{path} is of another model: '{name}' is {_describe(there)} there and {_describe(here)} here"
             )
 
 
-def _describe(tensor: TensorKind | None) -> str:
+def _describe(tensor: TensorSpec | None) -> str:
     return f"{tensor.dtype} of shape {list(tensor.shape)}" if tensor else "missing"

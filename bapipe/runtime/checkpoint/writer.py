@@ -1,9 +1,8 @@
-"""Checkpoints of a run: written by all ranks together in the background, whole or not at all."""
+"""Saves checkpoints from all ranks together, in a background thread, and loads them."""
 
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -20,58 +19,42 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.codec import write_bytes
+from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    TensorKind,
-    folder_of,
-    parts,
+    TensorSpec,
+    checkpoint_folder,
+    file_checksums,
     read_manifest,
-    tidy,
+    remove_old_checkpoints,
     unfinished_folder,
 )
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """Where and how often checkpoints are written; the last step always is one.
+class CheckpointWriter:
+    """Writes checkpoints while training continues, one at a time; every rank calls it together.
 
-    Attributes:
-        every: steps between two.
-        keep: how many of them stay.
-        resume: whether to go on from the newest one, where there is one.
+    `save` copies the tensors and returns; a thread writes them. The thread has a gloo group of its own, because the
+    training thread uses the other groups meanwhile, and NCCL cannot send from the CPU. A checkpoint is written to an
+    unfinished folder, which is renamed when all of it is on the disk: a crash leaves no half checkpoint. (Not
+    `async_save` of torch.distributed.checkpoint: that one gives no manifest, and no rename in the end.)
     """
 
-    folder: Path
-    every: int = 100
-    keep: int = 3
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.keep < 1:
-            raise BapipeError(f"a checkpoint every {self.every} steps, {self.keep} kept: want 1 or more of each")
-
-
-class Writer:
-    """Writes checkpoints beside training, one at a time; every rank makes one, and calls it, together.
-
-    Tensors are copied when `save` is called. A folder gets its name when all of it is on the disk.
-    """
-
-    def __init__(self, keeping: Keeping, timeout: timedelta, names: tuple[str, ...]) -> None:
-        """`names` are of the ranks' devices."""
-        self._keeping, self._names = keeping, names
+    def __init__(self, config: CheckpointConfig, timeout: timedelta, names: tuple[str, ...]) -> None:
+        """`names` are the names of the ranks' devices."""
+        self._config, self._names = config, names
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread: Thread | None = None
         self._error: Exception | None = None
         if dist.get_rank() == 0:
-            tidy(keeping.folder, keeping.keep)
+            remove_old_checkpoints(config.folder, config.keep)
         dist.barrier()
 
     def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], optimizer_tensors: Mapping[str, Tensor]) -> None:
-        """Begins to write a checkpoint when the one before is done; `manifest` lacks tensors and files."""
+        """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors and files."""
         self.wait()
         named = [(_MODEL + name, tensor) for name, tensor in tensors.items()]
         named += [(_OPTIMIZER + name, tensor) for name, tensor in optimizer_tensors.items()]
@@ -80,7 +63,7 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when what was begun is on the disk.
+        """Waits until the checkpoint that was started is on the disk.
 
         Raises:
             RunFailed: it could not be written.
@@ -93,48 +76,50 @@ class Writer:
 
     def _write(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
         step = manifest.position.step
-        path = unfinished_folder(self._keeping.folder, step)
+        path = unfinished_folder(self._config.folder, step)
         try:
             save_sharded(state, checkpoint_id=path, process_group=self._group)
-            said: list[str | None] = [None]
+            fault: list[str | None] = [None]
             if dist.get_rank() == 0:
-                said = [self._finish(manifest, path, folder_of(self._keeping.folder, step))]
-            dist.broadcast_object_list(said, src=0, group=self._group)
-            if said[0] is not None:
-                self._error = self._failed(0, step, said[0])
+                fault = [self._finish(manifest, path, checkpoint_folder(self._config.folder, step))]
+            dist.broadcast_object_list(fault, src=0, group=self._group)
+            if fault[0] is not None:
+                self._error = self._failed(0, step, fault[0])
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            self._error = self._failed(rank, step, _say(cause))
+            self._error = self._failed(rank, step, _one_line(cause))
         except Exception as error:  # a thread's exceptions would be lost
-            self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {_say(error)}")
+            self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {_one_line(error)}")
 
     def _failed(self, rank: int, step: int, cause: str) -> RunFailed:
         return RunFailed(f"rank {rank} ({self._names[rank]}) could not write the checkpoint of {step} steps: {cause}")
 
     def _finish(self, manifest: Manifest, path: Path, final: Path) -> str | None:
-        """Gives a checkpoint its name; returns why it could not."""
+        """Finishes a checkpoint on rank 0; returns why it failed, if it did."""
         try:
-            self._name(manifest, path, final)
+            self._write_manifest_and_rename(manifest, path, final)
         except (OSError, BapipeError) as error:
-            return _say(error)
+            return _one_line(error)
         return None
 
-    def _name(self, manifest: Manifest, path: Path, final: Path) -> None:
-        kinds = _kinds(path)
-        whole = msgspec.structs.replace(
+    def _write_manifest_and_rename(self, manifest: Manifest, path: Path, final: Path) -> None:
+        specs = _stored_specs(path)
+        complete = msgspec.structs.replace(
             manifest,
-            tensors={name.removeprefix(_MODEL): k for name, k in kinds.items() if name.startswith(_MODEL)},
-            optimizer_tensors={n.removeprefix(_OPTIMIZER): k for n, k in kinds.items() if n.startswith(_OPTIMIZER)},
-            files=parts(path),
+            tensors={name.removeprefix(_MODEL): spec for name, spec in specs.items() if name.startswith(_MODEL)},
+            optimizer_tensors={
+                name.removeprefix(_OPTIMIZER): spec for name, spec in specs.items() if name.startswith(_OPTIMIZER)
+            },
+            files=file_checksums(path),
         )
-        write_bytes(path / MANIFEST, msgspec.json.encode(whole))
+        write_bytes(path / MANIFEST, msgspec.json.encode(complete))
         _sync_folder(path)
         os.rename(path, final)
         _sync_folder(final.parent)
-        tidy(final.parent, self._keeping.keep)
+        remove_old_checkpoints(final.parent, self._config.keep)
 
 
-def _say(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).splitlines()
@@ -149,12 +134,12 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _kinds(path: Path) -> dict[str, TensorKind]:
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+def _stored_specs(path: Path) -> dict[str, TensorSpec]:
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
-        name: TensorKind(shape=tuple(kind.size), dtype=dtype_name(kind.properties.dtype))
-        for name, kind in sorted(found.items())
-        if isinstance(kind, TensorStorageMetadata)
+        name: TensorSpec(shape=tuple(stored.size), dtype=dtype_name(stored.properties.dtype))
+        for name, stored in sorted(metadata.items())
+        if isinstance(stored, TensorStorageMetadata)
     }
 
 
@@ -163,33 +148,33 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
-    """Returns shape and type of tensors, by name."""
-    return {name: TensorKind(shape=tuple(t.shape), dtype=dtype_name(t.dtype)) for name, t in tensors.items()}
+def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Returns shape and dtype of tensors, by name."""
+    return {name: TensorSpec(shape=tuple(t.shape), dtype=dtype_name(t.dtype)) for name, t in tensors.items()}
 
 
-def load(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fills a part of a model's tensors from a checkpoint; returns the optimizer's for the same names, on the CPU."""
-    wanted = {
-        name: torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
-        for name, kind in manifest.optimizer_tensors.items()
+def load_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Loads some of a model's tensors in place; returns the optimizer's tensors of the same names, on the CPU."""
+    optimizer_tensors = {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        for name, spec in manifest.optimizer_tensors.items()
         if name.rpartition(":")[0] in tensors
     }
     state = {_MODEL + name: tensor.detach() for name, tensor in tensors.items()}
-    state |= {_OPTIMIZER + name: tensor for name, tensor in wanted.items()}
+    state |= {_OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it loads in this process alone, which is what is wanted
+        warnings.simplefilter("ignore", UserWarning)  # "loading in a single process": that is intended
         load_sharded(state, checkpoint_id=path, no_dist=True)
-    return wanted
+    return optimizer_tensors
 
 
-def whole_state(path: Path) -> dict[str, Tensor]:
+def full_state_dict(path: Path) -> dict[str, Tensor]:
     """Returns the model's tensors of a checkpoint, by their names in the original module.
 
     Raises:
-        BapipeError: something of it is missing or damaged.
+        BapipeError: a file is missing or damaged.
     """
     manifest = read_manifest(path)
-    tensors = {n: torch.empty(k.shape, dtype=getattr(torch, k.dtype)) for n, k in manifest.tensors.items()}
-    load(path, manifest, tensors)
+    tensors = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for n, s in manifest.tensors.items()}
+    load_tensors(path, manifest, tensors)
     return {name: tensors[name] for name in manifest.tensors}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
-from bapipe.runtime.lowering import receives_first, with_transfers
+from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
 from bapipe.runtime.split import Split, at_size, split
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
@@ -21,13 +21,13 @@ _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|F)(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """What a rank of the last stage knows after a forward pass.
+class ForwardResult:
+    """The result of a forward pass, on a rank of the last stage.
 
     Attributes:
-        loss: mean over all samples, those of other ranks included; None where no target was given.
-        outputs: of each micro-batch of this rank, what the model returns, or what was kept of it.
-        rows: the samples of the mini-batch that each of them is of.
+        loss: mean over all samples, those of other ranks included; None if no target was given.
+        outputs: of each micro-batch of this rank, what the model returns, or what `keep` made of it.
+        rows: of each of them, its samples in the mini-batch.
     """
 
     loss: float | None
@@ -36,13 +36,13 @@ class Evaluated:
 
 
 def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor], training: Split) -> Split:
-    """Returns a plan's stages of a model in evaluation mode: a model's code may do other things in it than in training.
+    """Returns a plan's stages of a model in evaluation mode, traced anew: a model may run other code in that mode.
 
     Raises:
-        InvalidModel: it then has other layers than the plan, cannot be cut there, or a stage loads another input.
+        InvalidModel: in that mode it has other layers than the plan, cannot be cut, or a stage loads another input.
     """
     whole, fine = granularity(module, [name for stage in plan.stages for name in stage.layers])
-    with evaluating([module]):
+    with evaluation_mode([module]):
         try:
             parts = split(trace(module, inputs, whole=whole, fine=fine), plan, inputs)
         except InvalidModel as error:
@@ -54,10 +54,10 @@ def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor]
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it modules and all that they contain are in evaluation mode; afterwards in the mode they were in."""
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts modules and all their submodules in evaluation mode; afterwards each has the mode that it had."""
     before = [(part, part.training) for module in modules for part in module.modules()]
-    for part, _ in before:
+    for part, _ in before:  # not eval(): a model may override it
         part.training = False
     try:
         yield
@@ -66,8 +66,8 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
             part.training = training
 
 
-class Evaluator:
-    """The forwards of one rank's stages, each as soon as its inputs are there, with nothing kept for a backward."""
+class ForwardExecutor:
+    """Runs the forwards of one rank's stages, without gradients, in an order of its own: forwards only."""
 
     def __init__(
         self,
@@ -80,24 +80,24 @@ class Evaluator:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """`ranks[i]` is the plan's rank that process i of the group plays; `modules` are its stages', by stage.
+        """`ranks[i]` is the plan's rank that process i of the group runs; `modules` are this rank's stages, by stage.
 
-        `loss` is of the tuple that the last stage gives; `total` adds up what the last stage's replicas have.
+        `loss` takes the tuple that the last stage returns; `total` sums over the last stage's replicas.
 
         Raises:
-            InvalidModel: a stage uses a value that no one sets.
+            InvalidModel: a stage uses a parameter or buffer without a value.
         """
         self._parts, self._schedule, self._ranks = parts, plan.table, ranks
         self._size, self._loss, self._total = plan.microbatch_size, loss, total
-        self._examples = {plan.microbatch_size: parts.examples}  # of other sizes when they are first met: it takes long
+        self._examples = {plan.microbatch_size: parts.examples}  # other sizes when they first occur: slow
         self._device, self._group = device, group
-        self._own = ranks[dist.get_rank(group)]
+        self._rank = ranks[dist.get_rank(group)]
         self._modules = modules
         for module in modules.values():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.is_meta:
                     raise InvalidModel(f"'{name}' is used in evaluation mode only, and nothing gives it a value")
-            module.to(device)  # what the trace found to be constant; the rest is there
+            module.to(device)  # constants of the trace; parameters and buffers are there already
 
     def run(
         self,
@@ -105,8 +105,8 @@ class Evaluator:
         target: Tensor | None,
         num_samples: int,
         keep: Callable[[Any], Any],
-    ) -> Evaluated | None:
-        """Returns the mean loss and what `keep` makes of the model's results on the last stage, None elsewhere.
+    ) -> ForwardResult | None:
+        """Returns the mean loss and what `keep` makes of each output on ranks of the last stage, None on others.
 
         All ranks of the group call it together.
         """
@@ -116,53 +116,58 @@ class Evaluator:
         on_cuda = self._device.type == "cuda"
         with (
             torch.no_grad(),
-            evaluating([self._parts.model.module, *self._modules.values()]),
+            evaluation_mode([self._parts.model.module, *self._modules.values()]),
             torch.random.fork_rng(devices=[self._device] if on_cuda else []),
         ):
             for m, output in self._results(loaded, rows):
-                own = rows[m]
+                samples = rows[m]
                 if target is not None:
-                    loss += self._loss(output, target[own.start : own.stop]).double() * (len(own) / num_samples)
+                    share = len(samples) / num_samples  # the last micro-batch may be smaller
+                    loss += self._loss(output, target[samples.start : samples.stop]).double() * share
                 kept[m] = keep(self._parts.model.result.rebuild(output))
         if self._schedule.num_stages - 1 not in self._modules:
             return None
-        return Evaluated(
+        return ForwardResult(
             loss=None if target is None else self._total(loss).item(),
             outputs=tuple(kept.values()),
             rows=tuple(rows[m] for m in kept),
         )
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yields the micro-batches of the last stage on this rank and what they give."""
-        passing = _Passing(self._parts, rows, self._examples, self._device, self._group)
-        for stage, what, m in self._actions(len(rows)):
-            if what == "RECV_F":
-                passing.receive(stage, m, self._process(stage - 1, m))
-            elif what == "SEND_F":
-                passing.send(stage, m, self._process(stage + 1, m))
+        """Yields (micro-batch, output) of the last stage on this rank."""
+        transfers = _Transfers(self._parts, rows, self._examples, self._device, self._group)
+        for stage, kind, m in self._actions(len(rows)):
+            if kind == "RECV_F":
+                transfers.receive(stage, m, self._process(stage - 1, m))
+            elif kind == "SEND_F":
+                transfers.send(stage, m, self._process(stage + 1, m))
             else:
-                given = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
-                outputs = self._modules[stage](*passing.taken(stage, m), *given)
+                inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
+                outputs = self._modules[stage](*transfers.take_inputs(stage, m), *inputs)
                 if stage + 1 < self._schedule.num_stages:
-                    passing.made[stage, m] = outputs
+                    transfers.outputs[stage, m] = outputs
                 else:
                     yield m, outputs
-        passing.finish()
+        transfers.finish()
 
     def _process(self, stage: int, microbatch: int) -> int:
         return self._ranks.index(self._schedule.rank_of(stage, microbatch))
 
     def _actions(self, num_microbatches: int) -> list[tuple[int, str, int]]:
         """Returns this rank's forwards, sends and receives."""
-        lowered = with_transfers(forwards_only(self._schedule, num_microbatches))[self._own]
+        lowered = lower_schedule(forwards_only(self._schedule, num_microbatches))[self._rank]
         if self._device.type == "cpu":
-            lowered = receives_first(lowered)
-        found = (_ACTION.fullmatch(text) for text in lowered)
-        return [(int(match[1]), match[2], int(match[3])) for match in found if match is not None]
+            lowered = receives_at_step_start(lowered)
+        matches = (_ACTION.fullmatch(text) for text in lowered)
+        return [(int(match[1]), match[2], int(match[3])) for match in matches if match is not None]
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Returns the forwards of a schedule's stages, as many micro-batches at once as there are ranks before the next."""
+    """Returns a schedule of the same stages with forwards only: wave by wave, a wave of as many micro-batches as ranks.
+
+    A rank with several stages then works on a wave's later micro-batches while its first ones are on other ranks, and
+    no more than a wave is in flight.
+    """
     width = len(schedule.order)
     orders: list[list[Action]] = [[] for _ in schedule.order]
     for first in range(0, num_microbatches, width):
@@ -175,10 +180,14 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 @dataclass(slots=True)
-class _Passing:
-    """What is on its way between stages; `made` are the outputs of this rank's stages, by stage and micro-batch.
+class _Transfers:
+    """Tensors on their way between stages; dicts are by (stage, micro-batch).
 
-    `examples` are those of the split for each size of a micro-batch that was met so far.
+    Attributes:
+        examples: the examples of the split, for each size of a micro-batch so far.
+        outputs: of this rank's stages, until they are sent or the next stage on this rank takes them.
+        received: buffers of receives that were posted.
+        sent: sends that were posted, with their tensors, which must live until they are done.
     """
 
     parts: Split
@@ -186,37 +195,37 @@ class _Passing:
     examples: dict[int, dict[str, Tensor]]
     device: torch.device
     group: dist.ProcessGroup | None
-    made: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
     sent: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     def receive(self, stage: int, microbatch: int, source: int) -> None:
-        """Begins to receive what a stage needs of the one before."""
-        begun = []
+        """Posts the receives of a stage's inputs."""
+        posted = []
         for name in self.parts.stages[stage].received:
             example = self._example(len(self.rows[microbatch]), name)
             buffer = torch.empty(example.shape, dtype=example.dtype, device=self.device)
-            begun.append((buffer, dist.irecv(buffer, group=self.group, group_src=source)))
-        self.received[stage, microbatch] = begun
+            posted.append((buffer, dist.irecv(buffer, group=self.group, group_src=source)))
+        self.received[stage, microbatch] = posted
 
-    def taken(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
-        """Returns what a stage needs of the one before, when it is there."""
+    def take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Waits for a stage's inputs from the stage before, and returns them."""
         if stage == 0:
             return ()
         if (stage, microbatch) not in self.received:
-            return self.made.pop((stage - 1, microbatch))
-        taken = self.received.pop((stage, microbatch))
-        for _, work in taken:
+            return self.outputs.pop((stage - 1, microbatch))
+        received = self.received.pop((stage, microbatch))
+        for _, work in received:
             work.wait()
-        return tuple(buffer for buffer, _ in taken)
+        return tuple(buffer for buffer, _ in received)
 
     def send(self, stage: int, microbatch: int, destination: int) -> None:
-        """Begins to send what a stage has made."""
-        for tensor in self.made.pop((stage, microbatch)):
+        """Posts the sends of a stage's outputs."""
+        for tensor in self.outputs.pop((stage, microbatch)):
             self.sent.append((dist.isend(tensor, group=self.group, group_dst=destination), tensor))
 
     def finish(self) -> None:
-        """Returns when all that was sent has arrived."""
+        """Waits for all sends."""
         for work, _ in self.sent:
             work.wait()
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.runtime.launch.worker import Done, Entered, Failed, Message, Result, join, run_child, say
+from bapipe.runtime.launch.worker import (
+    Failure,
+    Finished,
+    Message,
+    Result,
+    StepStarted,
+    describe_failure,
+    join_job,
+    run_child,
+)
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
@@ -34,8 +43,8 @@ class _Child:
     process: SpawnProcess
     pipe: Connection
     step: int | None = None
-    done: Done | None = None
-    failed: Failed | None = None
+    done: Finished | None = None
+    failed: Failure | None = None
     signal: int | None = None
     lost: bool = False
     open: bool = True
@@ -67,7 +76,7 @@ def launch(
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return [join(worker, names, arguments, kind, timeout_s, on_message)]
+        return [join_job(worker, names, arguments, kind, timeout_s, on_message)]
     with tempfile.TemporaryDirectory(prefix="bapipe-") as folder:
         children: list[_Child] = []
         try:
@@ -143,11 +152,11 @@ def _poll(children: Sequence[_Child], timeout_s: float, on_message: Callable[[in
             _note_end(child)
             continue
         child.heard_s = time.monotonic()
-        if isinstance(message, Entered):
+        if isinstance(message, StepStarted):
             child.step = message.step
-        elif isinstance(message, Done):
+        elif isinstance(message, Finished):
             child.done = message
-        elif isinstance(message, Failed):
+        elif isinstance(message, Failure):
             child.failed = message
         elif isinstance(message, Message) and on_message is not None:
             on_message(child.index, message.value)
@@ -184,7 +193,7 @@ def _error(children: Sequence[_Child]) -> BapipeError:
     if child.failed.timed_out and len(silent) == 1:
         hangs = f"{_title(silent[0])} hangs{_at(silent[0])}"
         return RunFailed(f"{hangs}: {_title(child)} {child.failed.text}", lost=(silent[0].name,))
-    return RunFailed(say(child.failed, child.index, child.name, _at(child)))
+    return RunFailed(describe_failure(child.failed, child.index, child.name, _at(child)))
 
 
 def _is_symptom(child: _Child) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.runtime.launch.rendezvous import is_told, meet, open_store
+from bapipe.runtime.launch.rendezvous import another_rank_reports, open_store, wait_for_all
 from bapipe.torch_device import prepare_cpu
 
 _PR_SET_PDEATHSIG = 1
@@ -46,7 +46,7 @@ class Rank:
 
     def enter_step(self, step: int) -> None:
         """Says that a step begins, for the message should this rank die in it."""
-        self._send(Entered(step))
+        self._send(StepStarted(step))
 
     def report(self, message: object) -> None:
         """Hands a message to `on_message` of whoever launched the ranks."""
@@ -54,12 +54,12 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
-    """The process runs."""
+class Started:
+    """The process has started."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class StepStarted:
     step: int
 
 
@@ -69,12 +69,12 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Finished:
     result: object
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failure:
     """`expected` errors are a user's; `lost_peer` ones only say that another rank has gone, or is too slow."""
 
     text: str
@@ -100,7 +100,7 @@ def run_child(
     try:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        pipe.send(Up())
+        pipe.send(Started())
         device = _prepare(kind, index)
         _init(kind, timeout_s, store=FileStore(store, size), rank=index, world_size=size)
         result = worker(Rank(index, size, name, device, pipe.send), *arguments)
@@ -109,7 +109,7 @@ def run_child(
     except BaseException as error:  # whatever it is, the parent says it in one line
         code = 1
         with contextlib.suppress(OSError):
-            pipe.send(_failed(error, timeout_s))
+            pipe.send(_failure_of(error, timeout_s))
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -121,7 +121,7 @@ def _send_result(pipe: Connection, result: object) -> None:
         pickle.dumps(result)
     except Exception as error:
         raise BapipeError(f"the worker's result cannot be sent to the parent: {error}") from error
-    pipe.send(Done(result))
+    pipe.send(Finished(result))
 
 
 def _die_with(parent: int) -> None:
@@ -149,13 +149,13 @@ def _init(kind: str, timeout_s: float, **where: Any) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
 
 
-def _failed(error: BaseException, timeout_s: float) -> Failed:
+def _failure_of(error: BaseException, timeout_s: float) -> Failure:
     if isinstance(error, BapipeError):
-        return Failed(text=str(error), expected=True)
+        return Failure(text=str(error), expected=True)
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
         text = f"waited more than {timeout_s:g} s for another rank"
-        return Failed(text=text, expected=False, lost_peer=True, timed_out=True)
-    return Failed(text=_one_line(error), expected=False, lost_peer=_is_lost_peer(error))
+        return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
+    return Failure(text=_one_line(error), expected=False, lost_peer=_is_lost_peer(error))
 
 
 def _one_line(error: BaseException) -> str:
@@ -171,7 +171,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
-def join(
+def join_job(
     worker: Callable[..., Result],
     names: Sequence[str],
     arguments: tuple[Any, ...],
@@ -186,35 +186,36 @@ def join(
             f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, as "
             f"with torchrun --nproc-per-node {len(names)} on one host, or plan for {size} devices"
         )
-    patience_s = min(timeout_s, _JOIN_S)
-    store = open_store(index, names, patience_s)
+    rendezvous_s = min(timeout_s, _JOIN_S)
+    store = open_store(index, names, rendezvous_s)
     steps: list[int] = []
 
     def send(message: object) -> None:
-        if isinstance(message, Entered):
+        if isinstance(message, StepStarted):
             steps[:] = [message.step]
         elif isinstance(message, Message) and on_message is not None:
             on_message(index, message.value)
 
     try:
         device = _prepare(kind, int(os.environ.get("LOCAL_RANK", index)))
-        meet(store, index, names, patience_s)
+        wait_for_all(store, index, names, rendezvous_s)
         _init(kind, timeout_s, store=store, rank=index, world_size=size)
         result = worker(Rank(index, size, names[index], device, send), *arguments)
         dist.destroy_process_group()
         return result
     except Exception as error:
-        failed = _failed(error, timeout_s)
+        failure = _failure_of(error, timeout_s)
         at = f" at step {steps[0]}" if steps else ""
-        raise RunFailed(say(failed, index, names[index], at), told=is_told(store, failed.lost_peer)) from None
+        told = another_rank_reports(store, failure.lost_peer)
+        raise RunFailed(describe_failure(failure, index, names[index], at), told=told) from None
 
 
-def say(failed: Failed, index: int, name: str, at: str) -> str:
-    """Returns what to tell the user of a rank that failed."""
-    if failed.expected:
-        return failed.text
-    if failed.timed_out:
-        return f"rank {index} ({name}) {failed.text}{at}: that one hangs, or the link to it is cut"
-    if failed.lost_peer:
-        return f"rank {index} ({name}) lost another rank{at}: {failed.text}"
-    return f"rank {index} ({name}) failed{at}: {failed.text}"
+def describe_failure(failure: Failure, index: int, name: str, at: str) -> str:
+    """Returns what to tell the user of a rank that failure."""
+    if failure.expected:
+        return failure.text
+    if failure.timed_out:
+        return f"rank {index} ({name}) {failure.text}{at}: that one hangs, or the link to it is cut"
+    if failure.lost_peer:
+        return f"rank {index} ({name}) lost another rank{at}: {failure.text}"
+    return f"rank {index} ({name}) failed{at}: {failure.text}"

@@ -1,0 +1,156 @@
+"""Optimizers by name, the optimizers of a rank's stages, and clipping by the norm of a whole pipeline's gradients."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.clock import Clock
+from bapipe.runtime.train_config import MOMENTUM
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
+
+TORCH_OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(optim).items()
+    if inspect.isclass(kind) and issubclass(kind, optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+}
+"""The optimizers of `torch.optim` by lower-case name; without LBFGS, which runs the model several times per step."""
+
+
+def sgd(lr: float = 0.01, momentum: float = MOMENTUM) -> OptimizerFactory:
+    """Returns a factory of SGD optimizers."""
+    return lambda parameters: optim.SGD(parameters, lr=lr, momentum=momentum)
+
+
+def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, object]) -> OptimizerFactory:
+    """Returns a factory of optimizers of a class of `torch.optim`; the name's case does not matter.
+
+    Raises:
+        BapipeError: there is no such class, or it does not take the arguments.
+    """
+    kind = TORCH_OPTIMIZERS.get(name.lower())
+    if kind is None:
+        close = get_close_matches(name.lower(), TORCH_OPTIMIZERS, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"
+        raise BapipeError(f"torch.optim has no optimizer '{name}'{hint}")
+    keywords = dict(arguments) or ({"momentum": MOMENTUM} if name.lower() == "sgd" else {})
+
+    def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+        try:
+            return kind(parameters, lr=learning_rate, **keywords)
+        except (TypeError, ValueError) as error:
+            listed = ", ".join(f"{key}={value!r}" for key, value in keywords.items()) or "nothing else"
+            raise BapipeError(f"{name} cannot be made with lr={learning_rate:g} and {listed}: {error}") from None
+
+    make([nn.Parameter(torch.zeros(1, 1))])  # wrong arguments fail here, not in every rank after it has started
+    return make
+
+
+class StageOptimizers:
+    """One optimizer per stage of this rank, so that a stage is updated as soon as its own gradients are final.
+
+    A parameter that several stages of this rank use belongs to the first of them.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], make: OptimizerFactory, clock: Clock) -> None:
+        self._clock = clock
+        self._optimizers: dict[int, optim.Optimizer] = {}
+        self._updates: list[tuple[int, object, object]] = []
+        taken: set[int] = set()
+        for s, module in modules.items():
+            trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
+            taken |= {id(p) for p in trained}
+            if trained:
+                self._optimizers[s] = make(trained)
+
+    @property
+    def optimizers(self) -> tuple[optim.Optimizer, ...]:
+        """The optimizers, in the order of the stages given."""
+        return tuple(self._optimizers.values())
+
+    @property
+    def updates(self) -> tuple[tuple[int, object, object], ...]:
+        """(stage, start, end) of each update of the last step, by stamps of the clock."""
+        return tuple(self._updates)
+
+    def busy_ns(self) -> int:
+        """Returns the total time of the updates of the last step."""
+        return sum(self._clock.ns(end) - self._clock.ns(start) for _, start, end in self._updates)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the last step; to be called before a step."""
+        self._updates.clear()
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=True)  # zeroing would cost one pass to fill and another to add
+
+    def step(self, stage: int) -> None:
+        """Updates a stage's parameters from their gradients."""
+        start = self._clock.stamp()
+        if stage in self._optimizers:
+            self._optimizers[stage].step()
+        self._updates.append((stage, start, self._clock.stamp()))
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of the following updates."""
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = value
+
+    def state_bytes(self) -> int:
+        """Returns the bytes of the optimizers' state, such as momentum."""
+        states = (state for optimizer in self._optimizers.values() for state in optimizer.state.values())
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+    def state_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Returns the optimizers' state of named parameters, as `name of the parameter:key`."""
+        return {
+            f"{name}:{key}": value
+            for name, parameter in parameters.items()
+            for optimizer in self._optimizers.values()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Restores what `state_tensors` returned of the same parameters."""
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        for optimizer in self._optimizers.values():
+            names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            # torch numbers the parameters of an optimizer over all its groups.
+            by_index = {index: _state_of(name, tensors) for index, name in enumerate(names)}
+            state = {index: values for index, values in by_index.items() if values}
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _state_of(parameter: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a parameter's state by key, from `name of the parameter:key`."""
+    return {key.rpartition(":")[2]: value for key, value in tensors.items() if key.rpartition(":")[0] == parameter}
+
+
+def clip_grad_norm(
+    gradients: Iterable[Tensor],
+    counted: Iterable[Tensor],
+    max_norm: float,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Scales gradients so that the norm of all ranks' counted ones is at most `max_norm`; returns the norm before.
+
+    Equals `torch.nn.utils.clip_grad_norm_` of the whole model in one process. `counted` are the gradients that this
+    rank contributes to the norm: what several ranks hold (replicas, tied weights) must be counted on one of them.
+    Every rank of the group calls it together.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in counted:
+        squares += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+    dist.all_reduce(squares, group=group)
+    norm = squares.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
