@@ -10,7 +10,7 @@ import argparse
 
 import bapipe
 from bapipe.formats.settings import Settings
-from bapipe.profiler.profile import kept_profile
+from bapipe.profiler.profile import profile_model_cached
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--data", default="locale:de")
     options = parser.parse_args()
     arguments = {"hidden_size": options.hidden_size, "vocabulary_size": 8000}
-    profile = kept_profile("gnmt8", arguments, microbatch_sizes=(16,), settings=Settings(optimizer="adam"))
+    profile = profile_model_cached("gnmt8", arguments, microbatch_sizes=(16,), settings=Settings(optimizer="adam"))
     plan = bapipe.plan(profile, 2, minibatch_size=32, num_stages=2)
     one = None
     for buckets in options.lengths:

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from bapipe.formats.profile import ModelProfile
-from bapipe.profiler.layers import measure
+from bapipe.profiler.measure import measure_model
 from bapipe.simulator.stage_cost import stage_cost
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
@@ -94,7 +94,7 @@ def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[di
     """One row a micro-batch size."""
     example = build(resolve(name), MODELS[name][0])
     start = time.monotonic()
-    profile = measure(
+    profile = measure_model(
         example.module, example.inputs, example.target, example.loss, microbatch_sizes=sizes, name=name, device=device,
         progress=lambda done, total, what: print(f"{name}: {done} of {total}: {what}", file=sys.stderr),
     )  # fmt: skip

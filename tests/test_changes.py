@@ -6,7 +6,7 @@ from rich.console import Console
 
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.report.profile_diff import change_parts, layer_changes
+from bapipe.report.profile_diff import layer_changes, render_profile_diff
 
 
 def profile(layers: dict[str, tuple[int, int, int, float | None]], settings: Settings = Settings()) -> ModelProfile:  # noqa: B008
@@ -78,7 +78,7 @@ def test_changes_beyond_what_is_not_sure() -> None:
 def shown(before: ModelProfile, after: ModelProfile) -> str:
     console = Console(width=120)
     with console.capture() as text:
-        for part in change_parts(before, after):
+        for part in render_profile_diff(before, after):
             console.print(part, highlight=False)
     return "\n".join(line.rstrip() for line in text.get().splitlines())
 

@@ -8,7 +8,7 @@ import pytest
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
-from bapipe.importers import Origin, import_profile, read_foreign
+from bapipe.importers import Origin, import_file, import_profile
 
 
 def origin(sizes: tuple[int, ...] = (8,), optimizer: str = "adam") -> Origin:
@@ -161,10 +161,10 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "graph.txt"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(BapipeError, match=re.escape(f"{path}: not a text file")):
-        read_foreign(path, origin())
+        import_file(path, origin())
     path.write_text(HEADER)
     with pytest.raises(BapipeError, match=re.escape(f"{path}: no layer in the file")):
-        read_foreign(path, origin())
+        import_file(path, origin())
 
 
 CONVERTED = Path(__file__).parent.parent / "profiles" / "v100"

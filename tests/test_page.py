@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.planner.plan import plan
-from bapipe.report import trace
-from bapipe.report.html import page
-from bapipe.report.recorded_trace import read_trace
+from bapipe.report import encode_trace
+from bapipe.report.chrome_trace import read_trace
+from bapipe.report.html import plan_page
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Timeline
 from tests.random_profiles import random_cluster, random_profile
@@ -32,7 +32,7 @@ def planned(schedule: str, *, side_by_side: bool = False) -> tuple[Plan, Timelin
 def test_a_trace_gives_its_timeline_back(tmp_path: Path, schedule: str, side_by_side: bool) -> None:
     _, timeline = planned(schedule, side_by_side=side_by_side)
     path = tmp_path / "trace.json"
-    path.write_bytes(trace([("predicted", timeline), ("again", timeline)]))
+    path.write_bytes(encode_trace([("predicted", timeline), ("again", timeline)]))
     (title, found), (other, _) = read_trace(path)
     assert (title, other) == ("predicted", "again")
     assert found.devices == timeline.devices
@@ -46,7 +46,7 @@ def test_a_trace_gives_its_timeline_back(tmp_path: Path, schedule: str, side_by_
 @pytest.mark.parametrize(("schedule", "side_by_side"), [("zb-v", False), ("fbp-as", True)])
 def test_a_page_draws_every_action_and_asks_for_nothing(schedule: str, side_by_side: bool) -> None:
     found, timeline = planned(schedule, side_by_side=side_by_side)
-    text = page(found, [("predicted", timeline)]).decode()
+    text = plan_page(found, [("predicted", timeline)]).decode()
     assert not any(word in text for word in ("http", "src=", "@import", "url("))
     body = text[text.index("<body>") : text.index("</body>")] + "</body>"
     pictures = list(ET.fromstring(body).iter("svg"))

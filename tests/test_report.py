@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.report import gantt, mib, ms, number, trace
+from bapipe.report import encode_trace, gantt, mib, ms, number
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
@@ -33,7 +33,7 @@ def test_gantt_is_to_scale(timeline: Timeline) -> None:
 
 
 def test_a_trace_holds_every_action_in_microseconds(timeline: Timeline) -> None:
-    events = [e for e in json.loads(trace([("predicted", timeline)]))["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in json.loads(encode_trace([("predicted", timeline)]))["traceEvents"] if e["ph"] == "X"]
     assert len(events) == len(timeline.spans) + len(timeline.updates)
     first = next(e for e in events if e["name"] == "1B0")
     assert (first["ts"], first["dur"], first["pid"], first["tid"]) == (4000.0, 4000.0, 0, 2)

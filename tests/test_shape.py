@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ET
 
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.report.layer_diagram import bar, rows, svg
+from bapipe.report.layer_diagram import bar, layer_rows, layer_svg
 
 
 def _profile() -> ModelProfile:
@@ -34,14 +34,14 @@ def _profile() -> ModelProfile:
 
 
 def test_a_tensor_keeps_its_lane_until_its_last_use() -> None:
-    found = [(row.rails, row.lanes, row.cut_bytes, row.num_tensors) for row in rows(_profile())]
+    found = [(row.rails, row.lanes, row.cut_bytes, row.num_tensors) for row in layer_rows(_profile())]
     assert found == [
         ("●", ("a",), 4, 1),
         ("├╮", ("a", "b"), 6, 2),
         ("●╯", ("c",), 1, 1),
         ("●", (), 0, 0),
     ]
-    assert [row.forward_backward_ns for row in rows(_profile())] == [6] * 4
+    assert [row.forward_backward_ns for row in layer_rows(_profile())] == [6] * 4
 
 
 def test_bars_are_in_eighths() -> None:
@@ -51,7 +51,7 @@ def test_bars_are_in_eighths() -> None:
 
 
 def test_the_drawing_is_xml_with_every_layer_and_every_tensor() -> None:
-    root = ET.fromstring(svg(_profile()))
+    root = ET.fromstring(layer_svg(_profile()))
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert {"a", "b", "c"} <= set(titles)
     assert any(title is not None and title.startswith("<d> (Linear): F + B 0.000 ms") for title in titles)

@@ -19,7 +19,7 @@ from bapipe.hardware import num_cores
 from bapipe.planner.inputs import ASSUMED_LINK, by_kind, homogeneous_cluster, local_cluster
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
-from bapipe.profiler.profile import kept_profile
+from bapipe.profiler.profile import profile_model_cached
 from bapipe.zoo import resolve
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
@@ -93,7 +93,7 @@ def all_profiles_of(
             with parts_bar() as tell:
                 settings, sizes = Settings(threads=num), (4, 8) if num > 1 else (1, 2, 4, 8)
                 found.append(
-                    kept_profile(
+                    profile_model_cached(
                         sources[0], key_values(pairs), microbatch_sizes=sizes, settings=settings, progress=tell
                     )
                 )
@@ -142,5 +142,5 @@ def plan_of(source: str, pairs: list[str] | None) -> Plan:
         where = local_cluster(None, profiles[0].device.kind)
     with planning_status() as progress:
         decided = plan_cached(profiles, where, PlanOptions(minibatch_size=32), progress=progress)
-    show_parts(report.plan_parts(decided))
+    show_parts(report.render_plan(decided))
     return decided

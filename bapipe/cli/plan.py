@@ -41,9 +41,9 @@ from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
 from bapipe.planner.plan import explain as explain_plan
-from bapipe.report.html import page, profile_page
-from bapipe.report.profile_diff import change_parts
-from bapipe.report.recorded_trace import read_trace
+from bapipe.report.chrome_trace import read_trace
+from bapipe.report.html import plan_page, profile_page
+from bapipe.report.profile_diff import render_profile_diff
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 
 RUNNABLE = ",".join(name for name in ALL if name not in SIDE_BY_SIDE)
@@ -135,7 +135,7 @@ def plan(
         sys.stdout.write(json.dumps(report.plan_json(decided, words, front)) + "\n")
         return
     timeline = bapipe.simulate(decided, profiles)
-    show_parts(report.plan_parts(decided, timeline))
+    show_parts(report.render_plan(decided, timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
     for sentence in words:
         out.print(sentence, highlight=False, markup=False)
@@ -179,7 +179,7 @@ def compare(
     if as_json:
         sys.stdout.write(json.dumps(report.comparison_json(found.plans, found.others, found.failed)) + "\n")
         return
-    show_parts(report.comparison_parts(found.plans, found.others, found.failed))
+    show_parts(report.render_comparison(found.plans, found.others, found.failed))
 
 
 def simulate(
@@ -197,11 +197,11 @@ def simulate(
             note(f"the plan was made from another {kind} profile of {given.model}")
     prediction = timeline.prediction(given.minibatch_size)
     if trace is not None:
-        write_bytes(trace, report.trace([("predicted", timeline)]))
+        write_bytes(trace, report.encode_trace([("predicted", timeline)]))
     if as_json:
         sys.stdout.write(msgspec.json.encode(prediction).decode() + "\n")
         return
-    show_parts(report.plan_parts(msgspec.structs.replace(given, prediction=prediction), timeline))
+    show_parts(report.render_plan(msgspec.structs.replace(given, prediction=prediction), timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
 
 
@@ -218,7 +218,7 @@ def show(
     if other is not None:
         if html is not None or trace:
             raise BapipeError("--html and --trace go with a plan, not with two profiles")
-        show_parts(change_parts(read(file, ModelProfile), read(other, ModelProfile)))
+        show_parts(render_profile_diff(read(file, ModelProfile), read(other, ModelProfile)))
         return
     found = read_any(file)
     if not isinstance(found, Plan) and trace:
@@ -228,22 +228,22 @@ def show(
             raise BapipeError(f"--html goes with a plan or a profile; {file} is neither")
         check_writable(html)
     if isinstance(found, ModelProfile):
-        show_parts(report.profile_parts(found))
+        show_parts(report.render_profile(found))
         if html is not None:
             write_bytes(html, profile_page(found))
             out.print(f"wrote {html}", highlight=False)
     elif isinstance(found, Cluster):
-        show_parts(report.cluster_parts(found))
+        show_parts(report.render_cluster(found))
     else:
         timelines = [named for path in trace or () for named in read_trace(path)]
         if not timelines:
             timelines = [
                 ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(found))
             ]
-        show_parts(report.plan_parts(found))
+        show_parts(report.render_plan(found))
         for title, timeline in timelines:
             out.print(f"{title}:", highlight=False)
             out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
         if html is not None:
-            write_bytes(html, page(found, timelines))
+            write_bytes(html, plan_page(found, timelines))
             out.print(f"wrote {html}", highlight=False)

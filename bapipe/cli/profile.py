@@ -12,7 +12,7 @@ from bapipe.cli.progress import err, out, parts_bar, show_parts
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, write
 from bapipe.formats.settings import Settings
-from bapipe.importers import STATE_OF, Origin, read_foreign
+from bapipe.importers import NUM_OPTIMIZER_STATES, Origin, import_file
 from bapipe.planner.inputs import local_cluster, probed_cluster
 from bapipe.profiler.profile import profile_model
 from bapipe.zoo import ZOO
@@ -68,13 +68,13 @@ def profile(
             settings=settings,
             layer_by_layer=layer_by_layer,
             exhaustive=exhaustive,
-            whole=whole or (),
-            fine=fine,
-            num_neighbours=neighbours,
+            leaf_modules=whole or (),
+            operator_layers=fine,
+            num_co_runners=neighbours,
             progress=tell,
         )
     write(output, measured)
-    show_parts(report.profile_parts(measured))
+    show_parts(report.render_profile(measured))
     out.print(f"wrote {output}", highlight=False)
 
 
@@ -90,7 +90,9 @@ def import_(
     device: Annotated[str, typer.Option("--device", help="Kind of device that was measured.")] = "cuda",
     device_name: Annotated[str, typer.Option("--device-name", help="Its name.")] = "V100",
     memory_bytes: Annotated[int, typer.Option("--memory-bytes", min=0, help="Its memory.")] = 16 * 2**30,
-    optimizer: Annotated[str, typer.Option("--optimizer", help=f"One of {', '.join(STATE_OF)}.")] = "sgd-momentum",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help=f"One of {', '.join(NUM_OPTIMIZER_STATES)}.")
+    ] = "sgd-momentum",
     output: Output = Path("profile.json"),
 ) -> None:
     """Turn a profile that others measured into one to plan with: PipeDream's graph.txt, or a table of layers."""
@@ -105,9 +107,9 @@ def import_(
         sizes=integers(microbatch_size) if microbatch_size else (batch_size,),
         optimizer=optimizer,
     )
-    imported = read_foreign(file, origin)
+    imported = import_file(file, origin)
     write(output, imported)
-    show_parts(report.profile_parts(imported))
+    show_parts(report.render_profile(imported))
     out.print(f"wrote {output}", highlight=False)
 
 
@@ -130,5 +132,5 @@ def cluster(
         with err.status("measuring the link between two ranks"):
             found = local_cluster(devices, device)
     write(output, found)
-    show_parts(report.cluster_parts(found))
+    show_parts(report.render_cluster(found))
     out.print(f"wrote {output}", highlight=False)

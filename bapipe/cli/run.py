@@ -131,11 +131,11 @@ def run(
     if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
         return
     if trace is not None:
-        write_bytes(trace, report.trace([("measured", result.timeline)]))
+        write_bytes(trace, report.encode_trace([("measured", result.timeline)]))
     if as_json:
-        sys.stdout.write(json.dumps(report.outcome_json(decided, result)) + "\n")
+        sys.stdout.write(json.dumps(report.run_json(decided, result)) + "\n")
         return
-    show_parts(report.outcome_parts(decided, result))
+    show_parts(report.render_run(decided, result))
     out.print(report.gantt(result.timeline, out.width), highlight=False, no_wrap=True)
 
 

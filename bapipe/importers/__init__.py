@@ -6,12 +6,12 @@ from pathlib import Path
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read_text
 from bapipe.formats.profile import ModelProfile
-from bapipe.importers.metadata import STATE_OF, Origin
+from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, Origin
 from bapipe.importers.pipedream import is_pipedream, pipedream_layers
 from bapipe.importers.table import table_layers
-from bapipe.importers.to_profile import ForeignLayer, profile_of
+from bapipe.importers.to_profile import ImportedLayer, profile_of
 
-__all__ = ["STATE_OF", "Origin", "import_profile", "read_foreign"]
+__all__ = ["NUM_OPTIMIZER_STATES", "Origin", "import_file", "import_profile"]
 
 
 def import_profile(text: str, origin: Origin) -> ModelProfile:
@@ -20,14 +20,14 @@ def import_profile(text: str, origin: Origin) -> ModelProfile:
     Raises:
         BapipeError: a line that is neither, with its number.
     """
-    parse: Callable[[str], tuple[ForeignLayer, ...]] = pipedream_layers if is_pipedream(text) else table_layers
+    parse: Callable[[str], tuple[ImportedLayer, ...]] = pipedream_layers if is_pipedream(text) else table_layers
     layers = parse(text)
     if not layers:
         raise BapipeError("no layer in the file: want PipeDream's graph.txt, or a table with a header")
     return profile_of(layers, origin)
 
 
-def read_foreign(path: Path, origin: Origin) -> ModelProfile:
+def import_file(path: Path, origin: Origin) -> ModelProfile:
     """Returns what `import_profile` makes of the file at `path`; errors begin with the path."""
     text = read_text(path)
     try:

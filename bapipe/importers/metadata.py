@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STATE_OF = {"sgd": 0, "sgd-momentum": 1, "adam": 2}
+NUM_OPTIMIZER_STATES = {"sgd": 0, "sgd-momentum": 1, "adam": 2}
 """Values of optimizer state for each parameter."""
 
 
@@ -15,7 +15,7 @@ class Origin:
         kind, device_name, memory_bytes: the device it was measured on.
         batch_size: samples in the pass that was measured.
         sizes: micro-batch sizes of the profile; figures at other sizes than `batch_size` are scaled in proportion.
-        optimizer: one of `STATE_OF`.
+        optimizer: one of `NUM_OPTIMIZER_STATES`.
     """
 
     model: str

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import BapipeError
-from bapipe.importers.to_profile import ForeignLayer
+from bapipe.importers.to_profile import ImportedLayer
 
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<kind>.*) -- forward_compute_time=(?P<forward>[\d.]+), "
@@ -66,7 +66,7 @@ def is_pipedream(text: str) -> bool:
     return any(" -- " in line for line in text.splitlines()[:5])
 
 
-def pipedream_layers(text: str) -> tuple[ForeignLayer, ...]:
+def pipedream_layers(text: str) -> tuple[ImportedLayer, ...]:
     """Returns the layers of a graph.txt in the order of their numbers, which follows the edges.
 
     A layer has the name of its node, or of its nodes joined by `+`.
@@ -174,7 +174,7 @@ def _layer(
     sources: Mapping[str, Sequence[str]],
     users: Mapping[str, Sequence[str]],
     tensor_of: Mapping[str, str],
-) -> ForeignLayer:
+) -> ImportedLayer:
     members = {node.name for node in group}
     items = {n for n in nodes if nodes[n].is_item and any(source in members for source in sources[n])}
     inside = members | items
@@ -184,7 +184,7 @@ def _layer(
         if any(user not in inside for user in users[name]) or (name in members and not users[name]):
             leaving[tensor_of[name]] = sum(nodes[name].sizes)
     outputs = sorted(leaving, key=lambda name: tuple(map(int, re.findall(r"\d+", name))))
-    return ForeignLayer(
+    return ImportedLayer(
         name="+".join(node.name for node in group),
         kind="+".join(node.short_kind for node in group),
         inputs=tuple(dict.fromkeys(tensor_of[source] for source in entering)),

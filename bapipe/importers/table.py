@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bapipe.errors import BapipeError
-from bapipe.importers.to_profile import ForeignLayer
+from bapipe.importers.to_profile import ImportedLayer
 
 _COLUMNS = {
     "name": r"layer|name",
@@ -26,7 +26,7 @@ _SIZES = {"bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib"
 _WANTED = "layer, forward_ms, backward_ms, activation_bytes, parameter_bytes, with the units that are theirs"
 
 
-def table_layers(text: str) -> tuple[ForeignLayer, ...]:
+def table_layers(text: str) -> tuple[ImportedLayer, ...]:
     """Returns the rows of a table as a chain of layers; columns are parted by commas, semicolons, tabs or bars.
 
     Raises:
@@ -38,7 +38,7 @@ def table_layers(text: str) -> tuple[ForeignLayer, ...]:
     delimiter = max(",;\t|", key=rows[0][1].count)
     header = [cell.strip().lower() for cell in next(csv.reader([rows[0][1]], delimiter=delimiter))]
     columns = {column: _find(column, header) for column in _COLUMNS}
-    layers: list[ForeignLayer] = []
+    layers: list[ImportedLayer] = []
     for number, line in rows[1:]:
         cells = [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
         if len(cells) != len(header):
@@ -64,7 +64,7 @@ def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
     raise BapipeError(f"no column for {column} in the header {', '.join(header)}; want {_WANTED}")
 
 
-def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, int]], source: str) -> ForeignLayer:
+def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, int]], source: str) -> ImportedLayer:
     def figure(column: str) -> int:
         place, factor = columns[column]
         try:
@@ -76,7 +76,7 @@ def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, i
         return round(value * factor)
 
     name = cells[columns["name"][0]]
-    return ForeignLayer(
+    return ImportedLayer(
         name=name,
         kind="layer",
         inputs=(source,),

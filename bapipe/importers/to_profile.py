@@ -6,12 +6,12 @@ from fractions import Fraction
 
 from bapipe.errors import BapipeError
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.importers.metadata import STATE_OF, Origin
+from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, Origin
 from bapipe.units import round_half_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignLayer:
+class ImportedLayer:
     """A layer as foreign profiles know it: one backward time, and no more memory than outputs and parameters.
 
     Attributes:
@@ -33,14 +33,14 @@ class ForeignLayer:
     no_gradient: tuple[str, ...] = ()
 
 
-def profile_of(layers: Sequence[ForeignLayer], origin: Origin) -> ModelProfile:
+def profile_of(layers: Sequence[ImportedLayer], origin: Origin) -> ModelProfile:
     """Returns the profile of foreign layers.
 
     They tell B, not I and W: a layer with parameters gets half of B each, one that only model inputs feed all as W,
     one without parameters all as I. Updates and workspaces are unknown and taken as nothing.
     """
-    if origin.optimizer not in STATE_OF:
-        raise BapipeError(f"unknown optimizer '{origin.optimizer}'; want one of {', '.join(STATE_OF)}")
+    if origin.optimizer not in NUM_OPTIMIZER_STATES:
+        raise BapipeError(f"unknown optimizer '{origin.optimizer}'; want one of {', '.join(NUM_OPTIMIZER_STATES)}")
     made = {name for layer in layers for name in layer.outputs}
     scaled = [size for size in origin.sizes if size != origin.batch_size]
     return ModelProfile(
@@ -61,7 +61,7 @@ def profile_of(layers: Sequence[ForeignLayer], origin: Origin) -> ModelProfile:
                 inputs=layer.inputs,
                 outputs=layer.outputs,
                 param_bytes=layer.param_bytes,
-                optimizer_state_bytes=layer.param_bytes * STATE_OF[origin.optimizer],
+                optimizer_state_bytes=layer.param_bytes * NUM_OPTIMIZER_STATES[origin.optimizer],
                 no_gradient=layer.no_gradient,
             )
             for layer in layers
@@ -76,7 +76,7 @@ def profile_of(layers: Sequence[ForeignLayer], origin: Origin) -> ModelProfile:
     )
 
 
-def _measured(layer: ForeignLayer, made: set[str], share: Fraction) -> LayerMeasurement:
+def _measured(layer: ImportedLayer, made: set[str], share: Fraction) -> LayerMeasurement:
     backward_ns = round_half_up(layer.backward_ns * share)
     if not layer.param_bytes:
         weight_ns = 0

@@ -47,12 +47,14 @@ def neighbours(num: int, factory: str, arguments: Mapping[str, object], microbat
 def _train(factory: str, arguments: Mapping[str, object], microbatch_size: int, parent: int) -> None:
     torch = require_torch()
     from bapipe.torch_device import prepare_cpu
-    from bapipe.tracing.sizes import rows_of
+    from bapipe.tracing.sizes import repeat_to_batch
     from bapipe.zoo.factory import build
 
     prepare_cpu(1)
     example = build(factory, arguments)
-    *inputs, target = (rows_of(one, microbatch_size, torch.device("cpu")) for one in (*example.inputs, example.target))
+    *inputs, target = (
+        repeat_to_batch(one, microbatch_size, torch.device("cpu")) for one in (*example.inputs, example.target)
+    )
     sys.stdout.write("training\n")
     sys.stdout.flush()
     while os.getppid() == parent:

@@ -9,13 +9,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
-from bapipe.profiler.split_backward import WeightGroup, find_groups, run_input_grads
+from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.tracing import TracedModel, layer_states
 from bapipe.tracing.extract import GradMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TrainingPass:
     """What is measured: a traced model, its loss, and a batch.
 
     Attributes:
@@ -49,8 +49,8 @@ class Subject:
 
 
 @dataclass(slots=True, kw_only=True)
-class Watched:
-    """A subject whose layers report to `enter` when they begin; layer number `num_layers` is the loss.
+class InstrumentedModel:
+    """A training_pass whose layers report to `enter` when they begin; layer number `num_layers` is the loss.
 
     What watching itself does in a forward is reported as the work of layer number `num_layers` + 1.
 
@@ -64,32 +64,32 @@ class Watched:
         shared: ids of the parameters that several layers use.
     """
 
-    subject: Subject
+    training_pass: TrainingPass
     enter: Callable[[int], None]
     module: fx.GraphModule = field(init=False)
     running: int = 0
-    tensors: dict[str, "TensorFacts"] = field(default_factory=dict)
+    tensors: dict[str, "TensorInfo"] = field(default_factory=dict)
     roots: list[GradientEdge] = field(default_factory=list)
     owners: dict[int, int] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.module = _instrument(self.subject.model, self._enter, self._made)
-        for layer, own in enumerate(parameters_of(self.subject.model)):
+        self.module = _instrument(self.training_pass.model, self._enter, self._made)
+        for layer, own in enumerate(parameters_of(self.training_pass.model)):
             for parameter in map(id, own):
                 if self.owners.setdefault(parameter, layer) != layer:
                     self.shared.add(parameter)
 
     @property
     def num_layers(self) -> int:
-        return len(self.subject.model.layers)
+        return len(self.training_pass.model.layers)
 
     def forward(self) -> Tensor:
         """Returns the loss; the layers and the loss report."""
         self.tensors.clear()
         self.roots.clear()
         try:
-            loss = replace(self.subject, loss=self._loss).loss_of(self.module)
+            loss = replace(self.training_pass, loss=self._loss).loss_of(self.module)
             check_loss(loss)
             return loss
         except InvalidModel:
@@ -99,7 +99,7 @@ class Watched:
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         self._enter(self.num_layers)
-        return self.subject.loss(output, target)
+        return self.training_pass.loss(output, target)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of the parameters to those they have; the layers report."""
@@ -108,7 +108,7 @@ class Watched:
     def backward_inputs(self, loss: Tensor) -> tuple[WeightGroup, ...]:
         """Runs I; the layers report, and layer number `num_layers` + 1 while torch looks for where W begins."""
         self._enter(self.num_layers + 1)
-        groups = find_groups(loss, self.roots, self.subject.model.module.parameters())
+        groups = find_weight_groups(loss, self.roots, self.training_pass.model.module.parameters())
         self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
         return groups
 
@@ -129,7 +129,7 @@ class Watched:
     @property
     def sharing_layers(self) -> set[int]:
         """The layers that use a parameter which another one uses too."""
-        used = enumerate(parameters_of(self.subject.model))
+        used = enumerate(parameters_of(self.training_pass.model))
         return {layer for layer, own in used if any(id(parameter) in self.shared for parameter in own)}
 
     def layer_of(self, group: WeightGroup) -> int:
@@ -149,13 +149,13 @@ class Watched:
 
     def _made(self, layer: int, name: str, value: object) -> None:
         self.enter(self.num_layers + 1)
-        own = self.subject.model.layers[layer]
+        own = self.training_pass.model.layers[layer]
         if not isinstance(value, Tensor):
             raise InvalidModel(
                 f"layer '{own.name}' gives other layers {value!r} ({type(value).__name__}); only tensors can "
                 "cross between layers: compute it from a tensor where it is used"
             )
-        self.tensors[name] = TensorFacts(
+        self.tensors[name] = TensorInfo(
             num_bytes=value.numel() * value.element_size(), has_gradient=value.requires_grad
         )
         if value.grad_fn is not None:
@@ -165,9 +165,9 @@ class Watched:
         self.enter(layer)
 
     def _failed(self, where: str, error: Exception) -> InvalidModel:
-        layers = self.subject.model.layers
+        layers = self.training_pass.model.layers
         name = layers[self.running].name if self.running < len(layers) else LOSS
-        return layer_failed(name, where, self.subject, error)
+        return layer_error(name, where, self.training_pass, error)
 
 
 def check_loss(loss: object) -> None:
@@ -182,9 +182,9 @@ def check_loss(loss: object) -> None:
         )
 
 
-def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> InvalidModel:
+def layer_error(name: str, where: str, training_pass: TrainingPass, error: Exception) -> InvalidModel:
     """Returns the error that says which layer failed, and what may help."""
-    size = subject.target.shape[0] if subject.target.dim() else 0
+    size = training_pass.target.shape[0] if training_pass.target.dim() else 0
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return InvalidModel(
             f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes with "
@@ -202,7 +202,7 @@ def layer_failed(name: str, where: str, subject: Subject, error: Exception) -> I
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
+class TensorInfo:
     """What a profile says of a layer's output."""
 
     num_bytes: int

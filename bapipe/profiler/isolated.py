@@ -12,10 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bapipe.errors import BapipeError
-from bapipe.profiler.instrument import Subject, TensorFacts, layer_failed
-from bapipe.profiler.layer_calls import Part, parts_of, signature, storage, walk
-from bapipe.profiler.layer_memory import LayerMemory, usage, waiting_bytes
-from bapipe.profiler.layer_timers import Clock, clock_of
+from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
+from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage
+from bapipe.profiler.layer_memory import LayerMemory, memory_use, pending_gradient_bytes
+from bapipe.profiler.layer_timers import LayerTimer, make_layer_timer
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ _CUDA_WRITES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figures:
+class _LayerFigures:
     """What a layer alone takes.
 
     Attributes:
@@ -51,7 +51,9 @@ class _Figures:
     has_gradient: tuple[bool, ...]
 
 
-def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: bool) -> tuple[LayerTimes, LayerMemory]:
+def measure_isolated(
+    training_pass: TrainingPass, seconds: float, target: float, exhaustive: bool
+) -> tuple[LayerTimes, LayerMemory]:
     """Returns times and bytes of every layer and the loss.
 
     Layers of the same code, shapes, types and settings are measured once, unless `exhaustive`. Each runs on the real
@@ -61,25 +63,25 @@ def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: b
     Raises:
         InvalidModel: a layer fails.
     """
-    known: dict[object, _Figures] = {}
-    found: list[_Figures] = []
-    facts: dict[str, TensorFacts] = {}
+    known: dict[object, _LayerFigures] = {}
+    found: list[_LayerFigures] = []
+    facts: dict[str, TensorInfo] = {}
     stash: list[int] = []
     charged: set[int] = set()
-    parts = list(parts_of(subject))
+    parts = list(callable_layers(training_pass))
     num_measured = 0
-    for call in walk(subject, parts):
+    for call in run_layers(training_pass, parts):
         charged &= call.living
         graded = tuple(source in facts and facts[source].has_gradient for source in call.part.inputs)
         key = (signature(call.part.module, call.inputs), graded)
         if exhaustive or key not in known:
             num_measured += 1
             try:
-                known[key] = _figures(subject, call.part, call.inputs, graded, seconds / len(parts), target)
+                known[key] = _measure_layer(training_pass, call.part, call.inputs, graded, seconds / len(parts), target)
             except BapipeError:
                 raise
             except Exception as error:  # whatever a layer raises
-                raise layer_failed(call.part.name, "forward or backward", subject, error) from error
+                raise layer_error(call.part.name, "forward or backward", training_pass, error) from error
         figures = known[key]
         found.append(figures)
         saved = [call.inputs[i] for i in figures.saved_inputs] + [call.outputs[i] for i in figures.saved_outputs]
@@ -87,7 +89,7 @@ def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: b
         charged |= new.keys()
         stash.append(figures.own_stash_bytes + sum(new.values()))
         for name, tensor, has_gradient in zip(call.part.outputs, call.outputs, figures.has_gradient, strict=True):
-            facts[name] = TensorFacts(num_bytes=tensor.nbytes, has_gradient=has_gradient)
+            facts[name] = TensorInfo(num_bytes=tensor.nbytes, has_gradient=has_gradient)
     times = LayerTimes(
         forward_ns=tuple(f.forward_ns for f in found),
         input_grad_ns=tuple(f.input_grad_ns for f in found),
@@ -96,41 +98,41 @@ def measure_alone(subject: Subject, seconds: float, target: float, exhaustive: b
         spreads=tuple(f.spread for f in found),
         num_passes=min(f.num_repeats for f in found),
         sum_over_whole=None,
-        num_kinds=num_measured,
+        num_groups=num_measured,
     )
     memory = LayerMemory(
         stash_bytes=tuple(stash),
         gradient_stash_bytes=tuple(f.left_bytes for f in found),
         workspace_bytes=tuple(
             f.workspace_bytes + 2 * waiting  # the gradient that waits, and its sum with the layer's own
-            for f, waiting in zip(found, (*waiting_bytes(subject.model), 0), strict=True)
+            for f, waiting in zip(found, (*pending_gradient_bytes(training_pass.model), 0), strict=True)
         ),
         tensors=facts,
     )
     return times, memory
 
 
-def _figures(
-    subject: Subject,
-    part: Part,
+def _measure_layer(
+    training_pass: TrainingPass,
+    part: CallableLayer,
     inputs: Sequence[Tensor],
     graded: tuple[bool, ...],
     seconds: float,
     target: float,
-) -> _Figures:
-    device = subject.device
+) -> _LayerFigures:
+    device = training_pass.device
     module = part.module
     parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
 
     def forward() -> tuple[list[Tensor], tuple[Tensor, ...]]:
         leaves = [x.detach().requires_grad_(g) for x, g in zip(inputs, graded, strict=True)]
-        with subject.computing():
+        with training_pass.computing():
             return leaves, part.run(leaves)
 
     leaves, outputs = forward()
     has_gradient = tuple(o.requires_grad for o in outputs)
     gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
-    clock, flush = clock_of(device), _flush(device, inputs)
+    clock, flush = make_layer_timer(device), _flush(device, inputs)
 
     def backward(outputs: Sequence[Tensor]) -> None:
         if gradients:
@@ -162,14 +164,14 @@ def _figures(
         left_bytes = sum(g.nbytes for g in gradients)
     saved = _saved(module, forward)
     del leaves, outputs
-    (_, made), ran = usage(device, forward)
+    (_, made), ran = memory_use(device, forward)
     workspace = ran.peak_bytes - max(ran.before_bytes, ran.after_bytes)
-    _, ran = usage(device, lambda: backward(made))
+    _, ran = memory_use(device, lambda: backward(made))
     given = sum(g.nbytes for g in gradients)
     for parameter in parameters:
         parameter.grad = None
     typical = [round(median(column)) for column in zip(*repeats, strict=True)]
-    return _Figures(
+    return _LayerFigures(
         forward_ns=typical[0],
         input_grad_ns=typical[1],
         weight_grad_ns=typical[2],
@@ -234,7 +236,7 @@ def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]
     return flush
 
 
-def _timed(clock: Clock, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
+def _timed(clock: LayerTimer, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
     clock.intervals()
     flush()
     clock.stamp(0)

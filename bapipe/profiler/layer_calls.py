@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.formats.profile import LOSS, TARGET
-from bapipe.profiler.instrument import Subject, TensorFacts, check_loss, layer_failed, parameters_of
+from bapipe.profiler.instrument import TensorInfo, TrainingPass, check_loss, layer_error, parameters_of
 from bapipe.tracing import extract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CallableLayer:
     """A layer, or the loss, as what maps tensors to a tuple of tensors.
 
     Attributes:
@@ -33,57 +33,61 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class LayerCall:
     """A part called on the batch.
 
     Attributes:
         living: storages of the tensors that were there before it.
     """
 
-    part: Part
+    part: CallableLayer
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
     living: set[int]
 
 
-def parts_of(subject: Subject) -> Iterator[Part]:
+def callable_layers(training_pass: TrainingPass) -> Iterator[CallableLayer]:
     """Yields the model's layers and the loss."""
-    model = subject.model
+    model = training_pass.model
     for layer in model.layers:
         module = extract(model, [layer.name], layer.inputs, layer.outputs).train()
-        yield Part(name=layer.name, inputs=layer.inputs, outputs=layer.outputs, module=module)
+        yield CallableLayer(name=layer.name, inputs=layer.inputs, outputs=layer.outputs, module=module)
 
     def loss(*given: Tensor) -> tuple[Tensor]:
         *outputs, target = given
-        value = subject.loss(model.result.rebuild(outputs), target)
+        value = training_pass.loss(model.result.rebuild(outputs), target)
         if torch.is_grad_enabled():
             check_loss(value)
         return (value,)
 
-    yield Part(name=LOSS, inputs=(*model.outputs, TARGET_OF_LOSS), outputs=(LOSS,), module=loss)
+    yield CallableLayer(name=LOSS, inputs=(*model.outputs, TARGET_OF_LOSS), outputs=(LOSS,), module=loss)
 
 
 TARGET_OF_LOSS = f"{TARGET} of the loss"
 """Not the name of any tensor of the model."""
 
 
-def walk(subject: Subject, parts: Sequence[Part]) -> Iterator[Call]:
+def run_layers(training_pass: TrainingPass, parts: Sequence[CallableLayer]) -> Iterator[LayerCall]:
     """Yields every part as it is called in a forward that keeps only what later parts use, and one part on the device.
 
     Raises:
         InvalidModel: a part fails.
     """
     last_use = {source: index for index, part in enumerate(parts) for source in part.inputs}
-    alive = dict(zip(subject.model.inputs, subject.inputs, strict=True)) | {TARGET_OF_LOSS: subject.target}
+    alive = dict(zip(training_pass.model.inputs, training_pass.inputs, strict=True)) | {
+        TARGET_OF_LOSS: training_pass.target
+    }
     for index, part in enumerate(parts):
         inputs = [alive[source] for source in part.inputs]
-        with _resident(part.module, subject.device):
+        with _resident(part.module, training_pass.device):
             try:
-                with torch.no_grad(), subject.computing():
+                with torch.no_grad(), training_pass.computing():
                     made = part.run(inputs)
             except Exception as error:  # whatever a layer raises
-                raise layer_failed(part.name, "forward", subject, error) from error
-            yield Call(part=part, inputs=inputs, outputs=made, living={storage(tensor) for tensor in alive.values()})
+                raise layer_error(part.name, "forward", training_pass, error) from error
+            yield LayerCall(
+                part=part, inputs=inputs, outputs=made, living={storage(tensor) for tensor in alive.values()}
+            )
         alive |= zip(part.outputs, made, strict=True)
         for source in list(alive):
             if last_use.get(source, -1) <= index:
@@ -109,19 +113,21 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def kinds_of(subject: Subject, tensors: Mapping[str, TensorFacts], reached: Container[int]) -> tuple[int, ...]:
+def equal_layer_groups(
+    training_pass: TrainingPass, tensors: Mapping[str, TensorInfo], reached: Container[int]
+) -> tuple[int, ...]:
     """Returns for each layer, and the loss, the first of those of its kind.
 
     Layers are of one kind that have the same code, shapes, types and settings, and the same inputs that need gradients;
     `reached` are those with a backward. One that shares parameters with another is of its own kind.
     """
     users: dict[int, int] = {}
-    for own in parameters_of(subject.model):
+    for own in parameters_of(training_pass.model):
         for parameter in own:
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     first: dict[object, int] = {}
     kinds = []
-    for index, call in enumerate(walk(subject, list(parts_of(subject)))):
+    for index, call in enumerate(run_layers(training_pass, list(callable_layers(training_pass)))):
         graded = tuple(source in tensors and tensors[source].has_gradient for source in call.part.inputs)
         module = call.part.module
         held = module.parameters() if isinstance(module, nn.Module) else ()

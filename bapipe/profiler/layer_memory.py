@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import record_function
 
-from bapipe.profiler.instrument import Subject, TensorFacts, Watched, parameters_of
+from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
 from bapipe.profiler.layer_calls import storage
 from bapipe.tracing import TracedModel
 
@@ -36,26 +36,26 @@ class LayerMemory:
     stash_bytes: tuple[int, ...]
     gradient_stash_bytes: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
-    tensors: dict[str, TensorFacts]
+    tensors: dict[str, TensorInfo]
 
 
-def layer_memory(subject: Subject) -> LayerMemory:
+def layer_memory(training_pass: TrainingPass) -> LayerMemory:
     """Returns what autograd keeps and what the allocator gives out, gradients being added up.
 
     Stash: every storage that autograd saves, parameters and buffers aside, for the first layer that saves it. What I
     leaves for W: every storage of a gradient that arrives where W begins, for the first layer that W works on; torch
     keeps the whole stash until the end of W as well.
     Workspace: forward, the most allocated while a layer runs beyond the larger of before and after; backward, the most
-    beyond before, and what is there before for it: the gradients of its outputs, and what `waiting_bytes` says.
+    beyond before, plus what is there before for it: gradients of its outputs and `pending_gradient_bytes`.
     """
-    stash, left, tensors = _stash(subject)
-    forward, backward = (_cuda_usage if subject.device.type == "cuda" else _cpu_usage)(subject)
+    stash, left, tensors = _stash(training_pass)
+    forward, backward = (_cuda_usage if training_pass.device.type == "cuda" else _cpu_usage)(training_pass)
     workspace = [0] * (len(stash) + 1)  # and one for what watching needs
     for use in forward:
         workspace[use.layer] = max(workspace[use.layer], use.peak_bytes - max(use.before_bytes, use.after_bytes))
     gradients = [
         waiting + sum(tensors[name].num_bytes for name in layer.outputs if tensors[name].has_gradient)
-        for waiting, layer in zip(waiting_bytes(subject.model), subject.model.layers, strict=True)
+        for waiting, layer in zip(pending_gradient_bytes(training_pass.model), training_pass.model.layers, strict=True)
     ]
     for use in backward:
         given = gradients[use.layer] if use.layer < len(gradients) else 0
@@ -68,7 +68,7 @@ def layer_memory(subject: Subject) -> LayerMemory:
     )
 
 
-def waiting_bytes(model: TracedModel) -> tuple[int, ...]:
+def pending_gradient_bytes(model: TracedModel) -> tuple[int, ...]:
     """Returns for each layer the bytes of gradients that wait for it, from later layers that use its parameters too.
 
     Autograd adds what layers give to the gradient of one parameter up before it goes anywhere, so from the backward of
@@ -85,7 +85,7 @@ def waiting_bytes(model: TracedModel) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class MemoryUse:
     """Bytes allocated before, at the most during, and after a stretch of a layer's work."""
 
     layer: int
@@ -94,43 +94,43 @@ class Use:
     after_bytes: int
 
 
-def _stash(subject: Subject) -> tuple[list[int], list[int], dict[str, TensorFacts]]:
-    module = subject.model.module
+def _stash(training_pass: TrainingPass) -> tuple[list[int], list[int], dict[str, TensorInfo]]:
+    module = training_pass.model.module
     counted = {storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    stash, left = [0] * (len(subject.model.layers) + 1), [0] * (len(subject.model.layers) + 1)
-    watched = Watched(subject=subject, enter=lambda _: None)
+    stash, left = [0] * (len(training_pass.model.layers) + 1), [0] * (len(training_pass.model.layers) + 1)
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=lambda _: None)
 
     def count(tensor: Tensor, into: list[int], layer: int) -> None:
         if storage(tensor) not in counted:
             counted.add(storage(tensor))
-            into[layer] += given_out(tensor.untyped_storage().nbytes(), subject.device)
+            into[layer] += allocated_bytes(tensor.untyped_storage().nbytes(), training_pass.device)
 
     def pack(tensor: Tensor) -> Tensor:
-        count(tensor, stash, watched.running)
+        count(tensor, stash, instrumented.running)
         return tensor  # so that the storage lives on, and no other gets its address
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = watched.forward()
-        tensors = dict(watched.tensors)
-        for group in watched.backward_inputs(loss):
+        loss = instrumented.forward()
+        tensors = dict(instrumented.tensors)
+        for group in instrumented.backward_inputs(loss):
             for gradient in group.kept:
-                count(gradient, left, watched.layer_of(group))
+                count(gradient, left, instrumented.layer_of(group))
     return stash, left, tensors
 
 
-def given_out(num_bytes: int, device: torch.device) -> int:
+def allocated_bytes(num_bytes: int, device: torch.device) -> int:
     """Returns what an allocator gives out for a storage: on CUDA whole blocks of 512 bytes."""
     return -(-num_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES if device.type == "cuda" else num_bytes
 
 
-def usage(device: torch.device, run: Callable[[], T]) -> tuple[T, Use]:
+def memory_use(device: torch.device, run: Callable[[], T]) -> tuple[T, MemoryUse]:
     """Returns what `run` returns, and the bytes it takes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = run()
         peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return result, Use(layer=0, before_bytes=before, peak_bytes=peak, after_bytes=after)
+        return result, MemoryUse(layer=0, before_bytes=before, peak_bytes=peak, after_bytes=after)
 
     def marked() -> T:
         with record_function(f"{_MARK}0"):
@@ -141,21 +141,21 @@ def usage(device: torch.device, run: Callable[[], T]) -> tuple[T, Use]:
     return result, uses[0]
 
 
-def _cpu_usage(subject: Subject) -> tuple[list[Use], list[Use]]:
+def _cpu_usage(training_pass: TrainingPass) -> tuple[list[MemoryUse], list[MemoryUse]]:
     """Reads the allocator's events between marks in a profile of the pass."""
 
     def mark(layer: int) -> None:
         with record_function(f"{_MARK}{layer}"):
             pass
 
-    watched = Watched(subject=subject, enter=mark)
-    watched.backward(watched.forward())
-    loss, forward = _profiled(watched.forward)
-    _, backward = _profiled(lambda: watched.backward(loss))
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=mark)
+    instrumented.backward(instrumented.forward())
+    loss, forward = _profiled(instrumented.forward)
+    _, backward = _profiled(lambda: instrumented.backward(loss))
     return forward, backward
 
 
-def _profiled(run: Callable[[], T]) -> tuple[T, list[Use]]:
+def _profiled(run: Callable[[], T]) -> tuple[T, list[MemoryUse]]:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with _silent_stderr():  # torch 2.13 writes two lines there for each profile
         profiler.start()
@@ -188,7 +188,7 @@ def _silent_stderr() -> Iterator[None]:
         os.close(nothing)
 
 
-def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[Use]:
+def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[MemoryUse]:
     """Yields the stretches between two marks."""
     running: int | None = None
     held = before = peak = 0
@@ -198,36 +198,36 @@ def _uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[Use]:
         if layer is None:
             continue
         if running is not None:
-            yield Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
+            yield MemoryUse(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
         running, before, peak = layer, held, held
     if running is not None:
-        yield Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
+        yield MemoryUse(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held)
 
 
-def _cuda_usage(subject: Subject) -> tuple[list[Use], list[Use]]:
+def _cuda_usage(training_pass: TrainingPass) -> tuple[list[MemoryUse], list[MemoryUse]]:
     """Reads the caching allocator's counters at marks."""
-    device = subject.device
+    device = training_pass.device
     stretches: list[tuple[int, int]] = []  # (layer that begins, bytes before)
-    uses: list[Use] = []
+    uses: list[MemoryUse] = []
 
     def mark(layer: int) -> None:
         held = torch.cuda.memory_allocated(device)
         if stretches:
             running, before = stretches[-1]
             peak = torch.cuda.max_memory_allocated(device)
-            uses.append(Use(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held))
+            uses.append(MemoryUse(layer=running, before_bytes=before, peak_bytes=peak, after_bytes=held))
         torch.cuda.reset_peak_memory_stats(device)
         stretches.append((layer, held))
 
-    watched = Watched(subject=subject, enter=mark)
-    watched.backward(watched.forward())
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=mark)
+    instrumented.backward(instrumented.forward())
     stretches.clear()
     uses.clear()
-    loss = watched.forward()
+    loss = instrumented.forward()
     mark(-1)
     forward = uses.copy()
     stretches.clear()
     uses.clear()
-    watched.backward(loss)
+    instrumented.backward(loss)
     mark(-1)
     return forward, uses

@@ -30,12 +30,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def pages_taken() -> int:
+def minor_page_faults() -> int:
     """Returns how many pages of memory this process has taken from the kernel so far; 0 where nobody counts them."""
     return 0 if sys.platform == "win32" else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-class Clock(Protocol):
+class LayerTimer(Protocol):
     """Stamps of the layer that begins, and the times between them."""
 
     def stamp(self, layer: int) -> None:
@@ -47,12 +47,12 @@ class Clock(Protocol):
         ...
 
 
-def clock_of(device: torch.device) -> Clock:
+def make_layer_timer(device: torch.device) -> LayerTimer:
     """Returns the clock for what runs on a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    return CudaLayerTimer(device) if device.type == "cuda" else CpuLayerTimer()
 
 
-class CpuClock:
+class CpuLayerTimer:
     """The clock of this thread."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CpuClock:
         return [(layer, after - at) for (layer, at), (_, after) in pairwise(stamps)]
 
 
-class CudaClock:
+class CudaLayerTimer:
     """The current stream of a device, where a layer begins when the work before it is done."""
 
     def __init__(self, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class CudaClock:
         return [(layer, round(at.elapsed_time(after) * 1e6)) for (layer, at), (_, after) in pairwise(stamps)]
 
 
-def watching_ns(device: torch.device) -> tuple[int, int]:
+def instrumentation_overhead_ns(device: torch.device) -> tuple[int, int]:
     """Returns what a report adds to the time of a layer: one called from Python, and one from a hook of autograd.
 
     Measured with and without, between operators that leave nothing of Python in the nearest caches, as layers do; 0 on
@@ -93,7 +93,7 @@ def watching_ns(device: torch.device) -> tuple[int, int]:
     """
     if device.type != "cpu":
         return 0, 0
-    clock = CpuClock()
+    clock = CpuLayerTimer()
     called = [_forward_ns(clock.stamp) - _forward_ns(None) for _ in range(_NUM_ROUNDS)]
     hooked = [_backward_ns(clock.stamp) - _backward_ns(None) for _ in range(_NUM_ROUNDS)]
     return max(round(median(called) / _NUM_REPORTS), 0), max(round(median(hooked) / _NUM_REPORTS), 0)

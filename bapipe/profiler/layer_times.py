@@ -8,23 +8,30 @@ from math import sqrt
 from statistics import median
 from typing import TypeVar
 
-from bapipe.profiler.instrument import Subject, Watched, layer_failed
-from bapipe.profiler.layer_calls import kinds_of
-from bapipe.profiler.layer_timers import Clock, clock_of, now_ns, pages_taken, synchronize, watching_ns
+from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, layer_error
+from bapipe.profiler.layer_calls import equal_layer_groups
+from bapipe.profiler.layer_timers import (
+    LayerTimer,
+    instrumentation_overhead_ns,
+    make_layer_timer,
+    minor_page_faults,
+    now_ns,
+    synchronize,
+)
 
 T = TypeVar("T")
 
 MIN_PASSES, MAX_PASSES = 5, 60
 
-SMALL = 0.005
+MIN_RELEVANT_SHARE = 0.005
 """Share of a pass below which a layer's spread does not matter for how often passes are repeated."""
 
 
-DISTURBED = 0.05
+MAX_WAIT_SHARE = 0.05
 """Share of a pass that a thread may wait for the processor before the pass does not count."""
 
 
-MANY_PAGES = 1000
+MAX_NEW_PAGES = 1000
 """Pages of memory that a pass may take from the kernel and still be like those of a long training."""
 
 
@@ -38,7 +45,7 @@ class LayerTimes:
         num_passes: how many there were.
         sum_over_whole: what the layers' F + B add up to, relative to F + B of the model without anything watching it;
             None where the model did not run as a whole.
-        num_kinds: how many layers, the loss among them, were measured by themselves.
+        num_groups: how many layers, the loss among them, were measured by themselves.
     """
 
     forward_ns: tuple[int, ...]
@@ -48,16 +55,16 @@ class LayerTimes:
     spreads: tuple[float, ...]
     num_passes: int
     sum_over_whole: float | None
-    num_kinds: int
+    num_groups: int
 
 
-def time_layers(subject: Subject, seconds: float, target: float, exhaustive: bool) -> LayerTimes:
+def time_layers(training_pass: TrainingPass, seconds: float, target: float, exhaustive: bool) -> LayerTimes:
     """Returns the times of every layer, from whole passes: at least five, until spreads are small or time is over.
 
     Passes end when no layer that takes a two-hundredth of a pass has a spread above `target`, or after about `seconds`.
     A pass runs F and then B of all layers, parameter gradients added to those that are there, as in all micro-batches
     of a step but the first; then F, I and W of all layers, as the runtime splits them; then F and B of the model alone.
-    Layers of one kind (see `kinds_of`) count as one measured several times: each has the mean of them all in a pass.
+    Equal layers (see `equal_layer_groups`) count as one measured several times: in each pass, each gets their mean.
     With `exhaustive` each has its own time.
 
     On a CPU with one thread, times are those of the processor, without what other processes take of it. A pass in which
@@ -65,9 +72,11 @@ def time_layers(subject: Subject, seconds: float, target: float, exhaustive: boo
     is slow and soon ends in a long training. Where such passes are all there are, twice as long is spent, and the least
     disturbed half counts. What watching adds to a layer's time is measured and taken off.
     """
-    clock = clock_of(subject.device)
-    watched = Watched(subject=subject, enter=clock.stamp)
-    runner = _Runner(watched, clock, tuple(range(watched.num_layers + 1)) if exhaustive else _kinds(subject))
+    clock = make_layer_timer(training_pass.device)
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=clock.stamp)
+    runner = _Runner(
+        instrumented, clock, tuple(range(instrumented.num_layers + 1)) if exhaustive else _kinds(training_pass)
+    )
     runner.run()  # warms up, and makes the gradients to add to
     start, passes = time.monotonic(), [runner.run()]
 
@@ -85,13 +94,13 @@ def time_layers(subject: Subject, seconds: float, target: float, exhaustive: boo
     return _times(kept, runner)
 
 
-def _kinds(subject: Subject) -> tuple[int, ...]:
+def _kinds(training_pass: TrainingPass) -> tuple[int, ...]:
     reported: list[int] = []
-    watched = Watched(subject=subject, enter=reported.append)
-    loss = watched.forward()
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=reported.append)
+    loss = instrumented.forward()
     reported.clear()
-    watched.backward(loss)
-    return kinds_of(subject, watched.tensors, set(reported))
+    instrumented.backward(loss)
+    return equal_layer_groups(training_pass, instrumented.tensors, set(reported))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,29 +128,30 @@ class _Pass:
 
 
 class _Runner:
-    """Runs passes of a watched model.
+    """Runs passes of a instrumented model.
 
     Attributes:
-        kinds: of each layer and the loss, see `kinds_of`.
+        kinds: of each layer and the loss, see `equal_layer_groups`.
     """
 
-    def __init__(self, watched: Watched, clock: Clock, kinds: Sequence[int]) -> None:
-        self.watched, self.clock, self.kinds = watched, clock, kinds
-        self.called_ns, self.hooked_ns = watching_ns(watched.subject.device)
+    def __init__(self, instrumented: InstrumentedModel, clock: LayerTimer, kinds: Sequence[int]) -> None:
+        self.instrumented, self.clock, self.kinds = instrumented, clock, kinds
+        self.called_ns, self.hooked_ns = instrumentation_overhead_ns(instrumented.training_pass.device)
 
     def run(self) -> _Pass:
-        watched = self.watched
-        start_ns, own_ns, pages = time.perf_counter_ns(), time.thread_time_ns(), pages_taken()
-        whole, forward = self._timed(watched.forward, self.called_ns)
-        _, backward = self._timed(lambda: watched.backward(whole), self.hooked_ns)
-        split, again = self._timed(watched.forward, self.called_ns)
-        groups, inputs = self._timed(lambda: watched.backward_inputs(split), self.hooked_ns, watching=True)
-        _, weights = self._timed(lambda: watched.backward_weights(groups), self.called_ns)
+        instrumented = self.instrumented
+        start_ns, own_ns, pages = time.perf_counter_ns(), time.thread_time_ns(), minor_page_faults()
+        whole, forward = self._timed(instrumented.forward, self.called_ns)
+        _, backward = self._timed(lambda: instrumented.backward(whole), self.hooked_ns)
+        split, again = self._timed(instrumented.forward, self.called_ns)
+        groups, inputs = self._timed(lambda: instrumented.backward_inputs(split), self.hooked_ns, watching=True)
+        _, weights = self._timed(lambda: instrumented.backward_weights(groups), self.called_ns)
         alone_ns = self._alone_ns()
         waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - own_ns)
-        inner = [group for group in groups if not group.at_root and not watched.is_shared(group)]
-        _share(inputs, {watched.layer_of(group) for group in inner})
-        on_cpu, new_memory = watched.subject.device.type == "cpu", pages_taken() - pages > MANY_PAGES
+        inner = [group for group in groups if not group.at_root and not instrumented.is_shared(group)]
+        _share(inputs, {instrumented.layer_of(group) for group in inner})
+        on_cpu = instrumented.training_pass.device.type == "cpu"
+        new_memory = minor_page_faults() - pages > MAX_NEW_PAGES
         return _Pass(
             forward=pooled(forward, self.kinds),
             whole=pooled(backward, self.kinds),
@@ -153,22 +163,22 @@ class _Runner:
         )
 
     def _alone_ns(self) -> int:
-        subject = self.watched.subject
-        synchronize(subject.device)
-        start = now_ns(subject.device)
+        training_pass = self.instrumented.training_pass
+        synchronize(training_pass.device)
+        start = now_ns(training_pass.device)
         try:
-            subject.whole_loss().backward()  # type: ignore[no-untyped-call]
-            synchronize(subject.device)
+            training_pass.whole_loss().backward()  # type: ignore[no-untyped-call]
+            synchronize(training_pass.device)
         except Exception as error:  # whatever the model raises
-            name = type(subject.model.root).__name__
-            raise layer_failed(name, "forward and backward as a whole", subject, error) from error
-        return now_ns(subject.device) - start
+            name = type(training_pass.model.root).__name__
+            raise layer_error(name, "forward and backward as a whole", training_pass, error) from error
+        return now_ns(training_pass.device) - start
 
     def _timed(self, run: Callable[[], T], report_ns: int, watching: bool = False) -> tuple[T, list[int]]:
         """Returns what `run` returns and the time of each layer in it, that of watching where asked for."""
         self.clock.intervals()
         result = run()
-        total = [0] * (self.watched.num_layers + 2)
+        total = [0] * (self.instrumented.num_layers + 2)
         for layer, length_ns in self.clock.intervals():
             total[layer] += max(length_ns - report_ns, 0)
         if not watching:
@@ -192,7 +202,7 @@ def _share(times: list[int], layers: set[int]) -> None:
 
 
 def _undisturbed(passes: Sequence[_Pass]) -> list[_Pass]:
-    return [one for one in passes if one.disturbed <= DISTURBED]
+    return [one for one in passes if one.disturbed <= MAX_WAIT_SHARE]
 
 
 def _spreads(passes: Sequence[_Pass]) -> list[float]:
@@ -202,7 +212,7 @@ def _spreads(passes: Sequence[_Pass]) -> list[float]:
 def _widest(passes: Sequence[_Pass]) -> float:
     """The largest spread among layers that matter."""
     typical = _medians([one.totals for one in passes])
-    least = SMALL * sum(typical)
+    least = MIN_RELEVANT_SHARE * sum(typical)
     return max(own for own, ns in zip(_spreads(passes), typical, strict=True) if ns >= least)
 
 
@@ -210,7 +220,7 @@ def _times(passes: Sequence[_Pass], runner: _Runner) -> LayerTimes:
     forward = _typical([times for one in passes for times in (one.forward, one.forward_again)])
     whole, inputs = _typical([one.whole for one in passes]), _typical([one.inputs for one in passes])
     weights = list(_typical([one.weights for one in passes]))
-    for layer in runner.watched.sharing_layers:  # their W was not run, and splitting costs such layers little
+    for layer in runner.instrumented.sharing_layers:  # their W was not run, and splitting costs such layers little
         weights[layer] = max(whole[layer] - inputs[layer], 0)
     return LayerTimes(
         forward_ns=forward,
@@ -220,7 +230,7 @@ def _times(passes: Sequence[_Pass], runner: _Runner) -> LayerTimes:
         spreads=tuple(_spreads(passes)),
         num_passes=len(passes),
         sum_over_whole=median(sum(one.totals) for one in passes) / median(one.alone_ns for one in passes),
-        num_kinds=len(set(runner.kinds)),
+        num_groups=len(set(runner.kinds)),
     )
 
 

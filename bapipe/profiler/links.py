@@ -33,11 +33,11 @@ def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth,
     return fit(MESSAGE_BYTES, found["message"]), fit([n // 2 for n in SUM_BYTES], found["sum"])
 
 
-MOST_OF_FASTEST = 2
+MAX_SPEEDUP_OVER_FASTEST = 2
 """How many times faster than the fastest message, its latency included, a link can be thought to be."""
 
 
-MOST_HURRIED = 0.1
+MAX_UNDERESTIMATE = 0.1
 """The part of the largest message's time that a line may leave out; plans are mostly about large messages."""
 
 
@@ -45,8 +45,8 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     """Returns the line through one-way times with the least sum of squared relative errors.
 
     Where that line would start below 0, the best one without latency. Where it would hurry the largest message by more
-    than `MOST_HURRIED`, as on a link that lets bursts through faster than it can go on, the one that the two largest
-    messages are on, with the latency that is left for the others.
+    than `MAX_UNDERESTIMATE`, as on a link that lets bursts through faster than it can go on, the one that the two
+    largest messages are on, with the latency that is left for the others.
     """
     weights = [1 / max(t, 1) ** 2 for t in times_ns]
     total = sum(weights)
@@ -60,11 +60,11 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     if latency_ns < 0 or slope <= 0:
         latency_ns, slope = 0.0, sum(w * n * t for w, n, t in points) / sum(w * n * n for w, n, _ in points)
     fastest = max(n / t for n, t in zip(num_bytes, times_ns, strict=True) if t)  # bytes a nanosecond, all included
-    if slope < 1 / (MOST_OF_FASTEST * fastest):  # so much noise that large messages seem to cost nothing more
-        slope = 1 / (MOST_OF_FASTEST * fastest)
+    if slope < 1 / (MAX_SPEEDUP_OVER_FASTEST * fastest):  # so much noise that large messages seem to cost nothing more
+        slope = 1 / (MAX_SPEEDUP_OVER_FASTEST * fastest)
         latency_ns = max(mean_ns - slope * mean_bytes, 0.0)
     (fewer, fewer_ns), (most, most_ns) = sorted(zip(num_bytes, times_ns, strict=True))[-2:]
-    if fewer_ns < most_ns and latency_ns + slope * most < (1 - MOST_HURRIED) * most_ns:
+    if fewer_ns < most_ns and latency_ns + slope * most < (1 - MAX_UNDERESTIMATE) * most_ns:
         slope = (most_ns - fewer_ns) / (most - fewer)
         latency_ns = max(median(t - slope * n for n, t in zip(num_bytes, times_ns, strict=True)), 0.0)
     return Bandwidth(bytes_per_s=max(round(1e9 / slope), 1), latency_ns=round(latency_ns))

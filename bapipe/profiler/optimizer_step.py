@@ -13,7 +13,7 @@ _NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class OptimizerStep:
     """An optimizer's step on the parameters of a layer.
 
     Attributes:
@@ -24,15 +24,15 @@ class Update:
     state_bytes: int
 
 
-def time_update(
+def time_optimizer_step(
     parameters: Sequence[nn.Parameter], make: Callable[..., torch.optim.Optimizer], device: torch.device
-) -> Update:
+) -> OptimizerStep:
     """Returns what an optimizer's step costs on some parameters, setting their gradients to None included.
 
     The parameters keep their values: the learning rate is 0. Those that live elsewhere are on the device meanwhile.
     """
     if not parameters:
-        return Update(ns=0, state_bytes=0)
+        return OptimizerStep(ns=0, state_bytes=0)
     homes = [parameter.device for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
@@ -41,7 +41,7 @@ def time_update(
     times = [_update_ns(optimizer) for _ in range(_NUM_ROUNDS)]
     for parameter, home in zip(parameters, homes, strict=True):
         parameter.data = parameter.data.to(home)
-    return Update(ns=round(median(times)), state_bytes=_state_bytes(optimizer))
+    return OptimizerStep(ns=round(median(times)), state_bytes=_state_bytes(optimizer))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

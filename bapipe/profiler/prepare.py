@@ -1,4 +1,4 @@
-"""What is measured, made ready for it: the module's mode and layout, and batches of the examples."""
+"""What is measured, made prepared for it: the module's mode and layout, and batches of the examples."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,13 +35,13 @@ def check_trainable(module: nn.Module) -> None:
         raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
 
 
-def fits(module: nn.Module, device: torch.device) -> bool:
+def fits_on_device(module: nn.Module, device: torch.device) -> bool:
     """Whether the device holds the parameters and a gradient of each."""
     return 2 * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
 
 
 @contextmanager
-def ready(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
+def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
     """Puts the module in training mode without gradients, and restores it and the random state after."""
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
@@ -66,7 +66,7 @@ def ready(module: nn.Module, device: torch.device, settings: Settings) -> Iterat
             part.training = mode
 
 
-def batch_of(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
+def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns `size` samples on the device, the examples repeated as often as it takes.
 
     Raises:
@@ -81,7 +81,7 @@ def batch_of(examples: Sequence[Tensor], size: int, device: torch.device) -> tup
         ) from error
 
 
-def laid_out(tensor: Tensor, settings: Settings) -> Tensor:
+def in_memory_format(tensor: Tensor, settings: Settings) -> Tensor:
     """Returns a tensor as the settings want images to lie in memory."""
     if settings.channels_last and tensor.dim() == 4:
         return tensor.contiguous(memory_format=torch.channels_last)

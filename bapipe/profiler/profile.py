@@ -30,8 +30,8 @@ def profile(
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     device: str = "cpu",
     settings: Settings = Settings(),  # noqa: B008
-    whole: Sequence[str] = (),
-    fine: bool = False,
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a module: times and bytes of its layers, measured in training on a device of this machine.
@@ -41,16 +41,16 @@ def profile(
         loss: (output, target) -> mean loss over the batch.
         name: what the profile calls the model; its class where None.
         settings: how it is computed; `dtype` is the module's own, whatever they say.
-        whole: paths of modules of which each call is one layer; `*` stands for any part of a path.
-        fine: operators outside modules are layers of their own.
+        leaf_modules: paths of modules of which each call is one layer; `*` stands for any part of a path.
+        operator_layers: operators outside modules are layers of their own.
 
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails.
     """
     torch = require_torch()
-    from bapipe.profiler.layers import measure
+    from bapipe.profiler.measure import measure_model
 
-    return measure(
+    return measure_model(
         module,
         inputs,
         target,
@@ -59,8 +59,8 @@ def profile(
         name=name or type(module).__name__,
         device=torch.device(device),
         settings=settings,
-        whole=whole,
-        fine=fine,
+        leaf_modules=leaf_modules,
+        operator_layers=operator_layers,
         progress=progress,
     )
 
@@ -74,9 +74,9 @@ def profile_model(
     settings: Settings = Settings(),  # noqa: B008
     layer_by_layer: bool = False,
     exhaustive: bool = False,
-    whole: Sequence[str] = (),
-    fine: bool = False,
-    num_neighbours: int = 0,
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
+    num_co_runners: int = 0,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
@@ -84,21 +84,21 @@ def profile_model(
     Each size that was measured is kept until all are, so that what was interrupted goes on where it stopped.
 
     Args:
-        num_neighbours: how many other processes train the model meanwhile. Ranks on the cores of one machine share its
+        num_co_runners: how many other processes train the model meanwhile. Ranks on the cores of one machine share its
             memory, so each computes more slowly than one alone; with a neighbour for each other core the times say so.
     """
     factory = resolve(model)
     torch = require_torch()
-    from bapipe.profiler.layers import measure
+    from bapipe.profiler.measure import measure_model
     from bapipe.zoo.factory import build
 
     example = build(factory, arguments)
     key = _key(factory, arguments, device, settings)
-    way = {"alone": layer_by_layer, "exhaustive": exhaustive, "whole": list(whole), "fine": fine}
-    part = profile_path(key | {"unfinished": True, "neighbours": num_neighbours} | way)
+    way = {"alone": layer_by_layer, "exhaustive": exhaustive, "whole": list(leaf_modules), "fine": operator_layers}
+    part = profile_path(key | {"unfinished": True, "neighbours": num_co_runners} | way)
     try:
-        with neighbours(num_neighbours, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
-            measured = measure(
+        with neighbours(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
+            measured = measure_model(
                 example.module,
                 example.inputs,
                 example.target,
@@ -111,9 +111,9 @@ def profile_model(
                 settings=settings,
                 layer_by_layer=layer_by_layer,
                 exhaustive=exhaustive,
-                whole=whole,
-                fine=fine,
-                so_far=load_profile(part),
+                leaf_modules=leaf_modules,
+                operator_layers=operator_layers,
+                resume_from=load_profile(part),
                 keep=partial(write, part),
                 progress=progress,
             )
@@ -127,12 +127,12 @@ def profile_model(
             "command goes on from there"
         ) from error
     part.unlink(missing_ok=True)
-    if not num_neighbours:
+    if not num_co_runners:
         return measured
-    return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_neighbours})
+    return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_co_runners})
 
 
-def kept_profile(
+def profile_model_cached(
     model: str,
     arguments: Mapping[str, object],
     *,

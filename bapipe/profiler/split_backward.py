@@ -37,7 +37,7 @@ class WeightGroup:
         stage_backward_weight(iter(self.parameters), [self.held])
 
 
-def find_groups(
+def find_weight_groups(
     loss: Tensor, roots: Sequence[GradientEdge], parameters: Iterable[nn.Parameter]
 ) -> tuple[WeightGroup, ...]:
     """Returns the groups of the parameters that a loss depends on, where I goes from the loss to `roots`."""

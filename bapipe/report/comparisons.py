@@ -7,10 +7,10 @@ from rich.table import Table
 
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.report.formatting import empty_table, number
-from bapipe.report.plans import widths
+from bapipe.report.plans import replica_counts
 
 
-def comparison_parts(
+def render_comparison(
     plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str]
 ) -> Iterator[Table | str]:
     """Yields a row for each strategy that has a plan or was judged, then why the others have none."""
@@ -31,7 +31,9 @@ def comparison_parts(
         p = plan.prediction
         peak = max(rank.peak_bytes for rank in p.ranks)
         sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
-        cells = row(name, p.step_ns, peak, f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}", widths(plan), sizes)
+        cells = row(
+            name, p.step_ns, peak, f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}", replica_counts(plan), sizes
+        )
         rows.append((p.step_ns, cells))
     for _, cells in sorted(rows, key=lambda timed: timed[0]):
         table.add_row(*cells)

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from bapipe.formats.plan import Memory, Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.report import NAME, mib, ms, plan_parts, profile_parts
-from bapipe.report.layer_diagram import svg
+from bapipe.report import PHASE_NAMES, mib, ms, render_plan, render_profile
+from bapipe.report.layer_diagram import layer_svg
 from bapipe.schedules.table import Phase
 from bapipe.simulator.timeline import Span, Timeline
 
@@ -43,10 +43,10 @@ text.t { fill: #777; }
 """
 
 
-def page(plan: Plan, timelines: Sequence[tuple[str, Timeline]]) -> bytes:
+def plan_page(plan: Plan, timelines: Sequence[tuple[str, Timeline]]) -> bytes:
     """Returns the page of a plan, with named timelines; tables come from the first of them."""
     body = [f"<h1>{escape(plan.model)}</h1>"]
-    body += [_part(part) for part in plan_parts(plan, timelines[0][1] if timelines else None)]
+    body += [_part(part) for part in render_plan(plan, timelines[0][1] if timelines else None)]
     for title, timeline in timelines:
         body += [f"<h2>{escape(title)}: {ms(timeline.step_ns)}</h2>", _key(timeline), _gantt(timeline)]
         if timeline.usage:
@@ -58,8 +58,8 @@ def page(plan: Plan, timelines: Sequence[tuple[str, Timeline]]) -> bytes:
 def profile_page(profile: ModelProfile) -> bytes:
     """Returns the page of a profile: the model drawn with what each cut would carry, then its tables."""
     size = max(m.microbatch_size for m in profile.measurements)
-    body = [f"<h1>{escape(profile.model)}</h1>", f"<h2>Shape, at micro-batches of {size}</h2>", svg(profile)]
-    return _document(profile.model, [*body, *(_part(part) for part in profile_parts(profile))])
+    body = [f"<h1>{escape(profile.model)}</h1>", f"<h2>Shape, at micro-batches of {size}</h2>", layer_svg(profile)]
+    return _document(profile.model, [*body, *(_part(part) for part in render_profile(profile))])
 
 
 def _document(title: str, body: Sequence[str]) -> bytes:
@@ -81,7 +81,7 @@ def _part(part: Table | str) -> str:
 
 def _key(timeline: Timeline) -> str:
     phases = {span.action.phase for span in timeline.spans}
-    entries = [(COLOURS[phase], NAME[phase]) for phase in Phase if phase in phases]
+    entries = [(COLOURS[phase], PHASE_NAMES[phase]) for phase in Phase if phase in phases]
     entries += [(UPDATE, "update")] if timeline.updates else []
     entries += [(ALL_REDUCE, "all-reduce")] if timeline.syncs else []
     entries += [(TRANSFER, "transfer")] if timeline.transfers else []

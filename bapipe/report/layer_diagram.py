@@ -8,7 +8,7 @@ from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LayerRow:
     """A layer and the cut after it.
 
     Attributes:
@@ -27,7 +27,7 @@ class Row:
     num_tensors: int
 
 
-def rows(profile: ModelProfile) -> tuple[Row, ...]:
+def layer_rows(profile: ModelProfile) -> tuple[LayerRow, ...]:
     """Returns the layers in order, at the largest measured micro-batch size; O(layers x tensors alive).
 
     A tensor keeps its lane from the layer that makes it to the last that uses it. `●` is a layer that hands its lane
@@ -49,7 +49,7 @@ def rows(profile: ModelProfile) -> tuple[Row, ...]:
             lanes.pop()
         alive = [tensor for tensor in lanes if tensor is not None]
         found.append(
-            Row(
+            LayerRow(
                 layer=layer,
                 rails=_rails(before, lanes, set(layer.inputs)),
                 lanes=tuple(lanes),
@@ -67,13 +67,13 @@ def bar(value: int, largest: int, width: int = 16) -> str:
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
-def svg(profile: ModelProfile) -> str:
+def layer_svg(profile: ModelProfile) -> str:
     """Returns the model as a drawing: layers as boxes as wide as their time, tensors as strokes as wide as their bytes.
 
     Layers go down in order, each lane of tensors to the right of the one before; what crosses a horizontal line is what
     a cut there would carry.
     """
-    found = rows(profile)
+    found = layer_rows(profile)
     step, left, pitch = 22, 360, 26
     longest = max((row.forward_backward_ns for row in found), default=0) or 1
     largest = max((row.cut_bytes for row in found), default=0) or 1
@@ -109,7 +109,7 @@ def svg(profile: ModelProfile) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def _strokes(row: Row, following: Row | None, y: int, step: int, left: int, pitch: int) -> list[str]:
+def _strokes(row: LayerRow, following: LayerRow | None, y: int, step: int, left: int, pitch: int) -> list[str]:
     """The tensors that go on from a layer to the next."""
     strokes = []
     used = set(following.layer.inputs) if following else set()

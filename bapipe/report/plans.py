@@ -11,7 +11,7 @@ from bapipe.report.formatting import empty_table, ms, number
 from bapipe.simulator.timeline import Timeline
 
 
-def plan_parts(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
+def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
     """Yields what a plan decides, promises and was compared with."""
     p = plan.prediction
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
@@ -103,11 +103,11 @@ def pareto_table(front: Sequence[FrontPoint]) -> Table:
         plan = point.plan
         figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
         sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
-        table.add_row(*figures, f"{point.gap:.2%}", widths(plan), plan.schedule, sizes)
+        table.add_row(*figures, f"{point.gap:.2%}", replica_counts(plan), plan.schedule, sizes)
     return table
 
 
-def widths(plan: Plan) -> str:
+def replica_counts(plan: Plan) -> str:
     """Returns how many devices each stage has, and r where it recomputes."""
     each = [f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages]
     return " + ".join(each) if len(set(each)) > 1 or len(each) < 3 else f"{len(each)} x {each[0]}"

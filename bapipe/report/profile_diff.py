@@ -63,7 +63,7 @@ def _surely(a: LayerMeasurement, b: LayerMeasurement) -> bool:
     return abs(_ns(b) - _ns(a)) > unsure_ns
 
 
-def change_parts(before: ModelProfile, after: ModelProfile) -> Iterator[Table | str]:
+def render_profile_diff(before: ModelProfile, after: ModelProfile) -> Iterator[Table | str]:
     """Yields how two profiles differ: how they were made, their layers, and at each common size times and bytes."""
     yield f"{before.model} on {before.device.name}, then {after.model} on {after.device.name}"
     for name, a, b in _made(before, after):

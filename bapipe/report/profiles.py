@@ -12,7 +12,7 @@ from bapipe.report import layer_diagram
 from bapipe.report.formatting import empty_table, number
 
 
-def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
+def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
     yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
@@ -47,7 +47,7 @@ def profile_parts(profile: ModelProfile) -> Iterator[Table | str]:
 def shape_table(profile: ModelProfile) -> Table:
     """What a cut after each layer would carry, beside the rails of the tensors that are alive."""
     size = max(m.microbatch_size for m in profile.measurements)
-    found = layer_diagram.rows(profile)
+    found = layer_diagram.layer_rows(profile)
     largest = max(row.cut_bytes for row in found)
     table = empty_table(
         f"shape, micro-batches of {size}", "", "layer", "F + B ms>", "a cut here carries MiB>", "", "tensors>"
@@ -65,7 +65,7 @@ def shape_table(profile: ModelProfile) -> Table:
     return table
 
 
-def cluster_parts(cluster: Cluster) -> Iterator[Table | str]:
+def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     """Yields the devices and the links of a cluster."""
     table = empty_table("devices", "device", "host", "kind", "memory MiB>", "speed>", "computes while it transfers")
     for d in cluster.devices:

@@ -9,7 +9,7 @@ from bapipe.report.formatting import empty_table, mib, ms, number
 from bapipe.runtime.train_result import Evaluation, TrainResult
 
 
-def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
+def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     """Yields a run's losses, and its prediction beside what was measured."""
     yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
     if result.evaluations:
@@ -23,7 +23,7 @@ def outcome_parts(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
         rest = "; compared below are the others" if smaller < steps else ""
         yield f"{smaller} of {steps} steps had shorter samples than planned for: {rate} samples/s on average{rest}"
     table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
-    for name, (predicted, measured) in outcome_figures(plan, result).items():
+    for name, (predicted, measured) in run_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
         off = f"{predicted / measured - 1:+.1%}" if measured else ""
         table.add_row(name, show(predicted), show(measured) if measured is not None else "unknown", off)
@@ -38,7 +38,7 @@ def evaluation_words(found: Evaluation) -> str:
     return ", ".join((f"held-out loss {found.loss:.4f}", *shown))
 
 
-def outcome_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
+def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
     """Returns (predicted, measured) of step time (ns), samples a second, and each device's peak memory (bytes)."""
     step_ns = result.typical_step_ns
     figures: dict[str, tuple[float, float | None]] = {
@@ -54,7 +54,7 @@ def outcome_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, f
 _SHOW = {"step": ms, "samples/s": number, "peak": mib}
 
 
-def outcome_json(plan: Plan, result: TrainResult) -> dict[str, object]:
+def run_json(plan: Plan, result: TrainResult) -> dict[str, object]:
     """Returns what `bapipe run --json` prints: losses, times in ns, memory in bytes, order; predicted and measured."""
     return {
         "losses": result.losses,
@@ -74,6 +74,6 @@ def outcome_json(plan: Plan, result: TrainResult) -> dict[str, object]:
                 "order": [str(action) for action in order],
             }
             for device, order in zip(result.devices, result.order, strict=True)
-            for figures in [outcome_figures(plan, result)[f"peak {device}"]]
+            for figures in [run_figures(plan, result)[f"peak {device}"]]
         ],
     }

@@ -11,7 +11,7 @@ from bapipe.simulator.timeline import Timeline
 
 FILL = {Phase.FORWARD: "░", Phase.BACKWARD: "▓", Phase.INPUT_GRAD: "▒", Phase.WEIGHT_GRAD: "█"}
 
-NAME = {
+PHASE_NAMES = {
     Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward",
     Phase.INPUT_GRAD: "input gradient",
@@ -50,11 +50,11 @@ def gantt(timeline: Timeline, width: int) -> str:
                     paint(line, update.start_ns, update.end_ns, UPDATE, "")
             lines.append(f"{'' if place else name:>{margin}} " + "".join(line).rstrip())
     phases = {span.action.phase for span in timeline.spans}
-    legend = "  ".join(f"{FILL[phase]} {NAME[phase]}" for phase in Phase if phase in phases)
+    legend = "  ".join(f"{FILL[phase]} {PHASE_NAMES[phase]}" for phase in Phase if phase in phases)
     return "\n".join([*lines, f"{'':>{margin}} {legend}  {UPDATE} update  (0 to {ms(timeline.step_ns)})"])
 
 
-def trace(timelines: Sequence[tuple[str, Timeline]]) -> bytes:
+def encode_trace(timelines: Sequence[tuple[str, Timeline]]) -> bytes:
     """Returns named timelines as a Chrome trace (a JSON file that Perfetto and chrome://tracing open).
 
     One process for each timeline, one thread for each rank; transfers are on the sender, beside its actions.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.split import Split
-from bapipe.tracing import idle_state, layer_states
+from bapipe.tracing import layer_states, unused_state
 
 _UNSET = -(2**40) - 7
 """Fills integers before initialisation, as NaN does floats, so that what no one sets is found."""
@@ -34,7 +34,7 @@ def materialize(
     model = parts.model
     own = {id(tensor) for tensor in tensors}
     states = layer_states(model)
-    for name, tensor in idle_state(model).items():
+    for name, tensor in unused_state(model).items():
         states.setdefault(name.rpartition(".")[0], {})[name] = tensor
     with _no_weak_references(model.root):
         for layer, state in states.items():

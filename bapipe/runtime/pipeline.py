@@ -28,7 +28,7 @@ from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
-from bapipe.tracing import TracedModel, granularity, idle_state, state_names, trace
+from bapipe.tracing import TracedModel, granularity, state_names, trace, unused_state
 
 
 class Pipeline:
@@ -84,15 +84,17 @@ class Pipeline:
         self.stages = _in_order_of_updates(schedule, self.rank)
         self._keys = frozenset(module.state_dict())
         self._names = state_names(module)
-        whole, fine = granularity(module, [name for stage in plan.stages for name in stage.layers])
-        self._split = split(trace(module, inputs, whole=whole, fine=fine), plan, inputs)
+        leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
+        self._split = split(
+            trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, inputs
+        )
         evaluated = split_for_evaluation(module, plan, inputs, self._split) if evaluates else None
         self._peak_memory = PeakMemory(self._device)
         self._rng = PerOperatorRng(seed, self._device)
         self._modules: dict[int, nn.Module] = {
             s: stage_module(self._split, s, self._device, self._rng) for s in self.stages
         }
-        self._idle = tuple(idle_state(self._split.model).values()) if 0 in self.stages else ()
+        self._idle = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
         materialize(self._split, self._state(), self._device, seed, initialize)
         self._autocast = autocast
         self._clock = clock_for(self._device)

@@ -12,7 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
 from bapipe.simulator.stage_cost import check_flow
 from bapipe.tracing import TracedModel, changes_buffers, extract, layer_states
-from bapipe.tracing.sizes import like, rows_of, shapes
+from bapipe.tracing.sizes import like, repeat_to_batch, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ def _run_once(
     if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
         raise InvalidModel(f"{message}, on shapes alone: {str(fault).splitlines()[0]}") from fault
     device = parameters[0].device if parameters else inputs[0].device
-    given = tuple(rows_of(example, microbatch_size, device) for example in inputs)
+    given = tuple(repeat_to_batch(example, microbatch_size, device) for example in inputs)
     whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
     buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:

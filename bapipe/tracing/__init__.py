@@ -3,7 +3,7 @@
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import granularity, trace
-from bapipe.tracing.model import TracedLayer, TracedModel, idle_state, layer_states, state_names
+from bapipe.tracing.model import TracedLayer, TracedModel, layer_states, state_names, unused_state
 
 __all__ = [
     "TracedLayer",
@@ -11,8 +11,8 @@ __all__ = [
     "changes_buffers",
     "extract",
     "granularity",
-    "idle_state",
     "layer_states",
     "state_names",
     "trace",
+    "unused_state",
 ]

@@ -68,7 +68,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
             yield from _nodes(one)
 
 
-def thread_changes(module: fx.GraphModule) -> None:
+def rewire_inplace_uses(module: fx.GraphModule) -> None:
     """Makes whoever uses a tensor after it was changed in place use what the change gave instead.
 
     The values are the same; the graph then says in which order they come.
@@ -85,7 +85,7 @@ def thread_changes(module: fx.GraphModule) -> None:
                     user.replace_input_with(tensor, node)
 
 
-def family(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
+def alias_set(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
     """Returns the nodes whose memory may be the tensor's, itself among them."""
     found: set[fx.Node] = set()
     todo = [tensor]

@@ -1,4 +1,4 @@
-"""From a module to a graph of its operators: by torch.fx, else by torch.export, else with whole modules left closed."""
+"""Captures a module as a graph of operators: by torch.fx, else by torch.export, else with some modules as leaves."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from bapipe.errors import InvalidModel
 from bapipe.tracing.model import attribute
-from bapipe.tracing.sizes import rows_of
+from bapipe.tracing.sizes import repeat_to_batch
 
 NO_GRAD = "no_grad"
 """Key in a node's `meta`: the operator ran where gradients were off."""
@@ -56,15 +56,15 @@ class _Failed(Exception):
         self.path, self.cause = path, cause
 
 
-def capture(module: nn.Module, inputs: Sequence[Tensor] | None, whole: Sequence[str]) -> Captured:
+def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]) -> Captured:
     """Returns the operators of a module.
 
     torch.fx comes first, since it keeps the model's own modules and so their hooks. torch.export follows where the
     model's code looks at its inputs; it needs `inputs`, examples of any batch size. Where that fails too, the modules
-    whose code stops torch.fx are taken whole.
+    whose code stops torch.fx are leaf modules.
 
     Args:
-        whole: paths of modules to take whole.
+        leaf_modules: paths of modules to take as one layer each.
 
     Raises:
         InvalidModel: nothing of this works; the message says where each stopped.
@@ -72,16 +72,16 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, whole: Sequence[
     _check_open(module)
     num_inputs = None if inputs is None else len(inputs)
     try:
-        return _by_fx(module, num_inputs, frozenset(whole))
+        return _by_fx(module, num_inputs, frozenset(leaf_modules))
     except _Failed as error:
         first = error
     exported = None
     if inputs is not None:
         try:
-            return _by_export(module, inputs, frozenset(whole))
+            return _by_export(module, inputs, frozenset(leaf_modules))
         except Exception as error:  # whatever torch.export or the model's own code raises
             exported = _line(error)
-    closed = set(whole)
+    closed = set(leaf_modules)
     failed = first
     while failed.path:
         closed.add(failed.path)
@@ -107,9 +107,9 @@ def _check_open(module: nn.Module) -> None:
             raise InvalidModel(f"the module is {how}, so it has no layers to tell apart: give the one it was made from")
 
 
-def is_layer(module: nn.Module, path: str, whole: frozenset[str] = frozenset()) -> bool:
+def is_layer(module: nn.Module, path: str, leaf_modules: frozenset[str] = frozenset()) -> bool:
     """Returns whether a call of a module is one layer: a module of torch.nn, one without children, or one named."""
-    if path in whole:
+    if path in leaf_modules:
         return True
     if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS):
         return True
@@ -119,14 +119,14 @@ def is_layer(module: nn.Module, path: str, whole: frozenset[str] = frozenset()) 
 class _Tracer(fx.Tracer):
     """torch.fx's tracer, which also keeps where gradients are off, and in which module it failed."""
 
-    def __init__(self, whole: frozenset[str]) -> None:
+    def __init__(self, leaf_modules: frozenset[str]) -> None:
         super().__init__()
-        self._whole = whole
+        self._leaf_modules = leaf_modules
         self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
         self.failed_in: str | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_layer(m, module_qualified_name, self._whole)
+        return is_layer(m, module_qualified_name, self._leaf_modules)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -145,9 +145,9 @@ class _Tracer(fx.Tracer):
         return node
 
 
-def _by_fx(module: nn.Module, num_inputs: int | None, whole: frozenset[str]) -> Captured:
+def _by_fx(module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str]) -> Captured:
     fixed = _defaults(module, num_inputs)
-    tracer = _Tracer(whole)
+    tracer = _Tracer(leaf_modules)
     try:
         with torch.random.fork_rng(devices=[]):
             graph = tracer.trace(module, concrete_args=fixed)
@@ -199,11 +199,11 @@ def _drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _by_export(module: nn.Module, inputs: Sequence[Tensor], whole: frozenset[str]) -> Captured:
+def _by_export(module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozenset[str]) -> Captured:
     # Of a batch of one, torch.export would conclude that it always is one.
     num_rows = max(2, *(len(example) for example in inputs))
     where = next(module.parameters(), inputs[0]).device
-    examples = tuple(rows_of(example, num_rows, where) for example in inputs)
+    examples = tuple(repeat_to_batch(example, num_rows, where) for example in inputs)
     batch = Dim("batch")
     with _silence(), torch.random.fork_rng(devices=[]):
         program = export(_twin(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False)
@@ -219,7 +219,7 @@ def _by_export(module: nn.Module, inputs: Sequence[Tensor], whole: frozenset[str
     graph.output(returned)
     _drop_unused(graph)
     made = fx.GraphModule(_state(module, source, graph), graph, type(module).__name__)
-    called, kinds = _by_call(module, graph, whole)
+    called, kinds = _by_call(module, graph, leaf_modules)
     for node in graph.nodes:
         node.meta = {key: value for key, value in node.meta.items() if key == NO_GRAD}
     return Captured(module=made, returned=returned, spec=spec, called=called, kinds=kinds)
@@ -281,7 +281,9 @@ def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no
                 env[node].meta[NO_GRAD] = True
 
 
-def _by_call(module: nn.Module, graph: fx.Graph, whole: frozenset[str]) -> tuple[dict[fx.Node, str], dict[str, str]]:
+def _by_call(
+    module: nn.Module, graph: fx.Graph, leaf_modules: frozenset[str]
+) -> tuple[dict[fx.Node, str], dict[str, str]]:
     """Returns the layer of each operator that a layer's module calls, by the stack that torch.export wrote down."""
     modules = dict(module.named_modules(remove_duplicate=False))
     called: dict[fx.Node, str] = {}
@@ -292,7 +294,7 @@ def _by_call(module: nn.Module, graph: fx.Graph, whole: frozenset[str]) -> tuple
         if node.op != "call_function":
             continue
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            if path and path in modules and is_layer(modules[path], path, whole):
+            if path and path in modules and is_layer(modules[path], path, leaf_modules):
                 if key not in names:
                     calls[path] = calls.get(path, 0) + 1
                     names[key] = _numbered(path, calls[path])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from bapipe.tracing.aliasing import family, writers
+from bapipe.tracing.aliasing import alias_set, writers
 from bapipe.tracing.capture import NO_GRAD
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random
@@ -86,7 +86,7 @@ class _Extraction:
     def module(self, outputs: Sequence[str]) -> fx.GraphModule:
         model = self._model
         for node in model.module.graph.nodes:
-            if model.layer_of.get(node) in self._layers and node not in model.copied:
+            if model.layer_of.get(node) in self._layers and node not in model.replicated:
                 self._add(node)
         found = tuple(self._source(model.node_of[name]) for name in outputs)
         self._gradients.set(on=True)
@@ -108,7 +108,7 @@ class _Extraction:
             return self._env[node]
         if node.op == "get_attr":
             self._env[node] = self._graph.node_copy(node)
-        elif node in self._model.copied and not is_size(self._model.sizes, node):
+        elif node in self._model.replicated and not is_size(self._model.sizes, node):
             self._add(node)
         else:
             self._env[node] = self._sizes.node(node)
@@ -124,7 +124,7 @@ class _Extraction:
 
     def _same_memory(self, tensor: fx.Node) -> set[fx.Node]:
         """The tensor and what it is a view of, as far as this graph's own operators made it so."""
-        return {node for node in family(self._model.module, tensor) if node in self._env or self._inside(node)}
+        return {node for node in alias_set(self._model.module, tensor) if node in self._env or self._inside(node)}
 
     def _inside(self, node: fx.Node) -> bool:
         return self._model.layer_of.get(node) in self._layers

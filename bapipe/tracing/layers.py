@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing.aliasing import family, gives_what_it_changes, thread_changes, writers
+from bapipe.tracing.aliasing import alias_set, gives_what_it_changes, rewire_inplace_uses, writers
 from bapipe.tracing.capture import Captured, capture, is_layer
 from bapipe.tracing.model import Hazard, Result, TracedLayer, TracedModel, node_state
 from bapipe.tracing.randomness import is_random
@@ -20,7 +20,11 @@ OPERATOR = "op:"
 
 
 def trace(
-    module: nn.Module, inputs: Sequence[Tensor] | None = None, *, whole: Sequence[str] = (), fine: bool = False
+    module: nn.Module,
+    inputs: Sequence[Tensor] | None = None,
+    *,
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
 ) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
@@ -33,80 +37,84 @@ def trace(
         inputs: examples of the first arguments of its forward, of any batch size, batch first; the other arguments
             keep their defaults. Without them every argument is an input, only torch.fx is tried, and sizes cannot be
             used across a cut.
-        whole: paths of modules of which each call is one layer; `*` stands for any part of a path.
-        fine: operators outside modules are layers of their own, named `op:` and the operator.
+        leaf_modules: paths of modules of which each call is one layer; `*` stands for any part of a path.
+        operator_layers: operators outside modules are layers of their own, named `op:` and the operator.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, or returns something else than tensors.
     """
-    captured = capture(module, inputs, _paths(module, whole))
-    thread_changes(captured.module)
-    copied = _copied(captured)
-    if fine:
-        captured = _with_operators(captured, copied)
-    layer_of = _assign(captured, copied)
+    captured = capture(module, inputs, _paths(module, leaf_modules))
+    rewire_inplace_uses(captured.module)
+    replicated = _replicated_nodes(captured)
+    if operator_layers:
+        captured = _with_operators(captured, replicated)
+    layer_of = _assign(captured, replicated)
 
     def crosses(node: fx.Node) -> bool:
-        return node in copied or any(layer_of.get(user) != layer_of[node] for user in node.users)
+        return node in replicated or any(layer_of.get(user) != layer_of[node] for user in node.users)
 
     sizes = {} if inputs is None else observe(captured.module, inputs, crosses)
-    return _describe(module, captured, sizes, copied, layer_of)
+    return _describe(module, captured, sizes, replicated, layer_of)
 
 
 def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], bool]:
-    """Returns the `whole` and `fine` with which tracing a module gives the named layers."""
+    """Returns the `leaf_modules` and `operator_layers` with which tracing a module gives the named layers."""
     paths = dict(module.named_modules())
     named = [name.partition("#")[0] for name in layers]
-    whole = [name for name in named if name in paths and not is_layer(paths[name], name)]
-    return whole, any(name.startswith(OPERATOR) for name in named)
+    leaf_modules = [name for name in named if name in paths and not is_layer(paths[name], name)]
+    return leaf_modules, any(name.startswith(OPERATOR) for name in named)
 
 
-def _paths(module: nn.Module, whole: Sequence[str]) -> list[str]:
+def _paths(module: nn.Module, leaf_modules: Sequence[str]) -> list[str]:
     known = [path for path, _ in module.named_modules() if path]
     found: list[str] = []
-    for pattern in whole:
+    for pattern in leaf_modules:
         matching = fnmatch.filter(known, pattern)
         if not matching:
-            raise InvalidModel(f"{type(module).__name__} has no module '{pattern}' to take whole")
+            raise InvalidModel(f"{type(module).__name__} has no module '{pattern}' to take as one layer")
         found += matching
     return list(dict.fromkeys(found))
 
 
-def _with_operators(captured: Captured, copied: frozenset[fx.Node]) -> Captured:
+def _with_operators(captured: Captured, replicated: frozenset[fx.Node]) -> Captured:
     """Makes operators between modules layers; what picks a part of a result stays with it."""
     called: dict[fx.Node, str] = {}
     kinds = dict(captured.kinds)
     for node in captured.module.graph.nodes:
         if node in captured.called:
             called[node] = captured.called[node]
-        elif node.op in ("call_function", "call_method") and node not in copied and node.target is not operator.getitem:
+        elif (
+            node.op in ("call_function", "call_method")
+            and node not in replicated
+            and node.target is not operator.getitem
+        ):
             called[node] = f"{OPERATOR}{node.name}"
             kinds[called[node]] = getattr(node.target, "__name__", str(node.target))
     return replace(captured, called=called, kinds=kinds)
 
 
-def _copied(captured: Captured) -> frozenset[fx.Node]:
+def _replicated_nodes(captured: Captured) -> frozenset[fx.Node]:
     """Operators that every stage may do for itself: what they need is there, and they give the same each time."""
     module = captured.module
     changed: set[fx.Node] = set()
     for node, tensor in writers(module):
-        changed |= {node, *family(module, tensor)}
-    copied: set[fx.Node] = set()
+        changed |= {node, *alias_set(module, tensor)}
+    replicated: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_method") or node in captured.called or node in changed:
             continue
         if is_random(module, node) or any(_is_state(captured, tensor) for _, tensor in node_state(module, node)):
             continue
-        if all(source.op in ("placeholder", "get_attr") or source in copied for source in node.all_input_nodes):
-            copied.add(node)
-    return frozenset(copied)
+        if all(source.op in ("placeholder", "get_attr") or source in replicated for source in node.all_input_nodes):
+            replicated.add(node)
+    return frozenset(replicated)
 
 
 def _is_state(captured: Captured, tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
 
-def _assign(captured: Captured, copied: frozenset[fx.Node]) -> dict[fx.Node, str]:
+def _assign(captured: Captured, replicated: frozenset[fx.Node]) -> dict[fx.Node, str]:
     """Gives every operator a layer."""
     nodes = [node for node in captured.module.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     place = {name: index for index, name in enumerate(dict.fromkeys(captured.called.values()))}
@@ -136,7 +144,7 @@ def _later_users(module: fx.GraphModule) -> dict[fx.Node, set[fx.Node]]:
     """The operators that see what an operator without a result of its own changed in place."""
     place = {node: index for index, node in enumerate(module.graph.nodes)}
     return {
-        node: {user for same in family(module, tensor) for user in same.users if place[user] > place[node]}
+        node: {user for same in alias_set(module, tensor) for user in same.users if place[user] > place[node]}
         for node, tensor in writers(module)
     }
 
@@ -145,17 +153,17 @@ def _describe(
     root: nn.Module,
     captured: Captured,
     sizes: Mapping[fx.Node, tuple[Any, Any]],
-    copied: frozenset[fx.Node],
+    replicated: frozenset[fx.Node],
     layer_of: dict[fx.Node, str],
 ) -> TracedModel:
     module = captured.module
     nodes = list(module.graph.nodes)
     members: dict[str, list[fx.Node]] = {name: [] for name in dict.fromkeys(captured.called.values())}
     for node in nodes:
-        if node in layer_of and node not in copied:
+        if node in layer_of and node not in replicated:
             members[layer_of[node]].append(node)
     unsendable = {node for node in layer_of if is_size(sizes, node)}
-    names = _Names(members, captured, copied, unsendable, layer_of)
+    names = _Names(members, captured, replicated, unsendable, layer_of)
     entering = {name: tuple(dict.fromkeys(names.entering(own, name))) for name, own in members.items()}
     result, outputs = _result(captured, names.of)
     return TracedModel(
@@ -175,7 +183,7 @@ def _describe(
         ),
         node_of={name: node for node, name in names.of.items()},
         layer_of=layer_of,
-        copied=copied,
+        replicated=replicated,
         sizes=sizes,
         hazards=tuple(dict.fromkeys(_hazards(module, layer_of))),
     )
@@ -188,11 +196,11 @@ class _Names:
         self,
         members: Mapping[str, Sequence[fx.Node]],
         captured: Captured,
-        copied: frozenset[fx.Node],
+        replicated: frozenset[fx.Node],
         unsendable: set[fx.Node],
         layer_of: Mapping[fx.Node, str],
     ) -> None:
-        self._copied, self._unsendable, self._layer_of = copied, unsendable, layer_of
+        self._replicated, self._unsendable, self._layer_of = replicated, unsendable, layer_of
         self.of: dict[fx.Node, str] = {}
         for node in captured.module.graph.nodes:
             if node.op == "placeholder":
@@ -211,7 +219,7 @@ class _Names:
         return any(self._layer_of.get(user, layer) != layer for user in node.users)
 
     def entering(self, nodes: Sequence[fx.Node], layer: str) -> Iterator[str]:
-        """Yields the tensors that a layer's operators need from outside, those behind copied operators among them."""
+        """Yields the tensors that a layer's operators need from outside, also through replicated operators."""
         seen: set[fx.Node] = set()
         todo = [source for node in nodes for source in node.all_input_nodes]
         while todo:
@@ -219,7 +227,7 @@ class _Names:
             if node in seen or node in self._unsendable:
                 continue
             seen.add(node)
-            if node in self._copied:
+            if node in self._replicated:
                 todo += node.all_input_nodes
             elif node in self.of and self._layer_of.get(node) != layer:
                 yield self.of[node]
@@ -247,7 +255,8 @@ def _hazards(module: fx.GraphModule, layer_of: Mapping[fx.Node, str]) -> Iterato
         if writer not in layer_of:
             continue
         after = _descendants(writer) if gives_what_it_changes(writer) else {writer}
-        for same in family(module, tensor) - after:  # a view of what the writer gave holds the change, wherever it goes
+        # A view of what the writer returned holds the change, wherever it goes.
+        for same in alias_set(module, tensor) - after:
             for user in same.users:
                 if user in after or layer_of.get(user, layer_of[writer]) == layer_of[writer]:
                     continue

@@ -71,7 +71,7 @@ class TracedModel:
         result: how the forward nests them.
         node_of: the graph node that gives each tensor.
         layer_of: the name of the layer that each operator belongs to.
-        copied: operators on the model's inputs and constants alone, done again by every stage that needs them; each
+        replicated: operators on the model's inputs and constants alone, done again by every stage that needs them; each
             belongs to the first layer that uses it.
         sizes: numbers, shapes and other values that are no tensors, at two batch sizes: see `bapipe.tracing.sizes`.
         hazards: what changes in place forbid.
@@ -85,7 +85,7 @@ class TracedModel:
     layers: tuple[TracedLayer, ...]
     node_of: dict[str, fx.Node]
     layer_of: dict[fx.Node, str]
-    copied: frozenset[fx.Node]
+    replicated: frozenset[fx.Node]
     sizes: Mapping[fx.Node, tuple[Any, Any]]
     hazards: tuple[Hazard, ...]
 
@@ -112,7 +112,7 @@ def layer_states(model: TracedModel) -> dict[str, dict[str, Tensor]]:
     return states
 
 
-def idle_state(model: TracedModel) -> dict[str, Tensor]:
+def unused_state(model: TracedModel) -> dict[str, Tensor]:
     """Returns what the module's state dict holds and no layer uses."""
     used = {id(tensor) for state in layer_states(model).values() for tensor in state.values()}
     state = model.root.state_dict(keep_vars=True)

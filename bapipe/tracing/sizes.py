@@ -112,7 +112,7 @@ def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def rows_of(example: Tensor, num_rows: int, device: torch.device) -> Tensor:
+def repeat_to_batch(example: Tensor, num_rows: int, device: torch.device) -> Tensor:
     """Returns an example with another batch size on a device, its rows repeated; zeros where it has no values."""
     if example.is_meta and device.type != "meta":
         return torch.zeros((num_rows, *example.shape[1:]), dtype=example.dtype, device=device)

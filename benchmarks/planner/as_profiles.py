@@ -17,7 +17,7 @@ import msgspec
 
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.graph.layer_graph import topological_order
-from bapipe.importers import Origin, read_foreign
+from bapipe.importers import Origin, import_file
 from benchmarks.planner import dnn_partitioning, piper
 
 NUM_MICROBATCHES = 8
@@ -52,7 +52,7 @@ def _pipedream(path: Path) -> ModelProfile:
         sizes=(batch // NUM_MICROBATCHES,),
         optimizer="sgd",
     )
-    return read_foreign(path, origin)
+    return import_file(path, origin)
 
 
 def _dnn_partitioning(path: Path) -> ModelProfile:

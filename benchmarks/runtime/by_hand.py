@@ -77,8 +77,10 @@ def one_process(example: Example, learning_rate: float, num_threads: int) -> Ste
 def pipelines(example: Example, plan: Plan, learning_rate: float) -> dict[str, Step]:
     """The plan's cut and micro-batches under torch's own schedules, which know the shapes from the start."""
     rank = dist.get_rank()
-    whole, fine = granularity(example.module, [name for stage in plan.stages for name in stage.layers])
-    parts = split(trace(example.module, example.inputs, whole=whole, fine=fine), plan, example.inputs)
+    layers = [name for stage in plan.stages for name in stage.layers]
+    leaf_modules, operator_layers = granularity(example.module, layers)
+    traced = trace(example.module, example.inputs, leaf_modules=leaf_modules, operator_layers=operator_layers)
+    parts = split(traced, plan, example.inputs)
     tensors, examples = parts.stages[rank], parts.examples
     module = stage_module(parts, rank)
     optimizer = optimizer_of(module, learning_rate)

@@ -83,7 +83,7 @@ def _profile(
             raced.arguments,
             microbatch_sizes=sizes,
             settings=Settings(threads=num_threads),
-            num_neighbours=num_cores - num_threads,
+            num_co_runners=num_cores - num_threads,
         )
         write(path, measured)
     return read(path, ModelProfile)

@@ -154,7 +154,7 @@ def main() -> None:
     path = given.folder / "profile.json"
     if not path.exists():
         sizes = [2**e for e in range(1, 10) if 2**e <= given.minibatch_size]
-        write(path, profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes, num_neighbours=1))
+        write(path, profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes, num_co_runners=1))
     profile = bapipe.read(path, bapipe.ModelProfile)
     with two_hosts() as hosts:
         for rate in given.links:

@@ -15,7 +15,7 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.split import Split, split, stage_module
-from bapipe.tracing import TracedModel, idle_state, state_names, trace
+from bapipe.tracing import TracedModel, state_names, trace, unused_state
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 from runtime_cases import make_plan_of, named_order
@@ -100,7 +100,7 @@ def check_all_state_is_somewhere(parts: Split) -> None:
         held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for name in (name for key in held for name in names.get(key, ())):
             keys.setdefault(name, []).append(s)
-    idle = idle_state(parts.model)
+    idle = unused_state(parts.model)
     assert set(parts.model.root.state_dict()) <= {*keys, *idle}
     assert not set(keys) & set(idle)
     shared = {id(one.parameter): list(one.stages) for one in parts.shared}

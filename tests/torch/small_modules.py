@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
-from bapipe.profiler.layers import measure
+from bapipe.profiler.measure import measure_model
 
 
 def profile(module: nn.Module, *shape: int, sizes: tuple[int, ...] = (4,), **options: Any) -> ModelProfile:
     """Returns the profile of a classifier of samples of some shape, as few passes as there may be."""
-    return measure(
+    return measure_model(
         module,
         (torch.randn(1, *shape),),
         torch.tensor([4]),

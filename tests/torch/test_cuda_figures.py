@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bapipe.profiler.layer_memory import given_out
-from bapipe.profiler.layer_timers import CudaClock, watching_ns
+from bapipe.profiler.layer_memory import allocated_bytes
+from bapipe.profiler.layer_timers import CudaLayerTimer, instrumentation_overhead_ns
 from bapipe.torch_device import framework_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -14,7 +14,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ("num_bytes", "on_cpu", "on_cuda"), [(0, 0, 0), (1, 1, 512), (512, 512, 512), (513, 513, 1024), (5120, 5120, 5120)]
 )
 def test_storages_take_whole_blocks(num_bytes: int, on_cpu: int, on_cuda: int) -> None:
-    assert (given_out(num_bytes, CPU), given_out(num_bytes, CUDA)) == (on_cpu, on_cuda)
+    assert (allocated_bytes(num_bytes, CPU), allocated_bytes(num_bytes, CUDA)) == (on_cpu, on_cuda)
 
 
 def test_the_framework_takes_what_is_neither_free_nor_kept_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +45,11 @@ def test_intervals_are_those_between_events_on_the_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    clock = CudaClock(CUDA)
+    clock = CudaLayerTimer(CUDA)
     for layer in (3, 1, 3):
         clock.stamp(layer)
     assert waits == []  # nothing waits for the device before all is queued
     assert list(clock.intervals()) == [(3, 10**6), (1, 10**6), (3, 10**6)]
     assert waits == [CUDA]
     assert list(clock.intervals()) == []
-    assert watching_ns(CUDA) == (0, 0)
+    assert instrumentation_overhead_ns(CUDA) == (0, 0)

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from bapipe.formats import codec
 from bapipe.formats.profile import DeviceKind
-from bapipe.profiler.instrument import Subject, TensorFacts, Watched, parameters_of
-from bapipe.profiler.layer_calls import kinds_of
+from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
+from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.layer_times import pooled, spread
-from bapipe.profiler.layers import measure
+from bapipe.profiler.measure import measure_model
 from bapipe.tracing import trace
 
 
@@ -22,7 +22,7 @@ def test_a_profile_decodes_to_itself_and_the_module_is_left_alone() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     torch.manual_seed(3)
     told: list[tuple[int, int, str]] = []
-    made = measure(
+    made = measure_model(
         module,
         (torch.randn(2, 3, 6, 6),),
         torch.tensor([0, 1]),
@@ -77,19 +77,21 @@ def test_split_and_whole_backward_give_the_same_gradients(
     module = make().double()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     target = torch.tensor([0, 1, 2, 3])
-    subject = Subject(model=trace(module, inputs), loss=functional.cross_entropy, inputs=inputs, target=target)
+    training_pass = TrainingPass(
+        model=trace(module, inputs), loss=functional.cross_entropy, inputs=inputs, target=target
+    )
     reported: list[int] = []
-    watched = Watched(subject=subject, enter=reported.append)
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=reported.append)
     for _ in range(2):  # gradients add up
         functional.cross_entropy(module(*inputs), target).backward()  # type: ignore[no-untyped-call]
     want = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad()
     for _ in range(2):
-        groups = watched.backward_inputs(watched.forward())
+        groups = instrumented.backward_inputs(instrumented.forward())
         assert any(group.kept for group in groups)
         reported.clear()
-        watched.backward_weights(groups)
-        with_parameters = {i for i, own in enumerate(parameters_of(subject.model)) if own}
+        instrumented.backward_weights(groups)
+        with_parameters = {i for i, own in enumerate(parameters_of(training_pass.model)) if own}
         assert set(reported) <= with_parameters
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, want[name], rtol=1e-12, atol=1e-14)
@@ -103,12 +105,12 @@ def test_the_spread_of_a_median() -> None:
 
 
 @pytest.mark.parametrize("layer_by_layer", [False, True])
-@pytest.mark.parametrize(("exhaustive", "num_kinds"), [(False, 8), (True, 14)])
-def test_equal_layers_are_measured_once(exhaustive: bool, num_kinds: int, layer_by_layer: bool) -> None:
+@pytest.mark.parametrize(("exhaustive", "num_groups"), [(False, 8), (True, 14)])
+def test_equal_layers_are_measured_once(exhaustive: bool, num_groups: int, layer_by_layer: bool) -> None:
     """Of the three blocks only the first convolution, norm and ReLU with its sum; four more layers and the loss."""
     made = profile(Blocks(), 3, 8, 8, layer_by_layer=layer_by_layer, exhaustive=exhaustive)
     assert len(made.layers) == 14
-    assert made.environment["kinds_of_layers"] == {"4": num_kinds}
+    assert made.environment["kinds_of_layers"] == {"4": num_groups}
     a, b = (layers(made)[f"convolutions.{i}"][1] for i in (0, 2))
     same = (a.forward_ns, a.backward_ns, a.spread) == (b.forward_ns, b.backward_ns, b.spread)
     assert same is not exhaustive
@@ -129,14 +131,14 @@ class Heads(nn.Module):
 
 def test_layers_of_other_settings_are_of_another_kind() -> None:
     inputs = (torch.randn(2, 4, 6, requires_grad=True),)
-    model = trace(Heads(), inputs, whole=["attention.*"])
-    subject = Subject(model=model, loss=functional.cross_entropy, inputs=inputs, target=torch.tensor([0, 1]))
-    given = {f"attention.{i}": TensorFacts(num_bytes=0, has_gradient=True) for i in range(4)}
+    model = trace(Heads(), inputs, leaf_modules=["attention.*"])
+    training_pass = TrainingPass(model=model, loss=functional.cross_entropy, inputs=inputs, target=torch.tensor([0, 1]))
+    given = {f"attention.{i}": TensorInfo(num_bytes=0, has_gradient=True) for i in range(4)}
     assert [layer.name for layer in model.layers] == list(given)
-    assert kinds_of(subject, given, range(5)) == (0, 1, 1, 3, 4)
-    assert kinds_of(subject, given, [0, 2, 3, 4]) == (0, 1, 2, 3, 4)  # the second has no backward
+    assert equal_layer_groups(training_pass, given, range(5)) == (0, 1, 1, 3, 4)
+    assert equal_layer_groups(training_pass, given, [0, 2, 3, 4]) == (0, 1, 2, 3, 4)  # the second has no backward
     del given["attention.0"]  # so that no gradient leaves the second one
-    assert kinds_of(subject, given, range(5)) == (0, 1, 2, 3, 4)
+    assert equal_layer_groups(training_pass, given, range(5)) == (0, 1, 2, 3, 4)
 
 
 def test_the_time_of_equal_layers_is_their_mean() -> None:

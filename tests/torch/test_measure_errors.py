@@ -11,7 +11,7 @@ from torch.nn import functional
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.profiler.layers import measure
+from bapipe.profiler.measure import measure_model
 
 
 class Sized(nn.Module):
@@ -150,7 +150,7 @@ def test_an_error_in_a_backward_names_the_layer() -> None:
 )
 def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -> None:
     with pytest.raises(BapipeError) as error:
-        measure(
+        measure_model(
             nn.Linear(2, 2),
             (torch.randn(1, 2),),
             torch.zeros(1, dtype=torch.int64),
@@ -239,7 +239,7 @@ def test_what_cannot_be_measured_says_why(
     module: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[[Tensor, Tensor], Tensor], message: str
 ) -> None:
     with pytest.raises(InvalidModel) as error:
-        measure(
+        measure_model(
             module, inputs, torch.tensor([4]), loss, microbatch_sizes=(4,), name="small", seconds_per_size=0.0
         )  # fmt: skip
     assert str(error.value).startswith(message)

@@ -47,7 +47,7 @@ def test_a_neighbour_trains_until_it_is_left(folder: Path) -> None:
 @pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
 def test_a_profile_says_how_many_there_were(folder: Path) -> None:
     arguments = {"file": str(folder / "notes")}
-    measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_neighbours=1)
+    measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_co_runners=1)
     assert measured.environment["neighbours"] == 1
     assert measured.arguments == arguments
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from bapipe.profiler.layers import measure
+from bapipe.profiler.measure import measure_model
 from bapipe.runtime.recompute import RecomputedStage
 
 
@@ -31,7 +31,7 @@ def saved_beside(module: nn.Module) -> Iterator[dict[int, int]]:
 
 def test_a_stage_that_recomputes_keeps_its_input_until_its_second_forward_keeps_all() -> None:
     module = nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 5))
-    made = measure(
+    made = measure_model(
         module,
         (torch.randn(1, 6),),
         torch.zeros(1, dtype=torch.int64),

@@ -196,15 +196,15 @@ def test_a_module_that_cannot_be_followed_is_one_layer() -> None:
 
 def test_modules_can_be_taken_whole() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
-    assert [layer.name for layer in trace(module, whole=["0"]).layers] == ["0", "1"]
+    assert [layer.name for layer in trace(module, leaf_modules=["0"]).layers] == ["0", "1"]
     assert granularity(module, ["0", "1", "loss"]) == (["0"], False)
-    with pytest.raises(InvalidModel, match=r"^Sequential has no module 'x\.\*' to take whole$"):
-        trace(module, whole=["x.*"])
+    with pytest.raises(InvalidModel, match=r"^Sequential has no module 'x\.\*' to take as one layer$"):
+        trace(module, leaf_modules=["x.*"])
 
 
 def test_operators_can_be_layers() -> None:
     module = Residual()
-    model = trace(module, fine=True)
+    model = trace(module, operator_layers=True)
     names = [layer.name for layer in model.layers]
     assert names == ["a", "relu", "b", "op:add", "relu#2"]
     assert model.layers[3].inputs == ("b", "relu")

@@ -41,10 +41,12 @@ def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor]
     Raises:
         InvalidModel: in that mode it has other layers than the plan, cannot be cut, or a stage loads another input.
     """
-    whole, fine = granularity(module, [name for stage in plan.stages for name in stage.layers])
+    leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
     with evaluation_mode([module]):
         try:
-            parts = split(trace(module, inputs, whole=whole, fine=fine), plan, inputs)
+            parts = split(
+                trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, inputs
+            )
         except InvalidModel as error:
             raise InvalidModel(f"in evaluation mode the model cannot be cut as the plan says: {error}") from error
     for s, (there, here) in enumerate(zip(training.stages, parts.stages, strict=True)):

@@ -11,12 +11,19 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.profiler.instrument import Subject, layer_failed, parameters_of
-from bapipe.profiler.isolated import measure_alone
+from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
+from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
 from bapipe.profiler.layer_times import LayerTimes, time_layers
-from bapipe.profiler.optimizer_step import Update, time_update
-from bapipe.profiler.prepare import batch_of, check_examples, check_trainable, fits, laid_out, ready
+from bapipe.profiler.optimizer_step import OptimizerStep, time_optimizer_step
+from bapipe.profiler.prepare import (
+    batch_on_device,
+    check_examples,
+    check_trainable,
+    fits_on_device,
+    in_memory_format,
+    prepared,
+)
 from bapipe.torch_device import describe, environment, framework_bytes, prepare_cpu
 from bapipe.tracing import TracedModel, trace
 
@@ -30,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 CPU = torch.device("cpu")
 
 
-def measure(
+def measure_model(
     module: nn.Module,
     inputs: Sequence[Tensor],
     target: Tensor,
@@ -46,9 +53,9 @@ def measure(
     spread: float = 0.03,
     layer_by_layer: bool = False,
     exhaustive: bool = False,
-    whole: Sequence[str] = (),
-    fine: bool = False,
-    so_far: ModelProfile | None = None,
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
+    resume_from: ModelProfile | None = None,
     keep: Callable[[ModelProfile], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ModelProfile:
@@ -62,11 +69,11 @@ def measure(
         settings: how the model is computed; `dtype` is the module's own, whatever they say.
         seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
             after about this time.
-        whole, fine: what is a layer, see `bapipe.tracing.trace`.
-        layer_by_layer: see `measure_alone`; without, layers are measured in passes of the whole model, unless its
+        leaf_modules, operator_layers: what is a layer, see `bapipe.tracing.trace`.
+        layer_by_layer: see `measure_isolated`; without, layers are measured in passes of the whole model, unless its
             parameters and their gradients are more than the device holds.
         exhaustive: whether each layer has figures of its own, those of equal layers too.
-        so_far: a profile of the same model on the same machine; its sizes are not measured again.
+        resume_from: a profile of the same model on the same machine; its sizes are not measured again.
         keep: called with the profile so far after each size.
 
     Raises:
@@ -83,27 +90,27 @@ def measure(
         prepare_cpu(settings.threads)
     settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
     autocast = getattr(torch, settings.autocast) if settings.autocast else None
-    made = so_far
+    made = resume_from
     todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
     num_parts = 2 * len(todo) + (made is None)
     done = 0
-    layer_by_layer = layer_by_layer or not fits(module, device)
+    layer_by_layer = layer_by_layer or not fits_on_device(module, device)
     if not layer_by_layer:
         module.to(device)
-    with ready(module, device, settings):
-        model = _traced(module, inputs, whole, fine)
+    with prepared(module, device, settings):
+        model = _traced(module, inputs, leaf_modules, operator_layers)
         for size in todo:
-            *own, wanted = batch_of((*inputs, target), size, device)
-            own = [laid_out(tensor, settings) for tensor in own]
-            subject = Subject(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
+            *own, wanted = batch_on_device((*inputs, target), size, device)
+            own = [in_memory_format(tensor, settings) for tensor in own]
+            training_pass = TrainingPass(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
             if layer_by_layer:
                 tell(done, num_parts, f"layers one by one at micro-batch size {size}")
-                times, memory = measure_alone(subject, seconds_per_size, spread, exhaustive)
+                times, memory = measure_isolated(training_pass, seconds_per_size, spread, exhaustive)
             else:
                 tell(done, num_parts, f"times at micro-batch size {size}")
-                times = time_layers(subject, seconds_per_size, spread, exhaustive)
+                times = time_layers(training_pass, seconds_per_size, spread, exhaustive)
                 tell(done + 1, num_parts, f"memory at micro-batch size {size}")
-                memory = layer_memory(subject)
+                memory = layer_memory(training_pass)
             done += 2
             measured = _measurement(model, size, times, memory)
             if made is None:
@@ -118,7 +125,7 @@ def measure(
                     optimizer=settings.optimizer,
                     settings=settings,
                     environment=environment() | _framework(device),
-                    layers=(*_layers(subject, memory, settings.optimizer), _loss_layer(model, loss)),
+                    layers=(*_layers(training_pass, memory, settings.optimizer), _loss_layer(model, loss)),
                     measurements=(measured,),
                 )
             else:
@@ -138,7 +145,7 @@ def _framework(device: torch.device) -> dict[str, object]:
 
 def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
     """Notes how often a size was repeated, and how the sum of its layers compares with the model alone."""
-    found: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_kinds}
+    found: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_groups}
     if times.sum_over_whole is not None:
         found["sum_over_whole"] = round(times.sum_over_whole, 4)
     notes: dict[str, Any] = {
@@ -155,15 +162,17 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _traced(module: nn.Module, inputs: Sequence[Tensor], whole: Sequence[str], fine: bool) -> TracedModel:
-    model = trace(module, inputs, whole=whole, fine=fine)
+def _traced(
+    module: nn.Module, inputs: Sequence[Tensor], leaf_modules: Sequence[str], operator_layers: bool
+) -> TracedModel:
+    model = trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     return model
 
 
-def _layers(subject: Subject, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
-    model = subject.model
+def _layers(training_pass: TrainingPass, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+    model = training_pass.model
     parameters = parameters_of(model)
     first: dict[int, int] = {}
     for index, own in enumerate(parameters):
@@ -172,7 +181,9 @@ def _layers(subject: Subject, memory: LayerMemory, optimizer: str) -> Iterator[L
     # A shared parameter counts for the first layer that uses it.
     counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
     trained = [[p for p in own if p.requires_grad] for own in counted]
-    updates = [_update(subject, layer.name, own, optimizer) for layer, own in zip(model.layers, trained, strict=True)]
+    updates = [
+        _update(training_pass, layer.name, own, optimizer) for layer, own in zip(model.layers, trained, strict=True)
+    ]
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
         yield LayerProfile(
@@ -193,11 +204,13 @@ def _layers(subject: Subject, memory: LayerMemory, optimizer: str) -> Iterator[L
         )
 
 
-def _update(subject: Subject, name: str, parameters: Sequence[nn.Parameter], optimizer: str) -> Update:
+def _update(
+    training_pass: TrainingPass, name: str, parameters: Sequence[nn.Parameter], optimizer: str
+) -> OptimizerStep:
     try:
-        return time_update(parameters, OPTIMIZERS[optimizer], subject.device)
+        return time_optimizer_step(parameters, OPTIMIZERS[optimizer], training_pass.device)
     except Exception as error:  # whatever the optimizer raises
-        raise layer_failed(name, "update", subject, error) from error
+        raise layer_error(name, "update", training_pass, error) from error
 
 
 def _loss_layer(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:

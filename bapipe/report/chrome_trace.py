@@ -11,8 +11,8 @@ from bapipe.formats.plan import Memory
 from bapipe.schedules.table import Phase, parse_action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
 
-_SENT = re.compile(r"([0-9]+)([FB])([0-9]+) to (.+)")
-_NOTHING = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
+_TRANSFER = re.compile(r"([0-9]+)([FB])([0-9]+) to (.+)")
+_NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ def _timeline(events: list[_Event]) -> tuple[str, Timeline]:
             syncs.append(Sync(event.tid - 2 * len(devices), len(syncs), 0, start_ns, end_ns))
         elif event.name.startswith("update "):
             updates.append(Update(ranks[event.tid], int(event.name.removeprefix("update ")), start_ns, end_ns))
-        elif (sent := _SENT.fullmatch(event.name)) is not None:
+        elif (sent := _TRANSFER.fullmatch(event.name)) is not None:
             source = rank_of[threads[event.tid].removesuffix(" sends")]
             stage, microbatch = int(sent[1]), int(sent[3])
             transfers.append(Transfer(source, rank_of[sent[4]], stage, Phase(sent[2]), microbatch, start_ns, end_ns))
@@ -79,7 +79,7 @@ def _timeline(events: list[_Event]) -> tuple[str, Timeline]:
         transfers=tuple(transfers),
         syncs=tuple(syncs),
         updates=tuple(updates),
-        memory=tuple(max(rank, key=lambda memory: memory.total, default=_NOTHING) for rank in held),
+        memory=tuple(max(rank, key=lambda memory: memory.total, default=_NO_MEMORY) for rank in held),
         usage=tuple(tuple((m.stash, m.workspace) for m in rank) for rank in held) if any(held) else (),
     )
 
