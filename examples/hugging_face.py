@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 import bapipe
-from bapipe.zoo.data.language_modeling import continued
+from bapipe.zoo.data.language_modeling import next_token_texts
 from bapipe.zoo.gpt2 import next_word_loss
 
 
@@ -40,7 +40,7 @@ def gpt2(num_layers: int = 4, hidden_size: int = 128, num_heads: int = 4, length
         inputs=(torch.zeros(1, length, dtype=torch.long),),
         target=torch.zeros(1, length, dtype=torch.long),
         loss=loss,
-        data=partial(continued, vocabulary_size=256, length=length),
+        data=partial(next_token_texts, vocabulary_size=256, length=length),
         learning_rate=0.02,
     )
 

@@ -13,7 +13,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.plan import Memory, Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import clock_for
-from bapipe.runtime.data.batch_check import Expected
+from bapipe.runtime.data.batch_check import BatchSpec
 from bapipe.runtime.evaluate.forward import ForwardExecutor, ForwardResult, split_for_evaluation
 from bapipe.runtime.executor import LocalStage, Loss, ScheduleExecutor
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
@@ -57,7 +57,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         seed: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
-        forms: Sequence[Sequence[Tensor]] = (),
+        buckets: Sequence[Sequence[Tensor]] = (),
         evaluates: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class Pipeline:
         of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
         where `torch.autocast` says so; tensors between stages keep their own. With float16 losses are scaled, and a
         step whose gradients are not finite updates nothing; `grad_scaler` says how. `initialize` sets the parameters of
-        one layer that is on the meta device, after its own `reset_parameters()`. `forms` are examples of inputs of
+        one layer that is on the meta device, after its own `reset_parameters()`. `buckets` are examples of inputs of
         other sizes, such as shorter sentences, that whole mini-batches may have. `evaluates` says that `evaluate` will
         be called, for which the module is traced once more.
         """
@@ -106,7 +106,7 @@ class Pipeline:
         computed = self._loss(loss, self._split.model)
         made = partial(ScheduleExecutor, schedule, self._ranks)
         rest = computed, self._clock, self._rng, self._device, group
-        sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in forms)]
+        sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in buckets)]
         self._runners = [made([self._local_stage(s, parts) for s in sorted(self.stages)], *rest) for parts in sized]
         self._runner = self._runners[0]
         self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
@@ -114,7 +114,7 @@ class Pipeline:
         check_optimizers(plan, self._optimizers.optimizers)
         self._clip_norm = clip_norm
         self._expected = [
-            Expected(
+            BatchSpec(
                 names=self.input_names,
                 needed=self.needs,
                 examples=parts.examples,
@@ -152,17 +152,17 @@ class Pipeline:
         """The actions of the last step on this rank, in the order in which they ran."""
         return self._runner.order
 
-    def step(self, *inputs: Tensor | None, target: Tensor | None = None, form: int | None = None) -> float | None:
+    def step(self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
-        What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out. `form` is
-        the number of the form that the samples have, the same on every rank; None says that of `inputs`.
+        What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out. `bucket`
+        is the number of the bucket that the samples are of, the same on every rank; None is that of `inputs`.
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
         """
-        place = 0 if form is None else form + 1
+        place = 0 if bucket is None else bucket + 1
         self._runner, expected = self._runners[place], self._expected[place]
         loaded = expected.load(inputs, self._plan.minibatch_size)
         if self.needs_target:

@@ -113,6 +113,7 @@ def run(
     optimizer, optimizer_arguments = _optimizer(planned, optimizer, optimizer_arguments or {})
     from bapipe.runtime.checkpoint.config import CheckpointConfig
     from bapipe.runtime.train import train
+    from bapipe.zoo.data.dataset import as_pipeline_dataset
     from bapipe.zoo.data.open_dataset import augmented, bucketed, open_data
     from bapipe.zoo.factory import build, current_folder_importable
 
@@ -136,7 +137,8 @@ def run(
             evaluate_samples=evaluate_samples,
         )
         make = partial(build, factory, given, meta=True)
-        opened = augmented(bucketed(open_data(data, example.data, factory), buckets, data), augment, data)
+        found = as_pipeline_dataset(open_data(data, example.data, factory))
+        opened = augmented(bucketed(found, buckets, data), augment, data)
 
         def go(current: Plan, resumes: bool) -> TrainResult:
             keeping = None

@@ -20,8 +20,8 @@ from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.checkpoint.manifest import Manifest, Position, check_model, list_checkpoints, read_manifest
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors, tensor_specs
-from bapipe.runtime.data.buckets import examples_in, forms_of
-from bapipe.runtime.data.loader import Batch, batches, check_enough, num_samples
+from bapipe.runtime.data.buckets import bucket_examples
+from bapipe.runtime.data.loader import Batch, batches, check_enough
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import EvaluationData, Metric, check_scores, evaluate
 from bapipe.runtime.executor import Loss
@@ -34,6 +34,7 @@ from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
+from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.example import GenerationConfig
 
 
@@ -60,8 +61,8 @@ class _Job:
 
     plan: Plan
     build: Callable[[], Trainable]
-    dataset: Dataset[Any]
-    held_out: Dataset[Any] | None
+    dataset: PipelineDataset[Any]
+    held_out: PipelineDataset[Any] | None
     training: Training
     keeping: CheckpointConfig | None
     resumed: Path | None
@@ -72,7 +73,7 @@ class _Job:
             model=self.plan.model,
             optimizer=self.training.optimizer.lower(),
             seed=self.training.seed,
-            num_samples=num_samples(self.dataset),
+            num_samples=len(self.dataset),
             position=position,
             tensors={},
             optimizer_tensors={},
@@ -96,7 +97,7 @@ class _Evaluating:
 def train(
     plan: Plan,
     build: Callable[[], Trainable],
-    dataset: Dataset[Any],
+    data: Dataset[Any],
     training: Training,
     *,
     keeping: CheckpointConfig | None = None,
@@ -107,8 +108,8 @@ def train(
     """Trains a model by a plan, in processes of its own or as part of a job of torchrun.
 
     `build` is called in every process and should give the module on the meta device, so that no process holds more
-    than its stages. Items of `dataset` are (input, target), or ((input, ...), target) for several inputs; each epoch
-    is another permutation, drawn from the seed, and what does not fill a mini-batch is left out. `build` and `dataset`
+    than its stages. Items of `data` are (input, target), or ((input, ...), target) for several inputs; each epoch
+    is another permutation, drawn from the seed, and what does not fill a mini-batch is left out. `build` and `data`
     must be picklable. `on_step` and `on_evaluation` are called in this process; under torchrun in rank 0's. What is
     held out of the data, where the model is evaluated, is not trained on.
 
@@ -122,7 +123,7 @@ def train(
             checkpoint cannot be written.
     """
     ranks = check_runnable(plan)
-    held_out = None
+    dataset, held_out = as_pipeline_dataset(data), None
     if training.evaluate_every is not None:
         dataset, held_out = hold_out(dataset, training.seed, training.evaluate_samples)
         check_scores(_held_out(build(), held_out))
@@ -192,7 +193,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         device=rank.device,
         seed=training.seed,
         initialize=example.initialize,
-        forms=[examples_in(example.inputs, form) for form in forms_of(job.dataset)[:-1]],
+        buckets=[bucket_examples(example.inputs, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
         evaluates=job.held_out is not None,
     )
     held_out = _held_out(example, job.held_out) if job.held_out is not None else None
@@ -224,14 +225,14 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
     return replace(_gather(pipeline, rank, names, reports), evaluations=tuple(evaluations))
 
 
-def _held_out(example: Trainable, dataset: Dataset[Any]) -> EvaluationData:
+def _held_out(example: Trainable, dataset: PipelineDataset[Any]) -> EvaluationData:
     generation = example.generation
     length = 0 if generation is None else example.inputs[generation.input_index].shape[1]
     return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length)
 
 
 def _evaluate(pipeline: Pipeline, plan: Plan, held_out: EvaluationData, rank: Rank, steps: int) -> Evaluation:
-    total = num_samples(held_out.dataset)
+    total = len(held_out.dataset)
 
     def tell(done: int) -> None:
         rank.enter_step(steps - 1)  # this rank is alive
@@ -267,7 +268,7 @@ def _step(
 ) -> StepReport:
     dist.barrier()
     start_ns = time.perf_counter_ns()
-    loss = pipeline.step(*batch.inputs, target=batch.target, form=batch.form)
+    loss = pipeline.step(*batch.inputs, target=batch.target, bucket=batch.bucket)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     elapsed_ns = time.perf_counter_ns() - start_ns
@@ -286,7 +287,7 @@ def _step(
         step_ns=step_ns,
         bubble=bubble,
         learning_rate=learning_rate,
-        as_planned=batch.form is None,
+        as_planned=batch.bucket is None,
         devices=names,
         peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
     )

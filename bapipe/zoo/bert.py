@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.zoo.data.language_modeling import IGNORED, masked
+from bapipe.zoo.data.language_modeling import IGNORED, masked_texts
 from bapipe.zoo.example import Example
-from bapipe.zoo.position_ids import places
+from bapipe.zoo.position_ids import position_ids
 from bapipe.zoo.transformer import PostNormBlock, check_texts
 
 _DROPOUT = 0.1
@@ -38,9 +38,8 @@ class BERT(nn.Module):
         self.head.weight = self.word_embedding.weight
 
     def forward(self, tokens: Tensor, segments: Tensor, is_word: Tensor) -> Tensor:
-        embedded = (
-            self.word_embedding(tokens) + self.position_embedding(places(tokens)) + self.segment_embedding(segments)
-        )
+        words = self.word_embedding(tokens)
+        embedded = words + self.position_embedding(position_ids(tokens)) + self.segment_embedding(segments)
         x = self.dropout(self.norm(embedded))
         for block in self.blocks:
             x = block(x, is_word)
@@ -75,7 +74,7 @@ def bert_base(
         ),
         target=torch.zeros(1, length, dtype=torch.int64),
         loss=restored_loss,
-        data=partial(masked, vocabulary_size=vocabulary_size, length=length),
+        data=partial(masked_texts, vocabulary_size=vocabulary_size, length=length),
         initialize=initialize,
         learning_rate=0.02,
     )

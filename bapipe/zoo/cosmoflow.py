@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.zoo.checks import check_sizes
-from bapipe.zoo.data.synthetic_volumes import NUM_PARAMETERS, universes
+from bapipe.zoo.data.synthetic_volumes import NUM_PARAMETERS, synthetic_volumes
 from bapipe.zoo.example import Example
 
 _CHANNELS = 4
@@ -70,7 +70,7 @@ def cosmoflow(volume_size: int = 64, width: int = 16) -> Example:
         inputs=(torch.randn(1, _CHANNELS, *(volume_size,) * 3),),
         target=torch.zeros(1, NUM_PARAMETERS),
         loss=functional.mse_loss,
-        data=partial(universes, volume_size=volume_size),
+        data=partial(synthetic_volumes, volume_size=volume_size),
         initialize=initialize,
         learning_rate=0.01,
     )

@@ -14,7 +14,7 @@ from bapipe.zoo.checks import check_sizes
 from bapipe.zoo.data.translation import BEGIN, END, PAD, translations
 from bapipe.zoo.example import Example, GenerationConfig
 from bapipe.zoo.metrics import bleu
-from bapipe.zoo.position_ids import places
+from bapipe.zoo.position_ids import position_ids
 
 _UNIFORM = 0.1
 """Weights start uniform in ±0.1."""
@@ -39,7 +39,7 @@ class Recurrent(nn.Module):
 class Bidirectional(nn.Module):
     """Two LSTMs over [n, length, hidden_size], one of which reads each sentence from its last word to its first.
 
-    At the places of words it gives what one bidirectional LSTM gives for packed sequences. Packing would need the
+    At the position_ids of words it gives what one bidirectional LSTM gives for packed sequences. Packing would need the
     lengths as Python numbers, and so a model that can only be run, not traced or cut.
     """
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         """Returns the mean of `context` [n, source, hidden] over each sentence's words, weighted for each query."""
         energy = torch.tanh(self.query(queries).unsqueeze(2) + self.key(context).unsqueeze(1) + self.bias)
         scores = energy @ (self.direction / self.direction.norm() * self.scale)
-        padding = places(context[:, :, 0]) >= lengths.unsqueeze(1)
+        padding = position_ids(context[:, :, 0]) >= lengths.unsqueeze(1)
         weights = torch.softmax(scores.masked_fill(padding.unsqueeze(1), float("-inf")), dim=2)
         return weights @ context
 
@@ -223,6 +223,6 @@ def initialize(layer: nn.Module) -> None:
 
 def _reverse(x: Tensor, lengths: Tensor) -> Tensor:
     """Returns the sequences [n, length, size] with each one's words reversed, and its padding where it is."""
-    place, last = places(x[:, :, 0]), lengths.unsqueeze(1) - 1
+    place, last = position_ids(x[:, :, 0]), lengths.unsqueeze(1) - 1
     order = torch.where(place > last, place, last - place)
     return x.gather(1, order.unsqueeze(2).expand_as(x))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.zoo.data.language_modeling import continued
+from bapipe.zoo.data.language_modeling import next_token_texts
 from bapipe.zoo.example import Example
-from bapipe.zoo.position_ids import places
+from bapipe.zoo.position_ids import position_ids
 from bapipe.zoo.transformer import PreNormBlock, check_texts
 
 _DROPOUT = 0.1
@@ -32,7 +32,7 @@ class GPT2(nn.Module):
         self.head.weight = self.word_embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.word_embedding(tokens) + self.position_embedding(places(tokens)))
+        x = self.dropout(self.word_embedding(tokens) + self.position_embedding(position_ids(tokens)))
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
@@ -61,7 +61,7 @@ def gpt2(
         inputs=(torch.zeros(1, length, dtype=torch.int64),),
         target=torch.zeros(1, length, dtype=torch.int64),
         loss=next_word_loss,
-        data=partial(continued, vocabulary_size=vocabulary_size, length=length),
+        data=partial(next_token_texts, vocabulary_size=vocabulary_size, length=length),
         initialize=start,
         learning_rate=0.02,
     )

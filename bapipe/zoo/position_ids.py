@@ -4,6 +4,6 @@ import torch
 from torch import Tensor
 
 
-def places(tensor: Tensor) -> Tensor:
+def position_ids(tensor: Tensor) -> Tensor:
     """Returns 0, 1, 2, ... along the second dimension of a tensor of two, int64."""
     return torch.ones_like(tensor, dtype=torch.int64).cumsum(1) - 1

@@ -20,7 +20,7 @@ class SelfAttention(nn.Module):
         self.projection = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """`seen` [n, length] says which places may be looked at; all where it is None."""
+        """`seen` [n, length] says which position_ids may be looked at; all where it is None."""
         heads = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if seen is None else seen.unsqueeze(1).unsqueeze(2)
         mixed = scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask, is_causal=self.causal)

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.zoo.checks import check_sizes
-from bapipe.zoo.data.vqa import PAD, num_words, questions
+from bapipe.zoo.data.vqa import PAD, num_words, visual_questions
 from bapipe.zoo.example import Example
 from bapipe.zoo.metrics import top_1
-from bapipe.zoo.position_ids import places
+from bapipe.zoo.position_ids import position_ids
 from bapipe.zoo.transformer import PreNormBlock, check_heads
 
 _DROPOUT = 0.1
@@ -29,7 +29,7 @@ class ImageTower(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.patches(image).flatten(2).transpose(1, 2)
-        x = self.dropout(x + self.positions(places(x[:, :, 0])))
+        x = self.dropout(x + self.positions(position_ids(x[:, :, 0])))
         for block in self.blocks:
             x = block(x)
         seen: Tensor = self.norm(x).mean(1)
@@ -49,7 +49,7 @@ class TextTower(nn.Module):
 
     def forward(self, question: Tensor) -> Tensor:
         is_word = question != PAD
-        x = self.dropout(self.words(question) + self.positions(places(question)))
+        x = self.dropout(self.words(question) + self.positions(position_ids(question)))
         for block in self.blocks:
             x = block(x, is_word)
         read = torch.where(is_word.unsqueeze(2), self.norm(x), 0.0)
@@ -113,7 +113,7 @@ def two_tower(
         inputs=(torch.randn(1, 3, image_size, image_size), torch.ones(1, length, dtype=torch.int64)),
         target=torch.zeros(1, dtype=torch.int64),
         loss=functional.cross_entropy,
-        data=partial(questions, image_size=image_size, length=length, num_answers=num_answers),
+        data=partial(visual_questions, image_size=image_size, length=length, num_answers=num_answers),
         initialize=initialize,
         metrics={"top-1": top_1},
         learning_rate=0.02,

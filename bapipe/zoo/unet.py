@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.zoo.checks import check_sizes
-from bapipe.zoo.data.segmentation import segmentations
+from bapipe.zoo.data.segmentation import segmentation_pairs
 from bapipe.zoo.example import Example
 
 _NUM_HALVINGS = 4
@@ -61,7 +61,7 @@ def unet(image_size: int = 64, channels: int = 1, num_classes: int = 2, width: i
         inputs=(torch.randn(1, channels, image_size, image_size),),
         target=torch.zeros(1, image_size, image_size, dtype=torch.int64),
         loss=functional.cross_entropy,
-        data=partial(segmentations, shape=(image_size, image_size), channels=channels, num_classes=num_classes),
+        data=partial(segmentation_pairs, shape=(image_size, image_size), channels=channels, num_classes=num_classes),
         initialize=initialize,
         learning_rate=0.01,
     )

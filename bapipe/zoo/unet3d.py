@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.zoo.checks import check_sizes
-from bapipe.zoo.data.segmentation import segmentations
+from bapipe.zoo.data.segmentation import segmentation_pairs
 from bapipe.zoo.example import Example
 
 _NUM_HALVINGS = 3
@@ -70,7 +70,7 @@ def unet3d(volume_size: int = 32, channels: int = 3, num_classes: int = 3, width
         inputs=(torch.randn(1, channels, *shape),),
         target=torch.zeros(1, *shape, dtype=torch.int64),
         loss=functional.cross_entropy,
-        data=partial(segmentations, shape=shape, channels=channels, num_classes=num_classes),
+        data=partial(segmentation_pairs, shape=shape, channels=channels, num_classes=num_classes),
         learning_rate=0.02,
     )
 

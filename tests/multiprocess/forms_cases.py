@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.buckets import examples_in
+from bapipe.runtime.data.buckets import bucket_examples
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import trace
 
-FORMS = (((3,), (3,)), ((5,), (5,)), ((9,), (9,)))
+BUCKETS = (((3,), (3,)), ((5,), (5,)), ((9,), (9,)))
 STEPS = (None, 1, 0, 0, None, 1)
 LENGTH = {None: 9, 0: 3, 1: 5}
 RATE = 0.1
@@ -73,11 +73,11 @@ def _run(plan: Plan) -> tuple[list[float | None], dict[str, Any]]:
         plan,
         loss=loss,
         inputs=inputs,
-        forms=[examples_in(inputs, form) for form in FORMS[:-1]],
+        buckets=[bucket_examples(inputs, shapes) for shapes in BUCKETS[:-1]],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
     )
     losses = []
-    for step, form in enumerate(STEPS):
+    for step, bucket in enumerate(STEPS):
         words, target = batch(step)
-        losses.append(pipeline.step(words, target=target, form=form))
+        losses.append(pipeline.step(words, target=target, bucket=bucket))
     return losses, {name: tensor.tolist() for name, tensor in pipeline.state_dict().items()}

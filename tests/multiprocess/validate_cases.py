@@ -12,14 +12,14 @@ from torch.utils.data import TensorDataset
 
 from bapipe.formats.plan import Plan
 from bapipe.runtime.data.loader import load
-from bapipe.runtime.data.validation_split import Chosen
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train_result import Evaluation
 from bapipe.tracing import trace
-from bapipe.zoo.data.translation import END, Translations
+from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
+from bapipe.zoo.data.translation import END
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 from bapipe.zoo.metrics import top_1
@@ -42,9 +42,9 @@ def translator() -> Example:
     return example
 
 
-def sentences(example: Example) -> Translations:
+def sentences(example: Example) -> DatasetSubset:
     assert example.data is not None
-    return Chosen(example.data("synthetic"), range(20, 20 + NUM))  # type: ignore[return-value]
+    return DatasetSubset(as_pipeline_dataset(example.data("synthetic")), range(20, 20 + NUM))
 
 
 def classifier() -> Example:
@@ -85,7 +85,7 @@ class Outcome:
 def run(rank: Rank) -> list[Outcome]:
     outcomes = []
     for cuts, ranks in PLANS:
-        for make, data in ((translator, sentences), (classifier, lambda _: points())):
+        for make, data in ((translator, sentences), (classifier, lambda _: as_pipeline_dataset(points()))):
             example = make()
             outcomes.append(_run(rank, example, _plan(example, cuts, ranks), data(example)))
     return outcomes

@@ -1,6 +1,7 @@
 """Pieces of images: where they lie, that they are the same whenever an epoch is, and that they are what the image shows."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -11,8 +12,8 @@ from test_data import Needs
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import batches
-from bapipe.runtime.data.validation_split import Chosen
-from bapipe.zoo.data.image_io import random_box, read_picture
+from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset
+from bapipe.zoo.data.image_io import random_box, read_image
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented
 
@@ -52,7 +53,7 @@ def shown(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_piece_is_what_the_image_shows_there(folder: Path) -> None:
     mirrored = 0
     for seed in range(40):
-        piece = read_picture(folder / "a" / "0.png", 32, torch.Generator().manual_seed(seed))
+        piece = read_image(folder / "a" / "0.png", 32, torch.Generator().manual_seed(seed))
         left, top, right, bottom = random_box(200, 160, torch.Generator().manual_seed(seed))
         red, green = shown(piece)
         centres = (torch.arange(32) + 0.5) / 32
@@ -68,7 +69,7 @@ def test_an_epoch_is_the_same_whenever_it_is_asked_for(folder: Path) -> None:
     data = augmented(images(str(folder), image_size=32, num_classes=1), True, "it")
     asked = Needs(needs=("image",), needs_target=False, input_names=("image",), minibatch_size=4, microbatch_size=2)
 
-    def first(epoch: int, of: object) -> torch.Tensor:
+    def first(epoch: int, of: PipelineDataset[Any]) -> torch.Tensor:
         feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))  # type: ignore[arg-type]
         image = next(feed).inputs[0]
         assert image is not None
@@ -79,8 +80,8 @@ def test_an_epoch_is_the_same_whenever_it_is_asked_for(folder: Path) -> None:
     assert (
         len({tuple(image.flatten().tolist()) for image in first(1, data)}) == 4
     )  # one image four times, cut otherwise
-    assert torch.equal(first(1, Chosen(data, range(4))), first(1, data))
-    assert torch.equal(data[0][0], read_picture(folder / "a" / "0.png", 32))  # where nothing is trained
+    assert torch.equal(first(1, DatasetSubset(data, range(4))), first(1, data))
+    assert torch.equal(data[0][0], read_image(folder / "a" / "0.png", 32))  # where nothing is trained
 
 
 def test_other_data_is_refused() -> None:

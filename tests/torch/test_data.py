@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import batches
+from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data
 
 OWN = "own:factory"
@@ -62,13 +63,14 @@ def test_a_rank_loads_what_it_uses(
 ) -> None:
     asked = Needs(needs=needs, needs_target=needs_target, microbatches=microbatches)
     data = Watched()
-    batch = next(batches(asked, asked, data, 3, Position()))  # type: ignore[arg-type]
+    batch = next(batches(asked, asked, as_pipeline_dataset(data), 3, Position()))  # type: ignore[arg-type]
     assert len(data.loaded) == rows * len(places)
     assert {place for _, place in data.loaded} == places
     own = [row for m in microbatches for row in (2 * m, 2 * m + 1)]
     found = {0: batch.inputs[0], 1: batch.inputs[1], 2: batch.target}
     assert {place for place, tensor in found.items() if tensor is not None} == places
-    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, Items(9), 3, Position()))  # type: ignore[arg-type]
+    items = as_pipeline_dataset(Items(9))
+    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, items, 3, Position()))  # type: ignore[arg-type]
     expected = {0: both.inputs[0], 1: both.inputs[1], 2: both.target}
     for place in places:
         one, other = found[place], expected[place]
@@ -87,7 +89,7 @@ class Items(list[Any]):
 def test_data_of_another_number_of_inputs_is_refused() -> None:
     asked = Needs(needs=("only",), needs_target=False, input_names=("only",))
     with pytest.raises(BapipeError, match=r"^the model takes 1 inputs; the data gives 2 a sample$"):
-        next(batches(asked, asked, Items(9), 3, Position()))  # type: ignore[arg-type]
+        next(batches(asked, asked, as_pipeline_dataset(Items(9)), 3, Position()))  # type: ignore[arg-type]
 
 
 @pytest.fixture

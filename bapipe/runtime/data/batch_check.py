@@ -10,7 +10,7 @@ from bapipe.errors import BapipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class BatchSpec:
     """What a mini-batch must be like.
 
     Attributes:

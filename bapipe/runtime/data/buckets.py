@@ -1,52 +1,49 @@
-"""Mini-batches of items of like sizes, for data whose items come in several forms, from the smallest to the largest."""
+"""Mini-batches of items of similar sizes, for data whose items are padded to several lengths."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-Form = tuple[tuple[int, ...], ...]
-"""The shape of each part of an item: of the inputs, then of the target."""
+from bapipe.zoo.data.dataset import BucketShape, PipelineDataset
 
 
-def forms_of(dataset: Dataset[Any]) -> tuple[Form, ...]:
-    """Returns the forms of the items of data, smallest first; the last is what the model is planned for. Or none."""
-    forms: tuple[Form, ...] = getattr(dataset, "forms", ())
-    return forms
+def bucket_of_batch(dataset: PipelineDataset[Any], indices: Sequence[int]) -> int | None:
+    """Returns the number of the smallest bucket that fits all of some items; None for the one that is planned for."""
+    num_buckets = len(dataset.bucket_shapes)
+    if num_buckets == 0:
+        return None
+    bucket = max((dataset.bucket_of(index) for index in indices), default=0)
+    return bucket if bucket + 1 < num_buckets else None
 
 
-def form_at(dataset: Dataset[Any], chosen: Sequence[int]) -> int | None:
-    """Returns the number of the smallest form that holds some items; None where it is the one planned for."""
-    forms = forms_of(dataset)
-    number = max((dataset.form(index) for index in chosen), default=0) if forms else 0  # type: ignore[attr-defined]
-    return number if number + 1 < len(forms) else None
+def bucket_examples(inputs: Sequence[Tensor], shapes: BucketShape) -> tuple[Tensor, ...]:
+    """Returns examples of a model's inputs with the shapes of a bucket."""
+    input_shapes = shapes[: len(inputs)]
+    return tuple(x.new_zeros((x.shape[0], *shape)) for x, shape in zip(inputs, input_shapes, strict=True))
 
 
-def examples_in(inputs: Sequence[Tensor], form: Form) -> tuple[Tensor, ...]:
-    """Returns examples of a model's inputs with the shapes of a form."""
-    shapes = form[: len(inputs)]
-    return tuple(example.new_zeros((example.shape[0], *shape)) for example, shape in zip(inputs, shapes, strict=True))
-
-
-def cut(batch: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a batch without what lies beyond the shape of its items."""
+def crop(batch: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns the first `shape` elements of each item of a batch."""
     return batch[(slice(None), *(slice(size) for size in shape))].contiguous()
 
 
-def alike(numbers: Sequence[int], order: Sequence[int], size: int, generator: torch.Generator) -> list[int]:
-    """Returns items in an order in which mini-batches, one after another, are of like sizes, and themselves in any.
+def bucketed_order(
+    buckets: Sequence[int], order: Sequence[int], batch_size: int, generator: torch.Generator
+) -> list[int]:
+    """Returns items in an order whose mini-batches each hold items of similar sizes; the mini-batches are shuffled.
 
-    `numbers` are the forms of the items, `order` any order of them. What does not fill a mini-batch of one form goes
-    on to the next larger one, so that no more is left out than without forms.
+    `buckets` are the items' buckets, `order` is any order of the items. The items of a bucket that do not fill a
+    mini-batch go on to the next larger bucket, so that no more items are left out than without buckets; those left
+    out come last.
     """
     batches: list[list[int]] = []
-    left: list[int] = []
-    for form in sorted(set(numbers)):
-        left += [index for index in order if numbers[index] == form]
-        whole = len(left) // size * size
-        batches += [left[start : start + size] for start in range(0, whole, size)]
-        left = left[whole:]
-    places = torch.randperm(len(batches), generator=generator).tolist()
-    return [index for place in places for index in batches[place]] + left
+    remaining: list[int] = []
+    for bucket in sorted(set(buckets)):
+        remaining += [index for index in order if buckets[index] == bucket]
+        num_full = len(remaining) // batch_size * batch_size
+        batches += [remaining[start : start + batch_size] for start in range(0, num_full, batch_size)]
+        remaining = remaining[num_full:]
+    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    return [index for number in shuffled for index in batches[number]] + remaining

@@ -1,84 +1,82 @@
 """Mini-batches of a data set in an order drawn from a seed, from any place on; each rank loads what it uses."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.buckets import alike, cut, form_at, forms_of
+from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A mini-batch: what a rank does not need is None; `after` is where training is when it is done.
 
-    `form` is the number of the form of its items, None where they are as the plan has them.
+    `bucket` is the number of the bucket that its items are cropped to, None for the shapes of the plan.
     """
 
     inputs: tuple[Tensor | None, ...]
     target: Tensor | None
     after: Position
-    form: int | None
+    bucket: int | None
 
 
-def num_samples(dataset: Dataset[Any]) -> int:
-    """Returns how many samples a data set has."""
-    return len(cast(Sized, dataset))
-
-
-def check_enough(plan: Plan, dataset: Dataset[Any]) -> None:
+def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
     """Raises BapipeError where the data does not fill a mini-batch."""
-    if num_samples(dataset) < plan.minibatch_size:
+    if len(dataset) < plan.minibatch_size:
         raise BapipeError(
-            f"the data has {num_samples(dataset)} samples, less than a mini-batch of {plan.minibatch_size}: "
+            f"the data has {len(dataset)} samples, less than a mini-batch of {plan.minibatch_size}: "
             "give more data, or plan with a smaller --minibatch-size"
         )
 
 
-def batches(pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], seed: int, start: Position) -> Iterator[Batch]:
+def batches(
+    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], seed: int, start: Position
+) -> Iterator[Batch]:
     """Yields mini-batches without end; each pass over the data is another order, whose incomplete rest is left out.
 
-    Of data that comes in forms, a mini-batch has items of like forms, cut to the largest of them.
+    Of data in buckets, a mini-batch has items of similar sizes, cropped to the bucket that fits all of them.
     """
     position, drawn, order, current = start, -1, [], dataset
     while True:
-        if position.offset + plan.minibatch_size > num_samples(dataset):
+        if position.offset + plan.minibatch_size > len(dataset):
             position = Position(step=position.step, epoch=position.epoch + 1)
         if drawn != position.epoch:
             drawn, order = position.epoch, _order(dataset, plan.minibatch_size, seed, position.epoch)
-            current = dataset.at_epoch(drawn) if hasattr(dataset, "at_epoch") else dataset
+            current = dataset.at_epoch(drawn)
         end = position.offset + plan.minibatch_size
         chosen = order[position.offset : end]
         position = Position(step=position.step + 1, epoch=position.epoch, offset=end)
         inputs, target = load(pipeline, plan, current, chosen)
-        form = form_at(dataset, chosen)
-        if form is not None:
-            *shapes, last = forms_of(dataset)[form]
-            inputs = tuple(x if x is None else cut(x, shape) for x, shape in zip(inputs, shapes, strict=True))
-            target = target if target is None else cut(target, last)
-        yield Batch(inputs, target, position, form)
+        bucket = bucket_of_batch(dataset, chosen)
+        if bucket is not None:
+            *shapes, last = dataset.bucket_shapes[bucket]
+            inputs = tuple(x if x is None else crop(x, shape) for x, shape in zip(inputs, shapes, strict=True))
+            target = target if target is None else crop(target, last)
+        yield Batch(inputs, target, position, bucket)
 
 
-def _order(dataset: Dataset[Any], minibatch_size: int, seed: int, epoch: int) -> list[int]:
-    num = num_samples(dataset)
+def _order(dataset: PipelineDataset[Any], minibatch_size: int, seed: int, epoch: int) -> list[int]:
+    num = len(dataset)
     generator = torch.Generator().manual_seed(layer_seed(seed, f"epoch {epoch}"))
     order: list[int] = torch.randperm(num, generator=generator).tolist()
-    if not forms_of(dataset):
+    if not dataset.bucket_shapes:
         return order
-    numbers = [dataset.form(index) for index in range(num)]  # type: ignore[attr-defined]
-    return alike(numbers, order, minibatch_size, generator)
+    buckets = [dataset.bucket_of(index) for index in range(num)]
+    return bucketed_order(buckets, order, minibatch_size, generator)
 
 
 def load(
-    pipeline: Pipeline, plan: Plan, dataset: Dataset[Any], chosen: Sequence[int]
+    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], chosen: Sequence[int]
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
     """Returns what this rank uses of the inputs and the target of some items, a mini-batch of them or fewer."""
     size, num = plan.microbatch_size, len(chosen)
@@ -93,14 +91,12 @@ def load(
 
 
 def _columns(
-    dataset: Dataset[Any], indices: Sequence[int], wanted: Sequence[int], num_inputs: int
+    dataset: PipelineDataset[Any], indices: Sequence[int], wanted: Sequence[int], num_inputs: int
 ) -> dict[int, list[Any]]:
     """Returns some parts of items; the target's place is after the inputs'. Loads no other, where the data can."""
-    part = getattr(dataset, "part", None)
-    if part is not None:
-        return {place: [part(index, place) for index in indices] for place in wanted}
-    items = [dataset[index] for index in indices]
-    rows = [(*given, target) if isinstance(given, tuple | list) else (given, target) for given, target in items]
+    if dataset.provides("part"):
+        return {place: [dataset.part(index, place) for index in indices] for place in wanted}
+    rows = [item_parts(dataset[index]) for index in indices]
     if any(len(row) != num_inputs + 1 for row in rows):
         raise BapipeError(f"the model takes {num_inputs} inputs; the data gives {len(rows[0]) - 1} a sample")
     return {place: [row[place] for row in rows] for place in wanted}

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.loader import load, num_samples
+from bapipe.runtime.data.loader import load
 from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train_result import Evaluation
+from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import GenerationConfig
 
 Metric = Callable[[Any, Tensor], Tensor]
@@ -31,7 +31,7 @@ class EvaluationData:
         max_length: of a generated text, in words, its end included.
     """
 
-    dataset: Dataset[Any]
+    dataset: PipelineDataset[Any]
     metrics: Mapping[str, Metric]
     generation: GenerationConfig | None
     max_length: int = 0
@@ -44,7 +44,7 @@ def check_scores(data: EvaluationData) -> None:
     for score in data.generation.scores.values():
         score(["a"], ["a"])
     for name in ("text", "reference"):
-        if not hasattr(data.dataset, name):
+        if not data.dataset.provides(name):
             raise BapipeError(
                 f"what this model writes cannot be scored, because the data has no `{name}`: see bapipe.Example, or "
                 "train without --eval-every"
@@ -65,7 +65,7 @@ def evaluate(
     called with the number of samples that are done.
     """
     start_ns = time.perf_counter_ns()
-    total = num_samples(data.dataset)
+    total = len(data.dataset)
     sums = torch.zeros(1 + len(data.metrics), dtype=torch.float64, device=device)
     texts: list[str] = []
     for first in range(0, total, plan.minibatch_size):
@@ -74,12 +74,12 @@ def evaluate(
         sums += _sums(pipeline, data.metrics, inputs, target, len(chosen), device)
         if data.generation is not None:
             words = greedy_decode(pipeline, data.generation, inputs, (len(chosen), data.max_length), device)
-            texts += [data.dataset.text(row) for row in words.tolist()]  # type: ignore[attr-defined]
+            texts += [data.dataset.text(row) for row in words.tolist()]
         on_progress(chosen.stop)
     loss, *values = (sums / total).tolist()
     metrics = dict(zip(data.metrics, values, strict=True))
     if data.generation is not None:
-        references = [data.dataset.reference(index) for index in range(total)]  # type: ignore[attr-defined]
+        references = [data.dataset.reference(index) for index in range(total)]
         metrics |= {name: score(texts, references) for name, score in data.generation.scores.items()}
     return Evaluation(
         steps=steps,

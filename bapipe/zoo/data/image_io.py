@@ -9,12 +9,12 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError
 
-_TRIES = 10
-_LEAST_SHARE = 0.08
-_MOST_OBLONG = 4 / 3
+_MAX_DRAWS = 10
+_MIN_AREA_SHARE = 0.08
+_MAX_ASPECT = 4 / 3
 
 
-def read_picture(path: Path, image_size: int, generator: torch.Generator | None = None) -> Tensor:
+def read_image(path: Path, image_size: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns [3, image_size, image_size] of an image, normalised as torchvision does for ImageNet.
 
     It is the largest centred square; or, with a generator, a piece that it draws, mirrored half of the time.
@@ -53,10 +53,10 @@ def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int
     def draw(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
 
-    for _ in range(_TRIES):
-        area = width * height * draw(_LEAST_SHARE, 1)
-        oblong = math.exp(draw(-math.log(_MOST_OBLONG), math.log(_MOST_OBLONG)))
-        across, down = round(math.sqrt(area * oblong)), round(math.sqrt(area / oblong))
+    for _ in range(_MAX_DRAWS):
+        area = width * height * draw(_MIN_AREA_SHARE, 1)
+        aspect = math.exp(draw(-math.log(_MAX_ASPECT), math.log(_MAX_ASPECT)))
+        across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         left, top = int(draw(0, width - across + 1)), int(draw(0, height - down + 1))
         if 0 < across <= width and 0 < down <= height:
             return left, top, left + across, top + down

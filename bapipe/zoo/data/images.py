@@ -9,10 +9,10 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
-from bapipe.zoo.data.image_io import read_picture
+from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.data.image_io import read_image
 
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""
@@ -21,7 +21,7 @@ _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", 
 _NUM_DIGITS = 10
 
 
-class Images(Dataset[tuple[Tensor, Tensor]]):
+class Images(PipelineDataset[tuple[Tensor, Tensor]]):
     """Pairs of an image, part 0, and its class, part 1; `held_out` are others to evaluate on, where there are any."""
 
     __slots__ = ()
@@ -128,9 +128,9 @@ class _Folder(Images):
         if place:
             return torch.tensor(label)
         if self.epoch is None:
-            return read_picture(Path(path), self.image_size)
+            return read_image(Path(path), self.image_size)
         generator = torch.Generator().manual_seed(self.epoch * len(self.files) + index)
-        return read_picture(Path(path), self.image_size, generator)
+        return read_image(Path(path), self.image_size, generator)
 
     def augmented(self) -> "_Augmented":
         return _Augmented(folder=self)

@@ -22,11 +22,11 @@ NUM_SYNTHETIC = 10_000
 
 _NUM_BYTES = 256
 
-Masked = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
+MaskedItem = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
 """((tokens, segments, is_word), target), each [length]"""
 
 
-def continued(spec: str, *, vocabulary_size: int, length: int) -> Dataset[tuple[Tensor, Tensor]]:
+def next_token_texts(spec: str, *, vocabulary_size: int, length: int) -> Dataset[tuple[Tensor, Tensor]]:
     """Returns pairs of a text, as int64 tokens [length], and the same one token further on.
 
     `spec` is `synthetic`; `pydoc`, the manual that comes with Python; or a file or a folder of `.txt` files. What is
@@ -35,17 +35,17 @@ def continued(spec: str, *, vocabulary_size: int, length: int) -> Dataset[tuple[
     Raises:
         BapipeError: no such data, or fewer than 256 words for bytes.
     """
-    return _Continued(texts=_texts(spec, vocabulary_size, length + 1, first=0))
+    return _NextTokenTexts(texts=_texts(spec, vocabulary_size, length + 1, first=0))
 
 
-def masked(spec: str, *, vocabulary_size: int, length: int) -> Dataset[Masked]:
+def masked_texts(spec: str, *, vocabulary_size: int, length: int) -> Dataset[MaskedItem]:
     """Returns texts in two segments, padded to `length`, of whose words 15 % are to be restored.
 
     Of those 80 % are replaced by a mark, 10 % by any word, and 10 % stay (Devlin et al. 2018, section 3.1). `spec` as
-    in `continued`.
+    in `next_token_texts`.
     """
     texts = _texts(spec, vocabulary_size, length, first=MASK + 1)
-    return _Masked(texts=texts, vocabulary_size=vocabulary_size, length=length)
+    return _MaskedTexts(texts=texts, vocabulary_size=vocabulary_size, length=length)
 
 
 class _Texts(Protocol):
@@ -98,7 +98,7 @@ class _Bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Continued(Dataset[tuple[Tensor, Tensor]]):
+class _NextTokenTexts(Dataset[tuple[Tensor, Tensor]]):
     texts: _Texts
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class _Continued(Dataset[tuple[Tensor, Tensor]]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Masked(Dataset[Masked]):
+class _MaskedTexts(Dataset[MaskedItem]):
     """Of each text the first part, at least half, is kept; what is drawn depends on the number of the text alone."""
 
     texts: _Texts
@@ -120,7 +120,7 @@ class _Masked(Dataset[Masked]):
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> Masked:
+    def __getitem__(self, index: int) -> MaskedItem:
         text = self.texts.text(_checked(index, len(self)))
         generator = torch.Generator().manual_seed(NUM_SYNTHETIC + index)
         num_words = int(torch.randint((self.length + 1) // 2, self.length + 1, (), generator=generator))

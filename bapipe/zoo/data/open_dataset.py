@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.zoo.data.buckets import Bucketed
+from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.data.translation import LOCALE, Translations
 from bapipe.zoo.factory import current_folder_importable, find, is_path
 
@@ -30,21 +31,21 @@ def open_data(spec: str, own: Callable[[str], Dataset[Any]] | None, factory: str
     return own(spec)
 
 
-def augmented(data: Dataset[Any], wanted: bool, spec: str) -> Dataset[Any]:
-    """Returns data of which pieces of the images are drawn at random, where that is wanted.
+def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:
+    """Returns data with random crops of its images if `wanted`, else the data itself.
 
     Raises:
         BapipeError: the data is no folder of images.
     """
     if not wanted:
         return data
-    if not hasattr(data, "augmented"):
+    crops = data.augmented()
+    if crops is None:
         raise BapipeError(f"data '{spec}' is no folder of images, so --augment cannot draw pieces of them")
-    pieces: Dataset[Any] = data.augmented()
-    return pieces
+    return crops
 
 
-def bucketed(data: Dataset[Any], num_buckets: int, spec: str) -> Dataset[Any]:
+def bucketed(data: PipelineDataset[Any], num_buckets: int, spec: str) -> PipelineDataset[Any]:
     """Returns sentences in several lengths; data of one length as it is.
 
     Raises:

@@ -25,7 +25,7 @@ _PARTS = ("t1", "gm", "wm")
 """Brightness, and likelihoods of grey and of white matter, in bytes."""
 
 
-def segmentations(spec: str, *, shape: tuple[int, ...], channels: int, num_classes: int) -> Dataset[Pair]:
+def segmentation_pairs(spec: str, *, shape: tuple[int, ...], channels: int, num_classes: int) -> Dataset[Pair]:
     """Returns pairs of a noisy image or volume and the class of each of its pixels; class 0 is the background.
 
     `spec` is `synthetic` (balls, whose brightness tells their class), for images also `mnist` (5,000 digits, the pixels

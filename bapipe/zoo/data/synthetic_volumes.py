@@ -14,7 +14,7 @@ NUM_SYNTHETIC = 10_000
 NUM_PARAMETERS = 4
 
 
-def universes(spec: str, *, volume_size: int) -> Dataset[tuple[Tensor, Tensor]]:
+def synthetic_volumes(spec: str, *, volume_size: int) -> Dataset[tuple[Tensor, Tensor]]:
     """Returns pairs of a volume [4, size, size, size] and its 4 parameters in ±1; `spec` is `synthetic`.
 
     Raises:

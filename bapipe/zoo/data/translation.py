@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.data.gettext_corpus import ROOT, catalogue_pairs
 from bapipe.zoo.data.subwords import trained
 
@@ -57,8 +57,8 @@ def translations(spec: str, *, vocabulary_size: int, source_length: int, target_
     return fitting(spec, training, held_out=fitting(f"{spec}/val", others) if others else None)
 
 
-class Translations(Dataset[Pair]):
-    """Pairs of sentences; `held_out` are others to evaluate on, where there are any."""
+class Translations(PipelineDataset[Pair]):
+    """Pairs of sentences; `held_out` are other pairs to evaluate on."""
 
     __slots__ = ()
 
@@ -72,22 +72,10 @@ class Translations(Dataset[Pair]):
     def __getitem__(self, index: int) -> Pair:
         raise NotImplementedError
 
-    def part(self, index: int, place: int) -> Tensor:
-        inputs, target = self[index]
-        return (*inputs, target)[place]
-
     def lengths(self, index: int) -> tuple[int, int]:
         """Returns how many words a pair has, the end of the second counted."""
         (_, source, _), after = self[index]
         return int(source), int((after != PAD).sum())
-
-    def text(self, words: Sequence[int]) -> str:
-        """Returns the sentence that a model wrote, up to its end."""
-        raise NotImplementedError
-
-    def reference(self, index: int) -> str:
-        """Returns the sentence that it should have written."""
-        raise NotImplementedError
 
 
 class Vocabulary(Protocol):
@@ -136,8 +124,8 @@ class _Synthetic(Translations):
         first = END + 1
         return _pair(first + words, first + (words + 1) % num_words, self.source_length, self.target_length)
 
-    def text(self, words: Sequence[int]) -> str:
-        return " ".join(map(str, _written(words)))
+    def text(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, _until_end(tokens)))
 
     def reference(self, index: int) -> str:
         return self.text(self[index][1].tolist())
@@ -169,14 +157,14 @@ class _Sentences(Translations):
         source, target = self.pairs[index]
         return len(source), len(target) + 1
 
-    def text(self, words: Sequence[int]) -> str:
-        return self.vocabulary.decode(_written(words))
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.vocabulary.decode(_until_end(tokens))
 
     def reference(self, index: int) -> str:
         return self.references[index]
 
 
-def _written(words: Sequence[int]) -> Sequence[int]:
+def _until_end(words: Sequence[int]) -> Sequence[int]:
     """Returns the words before the first that ends or pads."""
     return words[: next((place for place, word in enumerate(words) if word in (END, PAD)), len(words))]
 

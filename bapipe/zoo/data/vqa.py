@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
+from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.data.images import Images, images
 
 PAD, SHOWN, NAMED = range(3)
@@ -23,7 +23,7 @@ def num_words(num_answers: int) -> int:
     return NAMED + 1 + _NUM_FILLERS + num_answers
 
 
-def questions(spec: str, *, image_size: int, length: int, num_answers: int) -> "_Questions":
+def visual_questions(spec: str, *, image_size: int, length: int, num_answers: int) -> "_Questions":
     """Returns the images of `spec`, see `images`, with questions of up to `length` words and their answers.
 
     Half of the questions ask what the image shows, the others which class the question itself names.
@@ -36,7 +36,7 @@ def questions(spec: str, *, image_size: int, length: int, num_answers: int) -> "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Questions(Dataset[Pair]):
+class _Questions(PipelineDataset[Pair]):
     """The question of item i depends on i alone."""
 
     shown: Images
