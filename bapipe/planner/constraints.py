@@ -12,9 +12,9 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.intervals import Grid, Numbers
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.stage_candidates import Mask
+from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Constraints:
                 )
         return cuts
 
-    def mask(self, profile: ModelProfile, grid: Grid, classes: Sequence[DeviceClass]) -> Mask:
+    def mask(self, profile: ModelProfile, grid: IntervalIndex, classes: Sequence[DeviceClass]) -> ForbiddenIntervals:
         """Returns which runs of layers a slot must not hold."""
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         starts, ends = np.array(grid.cuts)[grid.starts], np.array(grid.cuts)[grid.ends]
 
-        def holds(name: str) -> Numbers:
-            found: Numbers = (starts <= index[name]) & (index[name] < ends)
+        def holds(name: str) -> IntArray:
+            found: IntArray = (starts <= index[name]) & (index[name] < ends)
             return found
 
         never = np.zeros(len(starts), dtype=bool)
@@ -73,7 +73,7 @@ class Constraints:
         if not self.separate and not self.on:
             return lambda slot, rows: None
 
-        def forbidden(slot: Slot, rows: slice) -> Numbers:
+        def forbidden(slot: StagePlacement, rows: slice) -> IntArray:
             found = never[rows]
             for name, allowed in may:
                 if not set(slot.devices) <= allowed:

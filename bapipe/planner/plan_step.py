@@ -18,8 +18,8 @@ from bapipe.planner.validation import check_inputs, microbatch_sizes, named_sche
 from bapipe.progress import SearchProgress
 
 if TYPE_CHECKING:
-    from bapipe.planner.branch_and_bound.problem import Found
-    from bapipe.planner.branch_and_bound.space import Space
+    from bapipe.planner.branch_and_bound.problem import SearchResult
+    from bapipe.planner.branch_and_bound.space import SearchSpace
 
 WORK = 30_000
 """Partial plans opened before a search without a time limit stops: some seconds."""
@@ -66,26 +66,27 @@ def find_best_layout(
     *,
     stop: Callable[[], bool] | None = None,
     progress: SearchProgress | None = None,
-) -> "tuple[str, Found]":
+) -> "tuple[str, SearchResult]":
     """Returns the space in words, and the best of it; see `plan_step_time`."""
-    from bapipe.planner.branch_and_bound.infeasible import nothing_fits
-    from bapipe.planner.branch_and_bound.question import space_of
+    from bapipe.planner.branch_and_bound.infeasible import infeasible_error
     from bapipe.planner.branch_and_bound.search import best_first  # these load numpy
-    from bapipe.planner.long_chain.bisection import is_large, large
+    from bapipe.planner.branch_and_bound.space import search_space
+    from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
 
     check_inputs(profiles, cluster, options)
-    space = space_of(profiles, cluster, options)
+    space = search_space(profiles, cluster, options)
     limit = WORK if stop is None else 10**12
-    if is_large(space.problems):
-        found = large(space.problems, limit=400 * limit, stop=stop or (lambda: False), progress=progress)
+    stop = stop or (lambda: False)
+    if is_long_chain(space.problems):
+        found = solve_long_chain(space.problems, max_actions=400 * limit, stop=stop, progress=progress)
     else:
-        found = best_first(space.problems, limit=limit, stop=stop or (lambda: False), progress=progress)
+        found = best_first(space.problems, max_nodes=limit, stop=stop, progress=progress)
     if found is None:
-        raise nothing_fits(profiles, cluster, options, space)
+        raise infeasible_error(profiles, cluster, options, space)
     return _words(profiles, cluster, options, space), found
 
 
-def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size: int, space: str) -> Plan:
+def plan_of(profiles: Mapping[str, ModelProfile], found: "SearchResult", minibatch_size: int, space: str) -> Plan:
     """Returns what a search found as a plan, without alternatives."""
     problem, layout = found.problem, found.layout
     names = _names(profiles)
@@ -116,7 +117,7 @@ def plan_of(profiles: Mapping[str, ModelProfile], found: "Found", minibatch_size
     )
 
 
-def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: "Space") -> str:
+def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: "SearchSpace") -> str:
     """The space, as a certificate says it."""
     sizes = ", ".join(map(str, microbatch_sizes(profiles, cluster, options)))
     rules = f"; where {options.in_words}" if options.constraints else ""

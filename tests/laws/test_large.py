@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bapipe.planner.branch_and_bound.exhaustive import exhaustive
-from bapipe.planner.branch_and_bound.intervals import BIG
+from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.long_chain import bisection as search
-from bapipe.planner.long_chain.relaxation import least_within
+from bapipe.planner.long_chain.relaxation import range_min
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.laws.test_search import random_problems
 
@@ -16,13 +16,13 @@ from tests.laws.test_search import random_problems
 @pytest.fixture
 def _unopened(monkeypatch: pytest.MonkeyPatch) -> None:
     """No partial plan is opened: the relaxation and the plans near it stand alone."""
-    monkeypatch.setattr(search, "RUNS", 0)
+    monkeypatch.setattr(search, "MAX_INTERVALS", 0)
 
 
 def check(seed: int, schedules: list[str], **changes: object) -> tuple[int, int, int]:
     """Bound, best and optimum of random problems, or zeros where nothing fits."""
     problems = random_problems(seed, schedules, **changes)  # type: ignore[arg-type]
-    want, found = exhaustive(problems), search.large(problems)
+    want, found = exhaustive(problems), search.solve_long_chain(problems)
     assert (found is None) == (want is None), seed
     if found is None or want is None:
         return 0, 0, 0
@@ -58,10 +58,10 @@ def test_bounds_hold_for_every_schedule(schedule: str) -> None:
             check(seed, [schedule], splits_badly=seed % 2 == 1)
 
 
-def test_least_within_is_the_least_of_a_window() -> None:
+def test_range_min_is_the_minimum_of_a_window() -> None:
     random = Random(0)
     for size in range(2, 40):
         values = [random.randrange(100) for _ in range(size)]
         ends = [random.randrange(-1, size) for _ in range(size)]
-        want = [min(values[i + 1 : end + 1], default=BIG) for i, end in enumerate(ends)]
-        assert least_within(np.array(values), np.array(ends)).tolist() == want
+        want = [min(values[i + 1 : end + 1], default=INF) for i, end in enumerate(ends)]
+        assert range_min(np.array(values), np.array(ends)).tolist() == want

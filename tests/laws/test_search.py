@@ -13,10 +13,10 @@ from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.exhaustive import exhaustive, layouts
-from bapipe.planner.branch_and_bound.infeasible import nearest
+from bapipe.planner.branch_and_bound.infeasible import least_infeasible
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import best_first
-from bapipe.planner.branch_and_bound.space import space
+from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.schedule_placement import merged
@@ -47,7 +47,7 @@ def random_problems(
     if host_sum_link:
         cluster = replace(cluster, intra_host_sum=Bandwidth(bytes_per_s=10**15 if buckets else 10**9, latency_ns=seed))
     num_samples = 4 * random.randint(1, 2)
-    return space(
+    return build_space(
         {"a": profile},
         cluster,
         minibatch_size=num_samples,
@@ -186,7 +186,7 @@ def random_pipeline(random: Random, schedule: str) -> Problem:
     if random.random() < 0.4:
         profile, cluster = heavy(profile), heavy_duty(cluster)
     num = random.randint(1, 24)
-    (problem,) = space(
+    (problem,) = build_space(
         {"a": profile},
         cluster,
         minibatch_size=num,
@@ -245,7 +245,7 @@ def test_the_space_leaves_no_plan_out(seed: int) -> None:
     cluster = random_cluster(random, 3)
     cluster = replace(cluster, devices=tuple(replace(d, overlaps_transfers=True) for d in cluster.devices))
     limits = [min(device.memory_bytes, random.randrange(150, 500)) for device in cluster.devices]
-    problems = space(
+    problems = build_space(
         {"a": profile},
         cluster,
         minibatch_size=4,
@@ -275,7 +275,7 @@ def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
     devices = tuple(replace(device, name=f"d{i}", host=f"h{i % 2}") for i in range(4))
     slow = replace(cluster.inter_host, bytes_per_s=cluster.intra_host.bytes_per_s // 3)
     cluster = replace(cluster, devices=devices, links=(), inter_host=slow)
-    problems = space(
+    problems = build_space(
         {"a": profile},
         cluster,
         minibatch_size=4,
@@ -301,7 +301,7 @@ def test_a_stopped_search_gives_an_honest_bound() -> None:
     stopped = 0
     for seed in range(60):
         problems = random_problems(seed, most_layers=5)
-        best, found = exhaustive(problems), best_first(problems, limit=3)
+        best, found = exhaustive(problems), best_first(problems, max_nodes=3)
         if found is not None and best is not None:
             assert found.lower_bound_ns <= best.step_ns <= found.step_ns
             stopped += found.lower_bound_ns < found.step_ns
@@ -319,7 +319,7 @@ def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:
     seen = 0
     for seed in range(60):
         problems = random_problems(seed, most_layers=4, limit=100 + seed)
-        found = nearest(problems)
+        found = least_infeasible(problems)
         assert found is not None
         least = min(least_lack(p, layout) for p in problems for layout in layouts(p))
         lack = max(found[2].values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.question import space_of
+from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_of
 from bapipe.planner.validation import check_inputs
@@ -51,12 +51,12 @@ def pareto(
     limit = max(options.limits(cluster))
     for _ in range(MAX_ROUNDS):
         given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
-        problems = space_of(profiles, cluster, given).problems
+        problems = search_space(profiles, cluster, given).problems
         best: list[Point] = []
         for count in sorted({start.devices for problem in problems for start in problem.starts}):
             if tell:
                 tell(count, limit)
-            answer = best_first([problem.on(count) for problem in problems], limit=WORK)
+            answer = best_first([problem.on(count) for problem in problems], max_nodes=WORK)
             if answer is not None:
                 plan = plan_of(profiles, answer, options.minibatch_size, f"{count} devices, {limit:,} bytes each")
                 best.append(_point(plan, count))

@@ -3,23 +3,23 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.problem import Found, Layout, Problem
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.problem import Layout, Problem, SearchResult
 
 
-def exhaustive(problems: Sequence[Problem]) -> Found | None:
+def exhaustive(problems: Sequence[Problem]) -> SearchResult | None:
     """Returns the fastest layout whose judged memory fits; None where nothing fits.
 
     A stage recomputes where its devices cannot hold it otherwise.
     """
-    best: Found | None = None
+    best: SearchResult | None = None
     for problem in problems:
         for layout in layouts(problem):
             if any(lack > 0 for lack in problem.lacks(layout).values()):
                 continue
             step_ns = problem.judge(layout).step_ns
             if best is None or step_ns < best.step_ns:
-                best = Found(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
+                best = SearchResult(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
     return best
 
 
@@ -32,7 +32,7 @@ def layouts(problem: Problem) -> Iterator[Layout]:
                 yield problem.layout((0, *inner, last), slots)
 
 
-def _paths(first: Sequence[Slot]) -> Iterator[tuple[Slot, ...]]:
+def _paths(first: Sequence[StagePlacement]) -> Iterator[tuple[StagePlacement, ...]]:
     for slot in first:
         if slot.last:
             yield (slot,)

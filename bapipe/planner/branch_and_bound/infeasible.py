@@ -9,24 +9,23 @@ import numpy as np
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.intervals import BIG, Numbers
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.problem import Layout, Problem, Start
-from bapipe.planner.branch_and_bound.question import space_of
-from bapipe.planner.branch_and_bound.space import Space
+from bapipe.planner.branch_and_bound.intervals import INF, IntArray
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root
+from bapipe.planner.branch_and_bound.space import SearchSpace, search_space
 from bapipe.planner.options import PlanOptions
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
 
-def nearest(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int]] | None:
+def least_infeasible(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int]] | None:
     """Returns the layout whose worst device lacks the fewest bytes, each stage taken alone, and what its devices lack.
 
     None where constraints leave none. O(slots * places**2) for each problem.
     """
     best: tuple[int, Problem, Layout, dict[int, int]] | None = None
     for problem in problems:
-        lacks = _Lacks(problem)
+        lacks = _ShortfallDP(problem)
         for start in problem.starts:
             layout = lacks.least(start)
             if layout is None:
@@ -50,17 +49,17 @@ def _recomputing(problem: Problem, layout: Layout) -> Layout:
     return replace(layout, recompute=tuple(flags))
 
 
-class _Lacks:
+class _ShortfallDP:
     """For every slot and place, the least largest lack of the slots from there on."""
 
     def __init__(self, problem: Problem) -> None:
         self.pieces = problem.bounds.pieces
         self.problem = problem
-        self._found: dict[int, tuple[Slot, Numbers, Numbers, Numbers]] = {}
+        self._found: dict[int, tuple[StagePlacement, IntArray, IntArray, IntArray]] = {}
 
-    def least(self, start: Start) -> Layout | None:
+    def least(self, start: Root) -> Layout | None:
         slot = min(start.first, key=lambda slot: int(self.of(slot)[1][0]))
-        if self.of(slot)[1][0] >= BIG:
+        if self.of(slot)[1][0] >= INF:
             return None
         places, slots = [0], [slot]
         while True:
@@ -71,17 +70,17 @@ class _Lacks:
                 return self.problem.layout(places, tuple(slots))
             slots.append(slots[-1].next[int(following[at])])
 
-    def of(self, slot: Slot) -> tuple[Slot, Numbers, Numbers, Numbers]:
+    def of(self, slot: StagePlacement) -> tuple[StagePlacement, IntArray, IntArray, IntArray]:
         """The slot, its least lack at every place, where its stage then ends, and the number of the next slot."""
         if id(slot) not in self._found:
             self._found[id(slot)] = self._make(slot)
         return self._found[id(slot)]
 
-    def _make(self, slot: Slot) -> tuple[Slot, Numbers, Numbers, Numbers]:
+    def _make(self, slot: StagePlacement) -> tuple[StagePlacement, IntArray, IntArray, IntArray]:
         grid = self.pieces.grid
         if slot.last:
-            rest = np.full((1, grid.num_places), BIG, dtype=np.int64)
-            rest[0, -1] = -BIG
+            rest = np.full((1, grid.num_places), INF, dtype=np.int64)
+            rest[0, -1] = -INF
         else:
             rest = np.array([self.of(other)[1] for other in slot.next])
         following = np.argmin(rest, axis=0)
@@ -92,14 +91,14 @@ class _Lacks:
         return slot, least, np.array(ends), number
 
 
-def nothing_fits(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: Space
+def infeasible_error(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: SearchSpace
 ) -> BapipeError:
     """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
 
     Where constraints leave none at all, it is about these.
     """
-    found = nearest(space.problems)
+    found = least_infeasible(space.problems)
     if found is None:
         return BapipeError(_contradiction(profiles, cluster, options))
     problem, layout, lacks = found
@@ -117,7 +116,7 @@ def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
     culprits = []
     for i, text in enumerate(options.constraints):
         fewer = replace(options, constraints=(*options.constraints[:i], *options.constraints[i + 1 :]))
-        if nearest(space_of(profiles, cluster, fewer).problems) is not None:
+        if least_infeasible(search_space(profiles, cluster, fewer).problems) is not None:
             culprits.append(f"'{text}'")
     drop = (
         f"{'drop' if len(culprits) < 2 else 'drop one of'} {', '.join(culprits)}" if culprits else "drop some of them"
@@ -158,10 +157,10 @@ def _advice(
     said = []
     for name, changed in changes.items():
         try:
-            found = nearest(space_of(profiles, cluster, changed).problems)
+            found = least_infeasible(search_space(profiles, cluster, changed).problems)
         except BapipeError:
             continue
-        short = max(found[2].values()) if found else BIG
+        short = max(found[2].values()) if found else INF
         if short < max(lacks.values()):
             said.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
     helps = f"{'; '.join(said)}. " if said else ""

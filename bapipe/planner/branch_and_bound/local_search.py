@@ -5,38 +5,38 @@ from itertools import permutations
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.lower_bound import Prefix
-from bapipe.planner.branch_and_bound.placements import Counts, Slot
+from bapipe.planner.branch_and_bound.lower_bound import PartialPlan
+from bapipe.planner.branch_and_bound.placements import ClassCounts, StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
 
-SHIFTS = (-1, 1, -2, 2, -4, 4)
+CUT_MOVES = (-1, 1, -2, 2, -4, 4)
 """Places that a cut is moved by."""
 
-Groups = tuple[Counts, ...]
+Groups = tuple[ClassCounts, ...]
 """The number of devices of each class that each stage has."""
 
 
-def restated(problem: Problem, prefix: Prefix, below_ns: int) -> Iterator[Prefix]:
+def change_schedule(problem: Problem, prefix: PartialPlan, below_ns: int) -> Iterator[PartialPlan]:
     """Yields the same stages in another problem, where their bound is below."""
     slots = None if prefix.work_ns else path(problem, _groups(problem, prefix))
-    found = None if slots is None else along(problem, slots, prefix.places, below_ns)
+    found = None if slots is None else complete_on(problem, slots, prefix.places, below_ns)
     if found is not None:
         yield found
 
 
-def shifted(problem: Problem, prefix: Prefix, below_ns: int) -> Iterator[Prefix]:
+def move_cut(problem: Problem, prefix: PartialPlan, below_ns: int) -> Iterator[PartialPlan]:
     """Yields the same stages with one cut moved, where their bound is below."""
     for k in range(1, len(prefix.places) - 1):
-        for shift in SHIFTS:
+        for shift in CUT_MOVES:
             places = list(prefix.places)
             places[k] += shift
             if places[k - 1] < places[k] < places[k + 1]:
-                found = along(problem, prefix.slots, places, below_ns)
+                found = complete_on(problem, prefix.slots, places, below_ns)
                 if found is not None:
                     yield found
 
 
-def regrouped(problem: Problem, prefix: Prefix, below_ns: int) -> Iterator[Prefix]:
+def move_device(problem: Problem, prefix: PartialPlan, below_ns: int) -> Iterator[PartialPlan]:
     """Yields other stages, cut where the bound is least, where it is below: a device moved, exchanged, or alone."""
     if prefix.work_ns:  # devices with several stages stay in their order
         return
@@ -45,24 +45,24 @@ def regrouped(problem: Problem, prefix: Prefix, below_ns: int) -> Iterator[Prefi
         if other not in seen:
             seen.add(other)
             slots = path(problem, other)
-            found = None if slots is None else along(problem, slots, None, below_ns)
+            found = None if slots is None else complete_on(problem, slots, None, below_ns)
             if found is not None:
                 yield found
 
 
-def _groups(problem: Problem, prefix: Prefix) -> Groups:
+def _groups(problem: Problem, prefix: PartialPlan) -> Groups:
     classes = range(len(problem.classes))
     return tuple(tuple(slot.devices.count(c) for c in classes) for slot in prefix.slots)
 
 
-def path(problem: Problem, groups: Groups) -> tuple[Slot, ...] | None:
+def path(problem: Problem, groups: Groups) -> tuple[StagePlacement, ...] | None:
     """Returns the slots of stages with these devices; None where the problem has no such pipeline."""
     wanted = [tuple(c for c, count in enumerate(group) for _ in range(count)) for group in groups]
     total = sum(map(len, wanted))
     for start in problem.starts:
         if start.devices == total and not start.num_places:
-            found: list[Slot] = []
-            choice: Sequence[Slot] = start.first
+            found: list[StagePlacement] = []
+            choice: Sequence[StagePlacement] = start.first
             for devices in wanted:
                 slot = next((slot for slot in choice if tuple(sorted(slot.devices)) == devices), None)
                 if slot is None:
@@ -74,7 +74,9 @@ def path(problem: Problem, groups: Groups) -> tuple[Slot, ...] | None:
     return None
 
 
-def along(problem: Problem, slots: tuple[Slot, ...], places: Sequence[int] | None, below_ns: int) -> Prefix | None:
+def complete_on(
+    problem: Problem, slots: tuple[StagePlacement, ...], places: Sequence[int] | None, below_ns: int
+) -> PartialPlan | None:
     """Returns a plan on these slots, cut at these places, or else wherever the bound is least; None if not below."""
     bounds = problem.bounds
     num_places = len({slot.place for slot in slots} - {None})

@@ -25,7 +25,7 @@ must be over, too. A step cannot be shorter than
           micro-batches a device have passed any stage before that one: F takes sum(f+x) + max(k f, k x). From there on
           it is as if only B were left: one micro-batch goes back to stage s, the others' r follow, then go back to j
 
-`Rest` gives, for a slot and every place in the chain, the least that this and all further stages can add when the
+`CostToGo` gives, for a slot and every place in the chain, the least that this and all further stages can add when the
 layers from there on are theirs; it comes from one dynamic programme over slots, last to first.
 """
 
@@ -34,15 +34,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.cost_to_go import Rest, Rests, Steps
-from bapipe.planner.branch_and_bound.intervals import BIG, Numbers
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.stage_bound import Held, Stay, keep, most_of, stay
-from bapipe.planner.branch_and_bound.stage_candidates import Piece, Pieces
+from bapipe.planner.branch_and_bound.cost_to_go import CostToGo, CostToGoTable, Transitions
+from bapipe.planner.branch_and_bound.intervals import INF, IntArray
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.stage_bound import StageBound, TransferStalls, bound_stage, keep, maximum
+from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class PlacedStage:
     """A stage of a prefix, and what was known of the prefix before it: its way."""
 
     num_devices: int
@@ -52,7 +52,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class PartialPlan:
     """The first stages of a plan: which layers and where, and what is known of the step.
 
     Attributes:
@@ -71,7 +71,7 @@ class Prefix:
     """
 
     places: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[StagePlacement, ...]
     head_ns: int = 0
     feed_ns: int = 0
     tail_ns: int = 0
@@ -81,7 +81,7 @@ class Prefix:
     leave_ns: int = 0
     bound_ns: int = 0
     way_ns: int = 0
-    passed: tuple[Passed, ...] = ()
+    passed: tuple[PlacedStage, ...] = ()
     work_ns: tuple[int, ...] = ()
 
     @property
@@ -91,40 +91,40 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _NextStage:
     """The next stage of a prefix: what it takes, when it begins the last micro-batch, and the step time it asks for."""
 
-    stay: Stay
-    start: Numbers
-    step: Numbers
+    stay: StageBound
+    start: IntArray
+    step: IntArray
 
 
-class Bounds:
-    """The bounds of one schedule and micro-batch size. A `Rest` takes O(places**2)."""
+class LowerBound:
+    """The bounds of one schedule and micro-batch size. A `CostToGo` takes O(places**2)."""
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: StageCostTable,
         num_microbatches: int,
-        send: Numbers,
-        grad: Numbers,
+        send: IntArray,
+        grad: IntArray,
         *,
         gpipe: bool,
         limits_ns: Sequence[int] = (),
     ) -> None:
         self.pieces, self.num, self._gpipe = pieces, num_microbatches, gpipe
-        self.rests = Rests(pieces, num_microbatches, send, grad, (), gpipe=gpipe)
-        self._fine = Rests(pieces, num_microbatches, send, grad, limits_ns, gpipe=gpipe)
+        self.rests = CostToGoTable(pieces, num_microbatches, send, grad, (), gpipe=gpipe)
+        self._fine = CostToGoTable(pieces, num_microbatches, send, grad, limits_ns, gpipe=gpipe)
 
-    def starts(self, first: tuple[Slot, ...], num_places: int) -> Iterator[tuple[int, Prefix]]:
+    def starts(self, first: tuple[StagePlacement, ...], num_places: int) -> Iterator[tuple[int, PartialPlan]]:
         """Yields the empty plans that begin with each of some slots, and their bounds; none where nothing fits."""
         for slot in first:
-            prefix = Prefix((0,), (slot,), work_ns=(0,) * num_places)
+            prefix = PartialPlan((0,), (slot,), work_ns=(0,) * num_places)
             bound = self._bound(prefix, self.rests.rest(slot))
-            if bound < BIG:
+            if bound < INF:
                 yield bound, prefix
 
-    def children(self, prefix: Prefix) -> tuple[Numbers, Numbers, Numbers]:
+    def children(self, prefix: PartialPlan) -> tuple[IntArray, IntArray, IntArray]:
         """Returns for every longer prefix its bound, its end, and its next slot by number, in no special order."""
         slot, start = prefix.slots[-1], prefix.places[-1]
         piece = self.pieces.row(slot, start)
@@ -136,7 +136,7 @@ class Bounds:
                 head, _, _, send, back = self._longer(prefix, last, own, None)
                 bounds = np.maximum(bounds, head + send + back)
             return (
-                np.where(last.fits, keep(bounds), BIG).ravel(),
+                np.where(last.fits, keep(bounds), INF).ravel(),
                 np.array([self.pieces.grid.num_places - 1]),
                 np.array([-1]),
             )
@@ -148,9 +148,9 @@ class Bounds:
         bounds = self._child(prefix, piece, steps.at(slice(None), slice(start + 1, None)))
         least = bounds.reshape(len(slot.next), self._fine.num_classes, len(places)).min(axis=1)
         numbers = np.repeat(np.arange(len(slot.next)), len(places))
-        return np.where(piece.fits, least, BIG).ravel(), np.tile(places, len(slot.next)), numbers
+        return np.where(piece.fits, least, INF).ravel(), np.tile(places, len(slot.next)), numbers
 
-    def extend(self, prefix: Prefix, place: int, number: int) -> Prefix:
+    def extend(self, prefix: PartialPlan, place: int, number: int) -> PartialPlan:
         """Returns the prefix with one more stage that ends at a place, and the next slot by number."""
         slot, start = prefix.slots[-1], prefix.places[-1]
         piece = self.pieces.row(slot, start).only(place - start - 1)
@@ -165,7 +165,7 @@ class Bounds:
         if slot.place is not None:
             added = work[slot.place] + self.num * int(piece.both[0])
             work = (*work[: slot.place], added, *work[slot.place + 1 :])
-        return Prefix(
+        return PartialPlan(
             places=(*prefix.places, place),
             slots=prefix.slots if steps is None else (*prefix.slots, slot.next[number]),
             head_ns=head,
@@ -177,21 +177,21 @@ class Bounds:
             leave_ns=y,
             bound_ns=max(prefix.bound_ns, int(own.step.flat[0])),
             way_ns=prefix.way_ns + f + r + x + y,
-            passed=(*prefix.passed, Passed(len(slot.devices), slot.turns.depth, f, prefix.way_ns)),
+            passed=(*prefix.passed, PlacedStage(len(slot.devices), slot.turns.depth, f, prefix.way_ns)),
             work_ns=work,
         )
 
-    def _own(self, prefix: Prefix, piece: Piece, steps: Steps | None) -> _Own:
+    def _own(self, prefix: PartialPlan, piece: StageCandidates, steps: Transitions | None) -> _NextStage:
         """What the next stage alone asks for, with each of its runs of layers."""
         slot = prefix.slots[-1]
-        reach: Numbers | int = 0
-        linked: Numbers | int = 0
-        onward: Numbers = piece.forward
+        reach: IntArray | int = 0
+        linked: IntArray | int = 0
+        onward: IntArray = piece.forward
         if steps is not None:
             x, y, path = steps.x, steps.y, steps.rest.path
             reach, linked = x + y + path, path + np.maximum(steps.all_x + y, x + steps.all_y)
             onward = piece.forward + x + steps.rest.last
-        own = stay(slot, self.num, piece, reach, linked, self._held(prefix, steps))
+        own = bound_stage(slot, self.num, piece, reach, linked, self._held(prefix, steps))
         after = np.maximum(piece.after, prefix.tail_ns)
         start = np.maximum(prefix.head_ns + own.start, prefix.feed_ns)
         for stage in prefix.passed:
@@ -201,29 +201,29 @@ class Bounds:
         for k, work in own.work:
             fed = max((k // stage.num_devices * stage.forward_ns for stage in prefix.passed), default=0)
             asked.append(prefix.head_ns + fed + work)
-        return _Own(own, start, keep(most_of(asked)))
+        return _NextStage(own, start, keep(maximum(asked)))
 
-    def _held(self, prefix: Prefix, steps: Steps | None) -> Held:
+    def _held(self, prefix: PartialPlan, steps: Transitions | None) -> TransferStalls:
         if not self.pieces.stalls(prefix.slots[-1]):
-            return Held()
+            return TransferStalls()
         send, take = (0, 0) if steps is None else (steps.x, steps.y)
-        return Held(prefix.enter_ns, prefix.leave_ns, send, take)
+        return TransferStalls(prefix.enter_ns, prefix.leave_ns, send, take)
 
-    def _zigzag(self, prefix: Prefix, stage: Passed, here: Numbers) -> Numbers | int:
+    def _zigzag(self, prefix: PartialPlan, stage: PlacedStage, here: IntArray) -> IntArray | int:
         """When the last micro-batch reaches the next stage that goes there and back from an earlier one, in turn."""
         first = prefix.slots[-1].turns.ahead
         ahead = stage.depth - first
         if ahead < 1 or first >= self.num:
             return 0
         rounds, extra = divmod(self.num - 1 - first, ahead)
-        around = np.minimum(prefix.way_ns - stage.way_ns + here, BIG // max(rounds, 1))
+        around = np.minimum(prefix.way_ns - stage.way_ns + here, INF // max(rounds, 1))
         waits = (first + extra) // stage.num_devices * stage.forward_ns
-        start: Numbers = prefix.head_ns + waits + rounds * around
+        start: IntArray = prefix.head_ns + waits + rounds * around
         return start
 
     def _longer(
-        self, prefix: Prefix, piece: Piece, own: _Own, steps: Steps | None
-    ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        self, prefix: PartialPlan, piece: StageCandidates, own: _NextStage, steps: Transitions | None
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         """Returns head, tail, feed, send and back of the longer prefixes."""
         f, r, e, tail = piece.forward, piece.back, piece.after, prefix.tail_ns
         x, y = (np.zeros((1, 1), dtype=np.int64),) * 2 if steps is None else (steps.x, steps.y)
@@ -235,21 +235,21 @@ class Bounds:
         if self._gpipe:
             before = 0 if steps is None else steps.before * x
             send = np.maximum(np.maximum(self.rests.before(prefix.slots[-1]) * f, before), prefix.send_ns)
-            back = y + most_of([r + self._again(prefix, piece, own), r + most * y + after, piece.spent])
+            back = y + maximum([r + self._again(prefix, piece, own), r + most * y + after, piece.spent])
         return head, y + r + after, feed, send, back
 
-    def _again(self, prefix: Prefix, piece: Piece, own: _Own) -> Numbers:
+    def _again(self, prefix: PartialPlan, piece: StageCandidates, own: _NextStage) -> IntArray:
         """What must follow the first r of the next stage where nothing but B is left."""
         most = -(-self.num // len(prefix.slots[-1].devices)) - 1
         leave = most * prefix.leave_ns if self.pieces.stalls(prefix.slots[-1]) else 0
         again = own.stay.again
-        return most_of([again + piece.after, again + leave + prefix.tail_ns, np.array(prefix.back_ns)])
+        return maximum([again + piece.after, again + leave + prefix.tail_ns, np.array(prefix.back_ns)])
 
-    def _child(self, prefix: Prefix, piece: Piece, steps: Steps) -> Numbers:
+    def _child(self, prefix: PartialPlan, piece: StageCandidates, steps: Transitions) -> IntArray:
         own = self._own(prefix, piece, steps)
         rest = steps.rest
         head, tail, feed, send, back = self._longer(prefix, piece, own, steps)
-        bound = most_of(
+        bound = maximum(
             [
                 np.maximum(own.step, prefix.bound_ns),
                 head + np.maximum(rest.done, rest.load + tail),
@@ -259,17 +259,17 @@ class Bounds:
         slot = prefix.slots[-1]
         if slot.place is not None:
             here = prefix.work_ns[slot.place] + self.num * piece.both
-            total = sum(prefix.work_ns) + self.num * np.minimum(piece.both + rest.total, BIG // self.num)
+            total = sum(prefix.work_ns) + self.num * np.minimum(piece.both + rest.total, INF // self.num)
             bound = np.maximum(bound, np.maximum(here, total // len(prefix.work_ns)))
         if self._gpipe:
-            later = most_of([rest.back_done, rest.back_load + tail, rest.path + back])
+            later = maximum([rest.back_done, rest.back_load + tail, rest.path + back])
             bound = np.maximum(bound, head + later + np.maximum(rest.send, send))
         return keep(bound)
 
-    def _bound(self, prefix: Prefix, rest: Rest) -> int:
+    def _bound(self, prefix: PartialPlan, rest: CostToGo) -> int:
         bound = int(max(rest.done[0, 0], rest.load[0, 0]))
         if prefix.work_ns:
-            bound = max(bound, min(BIG, self.num * int(rest.total[0, 0])) // len(prefix.work_ns))
-        if self._gpipe and rest.path[0, 0] < BIG:
+            bound = max(bound, min(INF, self.num * int(rest.total[0, 0])) // len(prefix.work_ns))
+        if self._gpipe and rest.path[0, 0] < INF:
             bound = max(bound, int(rest.back_done[0, 0] + rest.send[0, 0]))
-        return min(bound, BIG)
+        return min(bound, INF)

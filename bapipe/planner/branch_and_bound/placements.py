@@ -8,15 +8,15 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import permutations, product
 
-from bapipe.planner.branch_and_bound.stage_schedule import Turns, turns
+from bapipe.planner.branch_and_bound.stage_schedule import StageSchedule, turns
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 
-Counts = tuple[int, ...]
+ClassCounts = tuple[int, ...]
 """How many devices of each class."""
 
 
-class Slot:
+class StagePlacement:
     """A place for a stage.
 
     Attributes:
@@ -30,10 +30,10 @@ class Slot:
 
     def __init__(
         self,
-        devices: Counts,
-        turns: Turns,
+        devices: ClassCounts,
+        turns: StageSchedule,
         last: bool,
-        follow: "Callable[[], tuple[Slot, ...]]",
+        follow: "Callable[[], tuple[StagePlacement, ...]]",
         place: int | None = None,
         receives: bool = True,
         returns: bool = True,
@@ -43,17 +43,17 @@ class Slot:
         self.devices, self.turns, self.last, self.place = devices, turns, last, place
         self.receives, self.returns, self.most_last, self.alike = receives, returns, most_last, alike
         self._follow = follow
-        self._next: tuple[Slot, ...] | None = None
+        self._next: tuple[StagePlacement, ...] | None = None
 
     @property
-    def next(self) -> "tuple[Slot, ...]":
+    def next(self) -> "tuple[StagePlacement, ...]":
         """The slots that can come after this one."""
         if self._next is None:
             self._next = self._follow()
         return self._next
 
 
-class Slots:
+class PlacementGraph:
     """The slots of one schedule and number of micro-batches; equal ones are the same object."""
 
     def __init__(
@@ -66,8 +66,8 @@ class Slots:
         self._orders: dict[Hashable, int] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._rests: dict[tuple[int, int], int] = {}
-        self._turns: dict[tuple[int, int], Turns] = {}
-        self._slots: dict[Hashable, Slot] = {}
+        self._turns: dict[tuple[int, int], StageSchedule] = {}
+        self._slots: dict[Hashable, StagePlacement] = {}
 
     def table(self, num_devices: int) -> Schedule:
         """Returns the schedule with one device a stage, or a device for each of its ranks."""
@@ -75,23 +75,23 @@ class Slots:
             self._tables[num_devices] = ALL[self.schedule](num_devices, self.num_microbatches)
         return self._tables[num_devices]
 
-    def free(self, used: Counts, num_stages: int | None) -> tuple[Slot, ...]:
+    def free(self, used: ClassCounts, num_stages: int | None) -> tuple[StagePlacement, ...]:
         """Returns the first slots of all pipelines that use these devices, in any order, as any number of stages."""
         return self._after(used, sum(used), num_stages)
 
-    def in_order(self, devices: Sequence[int], num_stages: int | None) -> tuple[Slot, ...]:
+    def in_order(self, devices: Sequence[int], num_stages: int | None) -> tuple[StagePlacement, ...]:
         """Returns the first slots of the pipelines whose stages take runs of these devices, given by class."""
         return self._runs(tuple(devices), len(devices), num_stages)
 
-    def looped(self, devices: Sequence[int]) -> tuple[Slot, ...]:
+    def looped(self, devices: Sequence[int]) -> tuple[StagePlacement, ...]:
         """Returns the first slot of a schedule with several stages a device, on devices given by class."""
         table = self.table(len(devices))
 
-        def make(stage: int) -> Slot:
+        def make(stage: int) -> StagePlacement:
             place = table.devices[stage][0]
             order = tuple(action for action in table.order[place] if action.stage == stage)
             last = stage + 1 == table.num_stages
-            return Slot(
+            return StagePlacement(
                 (devices[place],),
                 turns(order, 1),
                 last,
@@ -103,7 +103,7 @@ class Slots:
 
         return (make(0),)
 
-    def _after(self, rest: Counts, num_used: int, stages: int | None) -> tuple[Slot, ...]:
+    def _after(self, rest: ClassCounts, num_used: int, stages: int | None) -> tuple[StagePlacement, ...]:
         """The slots that can come first on the devices that are left."""
         state = (self._rest(num_used, num_used - sum(rest)), stages, "free")
         most = self._most(sum(rest))
@@ -120,7 +120,7 @@ class Slots:
                 made.append(self._make(key, devices, num_used, sum(rest), sum(left) == 0, follow, alike))
         return tuple(made)
 
-    def _runs(self, rest: Counts, num_used: int, stages: int | None) -> tuple[Slot, ...]:
+    def _runs(self, rest: ClassCounts, num_used: int, stages: int | None) -> tuple[StagePlacement, ...]:
         key = (self._rest(num_used, num_used - len(rest)), stages, "runs", rest)
         made = []
         for size in range(1, self._most(len(rest)) + 1):
@@ -134,16 +134,16 @@ class Slots:
     def _make(
         self,
         key: Hashable,
-        devices: Counts,
+        devices: ClassCounts,
         num_used: int,
         num_left: int,
         last: bool,
-        follow: "Callable[[], tuple[Slot, ...]]",
+        follow: "Callable[[], tuple[StagePlacement, ...]]",
         alike: Hashable,
-    ) -> Slot:
+    ) -> StagePlacement:
         if key not in self._slots:
             order = self._order(num_used, num_used - num_left)
-            self._slots[key] = Slot(
+            self._slots[key] = StagePlacement(
                 devices,
                 self._shared(order, num_used, num_used - num_left, len(devices)),
                 last,
@@ -175,7 +175,7 @@ class Slots:
             self._rests[num_used, first] = self._orders.setdefault(rest, len(self._orders))
         return self._rests[num_used, first]
 
-    def _shared(self, order: int, num_used: int, first: int, num_devices: int) -> Turns:
+    def _shared(self, order: int, num_used: int, first: int, num_devices: int) -> StageSchedule:
         key = (order, num_devices)
         if key not in self._turns:
             self._turns[key] = turns(self.table(num_used).order[first], num_devices)

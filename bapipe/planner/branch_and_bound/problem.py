@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.lower_bound import Bounds
-from bapipe.planner.branch_and_bound.placements import Slot, Slots
+from bapipe.planner.branch_and_bound.lower_bound import LowerBound
+from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement
 from bapipe.planner.schedule_placement import merged, moved, place
 from bapipe.schedules.table import Phase, Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
@@ -18,12 +18,12 @@ from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, ring_ns,
 from bapipe.simulator.stage_cost import Stage
 from bapipe.simulator.timeline import Timeline
 
-KEPT_TABLES = 500
+MAX_CACHED_SCHEDULES = 500
 """Compiled tables that a problem keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Root:
     """The pipelines over certain devices.
 
     Attributes:
@@ -34,7 +34,7 @@ class Start:
     """
 
     devices: int
-    first: tuple[Slot, ...]
+    first: tuple[StagePlacement, ...]
     least_ns: int
     num_places: int = 0
 
@@ -47,7 +47,7 @@ class Layout:
     """
 
     cuts: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[StagePlacement, ...]
     recompute: tuple[bool, ...]
 
 
@@ -68,15 +68,15 @@ class Problem:
         schedule: str,
         microbatch_size: int,
         num_microbatches: int,
-        slots: Slots,
-        bounds: Bounds,
-        starts: Sequence[Start],
+        slots: PlacementGraph,
+        bounds: LowerBound,
+        starts: Sequence[Root],
     ) -> None:
         self.cluster, self.classes, self.chains = cluster, tuple(classes), tuple(chains)
         self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
         self.slots, self.bounds, self.starts = slots, bounds, tuple(starts)
         self.may_not_fit = len({chain.profile_name for chain in chains}) > 1  # sizes of tensors differ by kind
-        self._tables: dict[tuple[Slot, ...], tuple[Schedule, CompiledSchedule]] = {}
+        self._tables: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}
         self._programs: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
 
     @property
@@ -90,14 +90,14 @@ class Problem:
         fewer.starts = tuple(start for start in self.starts if start.devices == num_devices)
         return fewer
 
-    def layout(self, places: Sequence[int], slots: tuple[Slot, ...]) -> Layout:
+    def layout(self, places: Sequence[int], slots: tuple[StagePlacement, ...]) -> Layout:
         """Returns the layout with stages between places of the grid; stages recompute where they must."""
         again = []
         for slot, (start, stop) in zip(slots, pairwise(places), strict=True):
             again.append(bool(self.bounds.pieces.row(slot, start).recompute[stop - start - 1]))
         return Layout(cuts=tuple(self.cuts[place] for place in places), slots=slots, recompute=tuple(again))
 
-    def ranks(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+    def ranks(self, slots: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
         """Returns the devices of each stage: of a class, those first in the cluster first."""
         left = [iter(own.ranks) for own in self.classes]
         at_place: dict[int, int] = {}
@@ -111,10 +111,10 @@ class Problem:
             found.append((at_place[slot.place],))
         return tuple(found)
 
-    def table(self, slots: tuple[Slot, ...]) -> tuple[Schedule, CompiledSchedule]:
+    def table(self, slots: tuple[StagePlacement, ...]) -> tuple[Schedule, CompiledSchedule]:
         """Returns the schedule on the slots' devices, and its program."""
         if slots not in self._tables:
-            if len(self._tables) >= KEPT_TABLES:
+            if len(self._tables) >= MAX_CACHED_SCHEDULES:
                 self._tables.clear()
             ranks = self.ranks(slots)
             order = [rank for own in ranks for rank in own]  # of the devices in the table as it was made
@@ -125,7 +125,7 @@ class Problem:
             self._tables[slots] = place(table, order, num_ranks), moved(program, order, num_ranks)
         return self._tables[slots]
 
-    def _made(self, slots: Sequence[Slot], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
+    def _made(self, slots: Sequence[StagePlacement], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
         """The schedule and its program on devices 0, 1, ...: the same for slots of the same sizes."""
         sizes = tuple(len(slot.devices) for slot in slots)
         if (sizes, num_devices) not in self._programs:
@@ -193,7 +193,7 @@ def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found: the best layout of the best problem, and a bound that no layout of any problem beats.
 
     `lower_bound_ns == step_ns` proves the answer optimal.

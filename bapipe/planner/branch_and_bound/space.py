@@ -7,36 +7,39 @@ from itertools import product
 
 import numpy as np
 
+from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.branch_and_bound.devices import DeviceClass, Links, classes_of
-from bapipe.planner.branch_and_bound.intervals import Grid, Numbers, Sizes, Times
-from bapipe.planner.branch_and_bound.lower_bound import Bounds
-from bapipe.planner.branch_and_bound.placements import Counts, Slots
-from bapipe.planner.branch_and_bound.problem import Problem, Start
-from bapipe.planner.branch_and_bound.stage_candidates import Pieces
-from bapipe.planner.constraints import Constraints
+from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, IntervalMemory, IntervalTimes
+from bapipe.planner.branch_and_bound.lower_bound import LowerBound
+from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph
+from bapipe.planner.branch_and_bound.problem import Problem, Root
+from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
+from bapipe.planner.constraints import Constraints, check_constraints, parse_constraints
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import SCHEDULES
 
-MAX_GROUPS = 3_000
+MAX_DEVICE_GROUPS = 3_000
 """Most ways to give a stage some of the devices that are left; with more, devices are taken in the cluster's order."""
 
-MAX_ARRANGED = 5
+MAX_PERMUTED_DEVICES = 5
 """Most devices of a cluster where those of one stage take their micro-batches in any order; else the fastest first."""
 
-MAX_WORDS = 500
+MAX_DEVICE_ORDERS = 500
 """Most orders of devices of one pipeline for a schedule with several stages a device."""
 
-PARTS = (20, 5)
+SYNC_CLASS_SHARES = (20, 5)
 """What is to come is told apart by the largest time after a stage's last backward: as parts of an ideal step."""
 
-MAX_STARTS = 16
+MAX_DEVICE_COUNTS = 16
 """Most devices of which any number is looked at, where they are taken in the cluster's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class SearchSpace:
     """The problems to solve, and what a certificate says of them.
 
     Attributes:
@@ -51,7 +54,38 @@ class Space:
     device_counts: tuple[int, ...]
 
 
-def space(
+def search_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> SearchSpace:
+    """Returns the problems to solve.
+
+    Raises:
+        BapipeError: constraints that cannot be met, or a number of stages that there cannot be.
+    """
+    rules = parse_constraints(options.constraints)
+    check_constraints(rules, next(iter(profiles.values())), cluster)
+    made = build_space(
+        profiles,
+        cluster,
+        minibatch_size=options.minibatch_size,
+        sizes=microbatch_sizes(profiles, cluster, options),
+        schedules=named_schedules(options),
+        limits=options.limits(cluster),
+        num_stages=options.num_stages,
+        replicas=options.replicas,
+        recompute=options.recompute,
+        constraints=rules,
+    )
+    if not any(problem.starts for problem in made.problems):
+        asked = "any number of" if options.num_stages is None else options.num_stages
+        num_layers = len(next(iter(profiles.values())).layers)
+        raise BapipeError(
+            f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers} layers and "
+            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, made.stage_counts)) or 'none'}"
+            f"{f' where {options.in_words}' if options.constraints else ''}"
+        )
+    return made
+
+
+def build_space(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
     *,
@@ -63,26 +97,28 @@ def space(
     replicas: bool = True,
     recompute: bool = True,
     constraints: Constraints | None = None,
-) -> Space:
+) -> SearchSpace:
     """Returns every problem of the space. Nothing of size is made before a search asks for it."""
     rules = constraints or Constraints()
     classes = classes_of(cluster, limits, rules.apart(cluster), _pace(profiles, cluster))
     links = Links(cluster, classes)
     kinds = {own.device.kind: profiles[own.device.kind] for own in classes}
-    grid: Grid | None = None
+    grid: IntervalIndex | None = None
     problems = []
-    free = _num_groups(classes, min(len(cluster.devices), minibatch_size * len(_layers(profiles)))) <= MAX_GROUPS
+    free = _num_groups(classes, min(len(cluster.devices), minibatch_size * len(_layers(profiles)))) <= MAX_DEVICE_GROUPS
     for size in reversed(sizes):
         chains = _chains(kinds, classes, size)
-        grid = grid or Grid(rules.cuts(next(iter(kinds.values())), chains[0].legal))
+        grid = grid or IntervalIndex(rules.cuts(next(iter(kinds.values())), chains[0].legal))
         pieces = _pieces(kinds, classes, links, grid, size, chains, recompute, rules)
         send, grad = _least_alive(chains, grid)
         num = minibatch_size // size
         ideal_ns = int(num * _least_work_ns(kinds, size) / _rate([len(own.ranks) for own in classes], classes))
-        limits_ns = [ideal_ns // part for part in PARTS]
+        limits_ns = [ideal_ns // part for part in SYNC_CLASS_SHARES]
         for schedule in schedules:
             twins = [own.twin for own in classes]
-            slots = Slots(schedule, num, twins, replicas=replicas, arranged=len(cluster.devices) <= MAX_ARRANGED)
+            slots = PlacementGraph(
+                schedule, num, twins, replicas=replicas, arranged=len(cluster.devices) <= MAX_PERMUTED_DEVICES
+            )
             flow_shop = schedule in ("gpipe", "gpipe-2bp")  # all F of a device before its first B
             problems.append(
                 Problem(
@@ -93,12 +129,12 @@ def space(
                     microbatch_size=size,
                     num_microbatches=num,
                     slots=slots,
-                    bounds=Bounds(pieces, num, send, grad, gpipe=flow_shop, limits_ns=limits_ns),
+                    bounds=LowerBound(pieces, num, send, grad, gpipe=flow_shop, limits_ns=limits_ns),
                     starts=_starts(slots, kinds, classes, size, num_stages, grid.num_places - 1, free),
                 )
             )
     most_stages = 0 if grid is None else grid.num_places - 1
-    return Space(
+    return SearchSpace(
         problems=tuple(problems),
         order=_order(free, cluster, classes),
         stage_counts=_stage_counts(problems, len(cluster.devices), most_stages),
@@ -122,31 +158,31 @@ def _order(free: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
         return ""
     if not free:
         return ", in the cluster's order, of too many choices only the first devices"
-    if len(classes) == 1 or len(cluster.devices) <= MAX_ARRANGED:
+    if len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES:
         return ", in any order"
     return ", in any order, those of one stage the fastest first"
 
 
 def _starts(
-    slots: Slots,
+    slots: PlacementGraph,
     kinds: Mapping[str, ModelProfile],
     classes: Sequence[DeviceClass],
     size: int,
     num_stages: int | None,
     most_stages: int,
     free: bool,
-) -> list[Start]:
+) -> list[Root]:
     if num_stages is not None and num_stages > most_stages:
         return []
     most = most_stages * (slots.num_microbatches if slots.replicas else 1)
     work = _least_work_ns(kinds, size)
     starts = []
 
-    def add(used: Counts, first: "tuple[object, ...]", num_places: int = 0) -> None:
+    def add(used: ClassCounts, first: "tuple[object, ...]", num_places: int = 0) -> None:
         rate = _rate(used, classes)
         slack = 3 * slots.num_microbatches * max(sum(used), most_stages)  # times of stages are rounded
         least_ns = max(0, int(slots.num_microbatches * work / rate) - slack)
-        starts.append(Start(devices=sum(used), first=first, least_ns=least_ns, num_places=num_places))  # type: ignore[arg-type]
+        starts.append(Root(devices=sum(used), first=first, least_ns=least_ns, num_places=num_places))  # type: ignore[arg-type]
 
     if slots.schedule not in SCHEDULES:
         for word, used in _words(classes, most_stages, free):
@@ -179,21 +215,21 @@ def _line(classes: Sequence[DeviceClass]) -> list[int]:
     return [c for _, c in sorted((rank, c) for c, own in enumerate(classes) for rank in own.ranks)]
 
 
-def _used(line: Sequence[int], classes: Sequence[DeviceClass]) -> Counts:
+def _used(line: Sequence[int], classes: Sequence[DeviceClass]) -> ClassCounts:
     return tuple(line.count(c) for c in range(len(classes)))
 
 
 def _counts(num_devices: int) -> list[int]:
     """How many of many devices to look at: any number up to some, and then powers of two and all."""
     powers = [2**n for n in range(num_devices.bit_length())]
-    return sorted({*range(1, min(num_devices, MAX_STARTS) + 1), *powers, num_devices})
+    return sorted({*range(1, min(num_devices, MAX_DEVICE_COUNTS) + 1), *powers, num_devices})
 
 
-def _words(classes: Sequence[DeviceClass], most_stages: int, free: bool) -> list[tuple[tuple[int, ...], Counts]]:
+def _words(classes: Sequence[DeviceClass], most_stages: int, free: bool) -> list[tuple[tuple[int, ...], ClassCounts]]:
     """Devices in a row, by class, for schedules with several stages a device: in every order, or the cluster's."""
     line = _line(classes)
-    found: list[tuple[tuple[int, ...], Counts]] = []
-    words: list[tuple[tuple[int, ...], Counts]] = [((), (0,) * len(classes))]
+    found: list[tuple[tuple[int, ...], ClassCounts]] = []
+    words: list[tuple[tuple[int, ...], ClassCounts]] = [((), (0,) * len(classes))]
     for count in range(1, min(len(line), most_stages // 2) + 1):
         if free and words:
             words = [
@@ -202,7 +238,7 @@ def _words(classes: Sequence[DeviceClass], most_stages: int, free: bool) -> list
                 for c, own in enumerate(classes)
                 if used[c] < len(own.ranks)
             ]
-        if not free or len(words) > MAX_WORDS:
+        if not free or len(words) > MAX_DEVICE_ORDERS:
             words = []
         found += words or [(tuple(line[:count]), _used(line[:count], classes))]
     return found
@@ -249,25 +285,25 @@ def _pieces(
     kinds: Mapping[str, ModelProfile],
     classes: Sequence[DeviceClass],
     links: Links,
-    grid: Grid,
+    grid: IntervalIndex,
     size: int,
     chains: Sequence[Chain],
     recompute: bool,
     rules: Constraints,
-) -> Pieces:
+) -> StageCostTable:
     alive = [
         [max(values) for values in zip(*(chain.send_bytes for chain in chains), strict=True)],
         [max(values) for values in zip(*(chain.grad_bytes for chain in chains), strict=True)],
     ]
-    times: dict[Hashable, Times] = {}
-    sizes: dict[str, Sizes] = {}
+    times: dict[Hashable, IntervalTimes] = {}
+    sizes: dict[str, IntervalMemory] = {}
     for own in classes:
         kind, speed = own.device.kind, own.device.speed
         if kind not in sizes:
-            sizes[kind] = Sizes(grid, kinds[kind], size, alive)
+            sizes[kind] = IntervalMemory(grid, kinds[kind], size, alive)
         if (kind, speed) not in times:
-            times[kind, speed] = Times(grid, kinds[kind], size, speed)
-    return Pieces(
+            times[kind, speed] = IntervalTimes(grid, kinds[kind], size, speed)
+    return StageCostTable(
         grid,
         classes,
         links,
@@ -278,7 +314,7 @@ def _pieces(
     )
 
 
-def _least_alive(chains: Sequence[Chain], grid: Grid) -> tuple[Numbers, Numbers]:
+def _least_alive(chains: Sequence[Chain], grid: IntervalIndex) -> tuple[IntArray, IntArray]:
     """The bytes of activations and gradients at every place of the grid, on the kind of device that has least."""
     send = [min(chain.send_bytes[cut] for chain in chains) for cut in grid.cuts]
     grad = [min(chain.grad_bytes[cut] for chain in chains) for cut in grid.cuts]

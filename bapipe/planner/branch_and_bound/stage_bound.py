@@ -6,13 +6,13 @@ from functools import reduce
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import BIG, Numbers
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.stage_candidates import Piece
+from bapipe.planner.branch_and_bound.intervals import INF, IntArray
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TransferStalls:
     """How long a device that cannot overlap is held by each transfer of a micro-batch; nothing where it can.
 
     Attributes:
@@ -20,18 +20,18 @@ class Held:
         send, take: activations to the next stage, and gradients from there; `out` is both.
     """
 
-    enter: Numbers | int = 0
-    leave: Numbers | int = 0
-    send: Numbers | int = 0
-    take: Numbers | int = 0
+    enter: IntArray | int = 0
+    leave: IntArray | int = 0
+    send: IntArray | int = 0
+    take: IntArray | int = 0
 
     @property
-    def out(self) -> Numbers | int:
+    def out(self) -> IntArray | int:
         return self.send + self.take
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class StageBound:
     """What a stage takes, counted from its first F.
 
     Attributes:
@@ -43,15 +43,22 @@ class Stay:
         work: for some devices, given by number, until their update is done.
     """
 
-    around: Numbers
-    start: Numbers
-    load: Numbers
-    left: Numbers
-    again: Numbers
-    work: tuple[tuple[int, Numbers], ...]
+    around: IntArray
+    start: IntArray
+    load: IntArray
+    left: IntArray
+    again: IntArray
+    work: tuple[tuple[int, IntArray], ...]
 
 
-def stay(slot: Slot, num: int, piece: Piece, reach: Numbers | int, linked: Numbers | int, held: Held) -> Stay:
+def bound_stage(
+    slot: StagePlacement,
+    num: int,
+    piece: StageCandidates,
+    reach: IntArray | int,
+    linked: IntArray | int,
+    held: TransferStalls,
+) -> StageBound:
     """Returns what a stage with each of some runs of layers takes, of `num` micro-batches.
 
     `reach` is one micro-batch's way from the next transfer until its gradients are here again, and `linked` the same
@@ -67,23 +74,23 @@ def stay(slot: Slot, num: int, piece: Piece, reach: Numbers | int, linked: Numbe
     if late:
         start = np.maximum(start, around + (late - 1) * (f + r))
     if rounds:
-        start = np.maximum(start, rounds * np.minimum(around, BIG // rounds) + extra // replicas * f)
+        start = np.maximum(start, rounds * np.minimum(around, INF // rounds) + extra // replicas * f)
     again = (most - 1) * (r + held.take)
     busy = [own + n * held.out + (n - 1) * held.enter for n, own in piece.turns]
-    load = most_of([start + around, f + r + linked, around + late * (f + held.send) + again, *busy])
-    left = most_of([load, *(own + (n - 1) * held.leave for own, (n, _) in zip(busy, piece.turns, strict=True))])
+    load = maximum([start + around, f + r + linked, around + late * (f + held.send) + again, *busy])
+    left = maximum([load, *(own + (n - 1) * held.leave for own, (n, _) in zip(busy, piece.turns, strict=True))])
     work = tuple(
         (k, own + n * held.out + (n - 1) * held.enter) for (k, own), (n, _) in zip(piece.work, piece.turns, strict=True)
     )
-    return Stay(around=around, start=start, load=load, left=left, again=again, work=work)
+    return StageBound(around=around, start=start, load=load, left=left, again=again, work=work)
 
 
-def most_of(values: Sequence[Numbers]) -> Numbers:
+def maximum(values: Sequence[IntArray]) -> IntArray:
     """Returns the largest, element by element."""
     return reduce(np.maximum, values)
 
 
-def keep(values: Numbers) -> Numbers:
+def keep(values: IntArray) -> IntArray:
     """Returns the values, infinity where they are larger."""
-    found: Numbers = np.minimum(values, BIG)
+    found: IntArray = np.minimum(values, INF)
     return found

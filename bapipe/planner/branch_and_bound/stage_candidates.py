@@ -7,16 +7,23 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.branch_and_bound.devices import DeviceClass, Links
-from bapipe.planner.branch_and_bound.intervals import BIG, Grid, Numbers, Sizes, Times, transfer_ns
-from bapipe.planner.branch_and_bound.placements import Slot
+from bapipe.planner.branch_and_bound.intervals import (
+    INF,
+    IntArray,
+    IntervalIndex,
+    IntervalMemory,
+    IntervalTimes,
+    transfer_ns,
+)
+from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.schedules.table import Phase
 
-Mask = Callable[[Slot, slice], Numbers | None]
+ForbiddenIntervals = Callable[[StagePlacement, slice], IntArray | None]
 """Runs of layers that a slot must not hold, None where it may hold all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StageCandidates:
     """A stage with each of some runs of layers.
 
     Attributes:
@@ -30,20 +37,20 @@ class Piece:
         both: F, I and W of a micro-batch, least over the devices.
     """
 
-    fits: Numbers
-    recompute: Numbers
-    forward: Numbers
-    back: Numbers
-    after: Numbers
-    turns: tuple[tuple[int, Numbers], ...]
-    work: tuple[tuple[int, Numbers], ...]
-    spent: Numbers
-    both: Numbers
+    fits: IntArray
+    recompute: IntArray
+    forward: IntArray
+    back: IntArray
+    after: IntArray
+    turns: tuple[tuple[int, IntArray], ...]
+    work: tuple[tuple[int, IntArray], ...]
+    spent: IntArray
+    both: IntArray
 
-    def only(self, j: int) -> "Piece":
+    def only(self, j: int) -> "StageCandidates":
         """Returns the j-th run of layers alone."""
         at = slice(j, j + 1)
-        return Piece(
+        return StageCandidates(
             fits=self.fits[at],
             recompute=self.recompute[at],
             forward=self.forward[at],
@@ -56,28 +63,28 @@ class Piece:
         )
 
 
-class Pieces:
+class StageCostTable:
     """The stages of all slots at one micro-batch size."""
 
     def __init__(
         self,
-        grid: Grid,
+        grid: IntervalIndex,
         classes: Sequence[DeviceClass],
         links: Links,
-        times: Sequence[Times],
-        sizes: Sequence[Sizes],
+        times: Sequence[IntervalTimes],
+        sizes: Sequence[IntervalMemory],
         *,
         recompute: bool,
-        mask: Mask,
+        mask: ForbiddenIntervals,
     ) -> None:
         self.grid, self.classes, self.links = grid, classes, links
         self._times, self.sizes, self.may_recompute, self._mask = times, sizes, recompute, mask
-        self._reduced: dict[Hashable, Numbers] = {}
-        self._transfers: dict[tuple[Bandwidth, int], tuple[Numbers, Numbers]] = {}
-        self._ways: dict[Hashable, tuple[Numbers, Numbers]] = {}
-        self._rows: dict[tuple[int, int], tuple[Slot, Piece]] = {}
+        self._reduced: dict[Hashable, IntArray] = {}
+        self._transfers: dict[tuple[Bandwidth, int], tuple[IntArray, IntArray]] = {}
+        self._ways: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._rows: dict[tuple[int, int], tuple[StagePlacement, StageCandidates]] = {}
 
-    def row(self, slot: Slot, place: int) -> Piece:
+    def row(self, slot: StagePlacement, place: int) -> StageCandidates:
         """Returns the stages that start at a place."""
         key = (id(slot), place)
         if key not in self._rows:
@@ -86,7 +93,7 @@ class Pieces:
             self._rows[key] = slot, self.all(slot, self.grid.row(place))
         return self._rows[key][1]
 
-    def all(self, slot: Slot, rows: slice) -> Piece:
+    def all(self, slot: StagePlacement, rows: slice) -> StageCandidates:
         """Returns the stages with the runs of layers in `rows`."""
         parts = [self.part(slot, k, rows) for k in self.different(slot)]
         plain = _most(part.lacks for part in parts) <= 0
@@ -102,7 +109,7 @@ class Pieces:
         boths = [part.forward + part.back + part.rest + part.forward * again for part in parts]
         shares = [part.num_microbatches for part in parts]
         work = [n * both + part.end for n, part, both in zip(shares, parts, boths, strict=True)]
-        return Piece(
+        return StageCandidates(
             fits=fits,
             recompute=again,
             forward=_least(part.forward for part in parts),
@@ -114,16 +121,18 @@ class Pieces:
             both=_least(boths),
         )
 
-    def lacks(self, slot: Slot) -> Numbers:
+    def lacks(self, slot: StagePlacement) -> IntArray:
         """Returns how many bytes too many each run of layers needs on the device that lacks most, at least."""
         parts = [self.part(slot, k, slice(None)) for k in self.different(slot)]
         plain = _most(part.lacks for part in parts)
         if self.may_recompute and slot.place is None:
             plain = np.minimum(plain, _most(part.lacks_again for part in parts))
         forbidden = self._mask(slot, slice(None))
-        return plain if forbidden is None else np.where(forbidden, BIG, plain)
+        return plain if forbidden is None else np.where(forbidden, INF, plain)
 
-    def transfers(self, slot: Slot, other: Slot, num_bytes: Numbers, forward: bool) -> tuple[Numbers, Numbers]:
+    def transfers(
+        self, slot: StagePlacement, other: StagePlacement, num_bytes: IntArray, forward: bool
+    ) -> tuple[IntArray, IntArray]:
         """Returns of each of some transfers from a slot to the next one (or back) the least time, and the time that all
         micro-batches take on the link that is busiest.
         """
@@ -135,18 +144,20 @@ class Pieces:
             self._ways[key] = self._way(slot, other, num_bytes, forward)
         return self._ways[key]
 
-    def _way(self, slot: Slot, other: Slot, num_bytes: Numbers, forward: bool) -> tuple[Numbers, Numbers]:
+    def _way(
+        self, slot: StagePlacement, other: StagePlacement, num_bytes: IntArray, forward: bool
+    ) -> tuple[IntArray, IntArray]:
         counts = _counts(slot, other)
         links = {(a, b): self.links.between([a], [b]) for a, b in (p if forward else p[::-1] for p in counts)}
         times = {pair: self._transfer_ns(link, num_bytes) for pair, (link,) in links.items()}
         busiest = [count * times[p if forward else p[::-1]] for p, count in counts.items()]
         return _least(times.values()), _most(busiest)
 
-    def stalls(self, slot: Slot) -> bool:
+    def stalls(self, slot: StagePlacement) -> bool:
         """Returns whether no device of a slot with one stage a device computes while it transfers."""
         return slot.place is None and not any(self.classes[c].device.overlaps_transfers for c in slot.devices)
 
-    def entry(self, slot: Slot, num_bytes: Numbers, forward: bool) -> Numbers:
+    def entry(self, slot: StagePlacement, num_bytes: IntArray, forward: bool) -> IntArray:
         """Returns the least time of a transfer from any stage before a slot (or back); nothing at the start."""
         others = range(len(self.classes))
         links = self.links.between(others, slot.devices) if forward else self.links.between(slot.devices, others)
@@ -155,13 +166,13 @@ class Pieces:
         times[0] = 0
         return times
 
-    def _transfer_ns(self, link: Bandwidth, num_bytes: Numbers) -> Numbers:
+    def _transfer_ns(self, link: Bandwidth, num_bytes: IntArray) -> IntArray:
         key = (link, id(num_bytes))
         if key not in self._transfers:
             self._transfers[key] = num_bytes, transfer_ns(link, num_bytes)
         return self._transfers[key][1]
 
-    def different(self, slot: Slot) -> list[int]:
+    def different(self, slot: StagePlacement) -> list[int]:
         """The devices of a slot, of those alike only the last one."""
         found = {
             (c, share.num_microbatches, share.points): k
@@ -169,7 +180,7 @@ class Pieces:
         }
         return sorted(found.values())
 
-    def part(self, slot: Slot, k: int, rows: slice) -> "Part":
+    def part(self, slot: StagePlacement, k: int, rows: slice) -> "ReplicaCost":
         c, share = slot.devices[k], slot.turns.shares[k]
         times, sizes = self._times[c], self.sizes[c]
         forward, backward = times.forward[rows], times.backward[rows]
@@ -189,7 +200,7 @@ class Pieces:
         left = sizes.left[rows]
         plain = [num * stash + late * left for num, _, late in share.points]
         again = [num * kept + whole * stash + late * left for num, whole, late in share.points]
-        return Part(
+        return ReplicaCost(
             number=k,
             num_microbatches=share.num_microbatches,
             forward=forward,
@@ -200,7 +211,7 @@ class Pieces:
             lacks_again=held + _most(again) - limit,
         )
 
-    def _sync_ns(self, slot: Slot, c: int, rows: slice) -> Numbers:
+    def _sync_ns(self, slot: StagePlacement, c: int, rows: slice) -> IntArray:
         """What the all-reduces take after the last action of a device of class `c`, at least."""
         if len(slot.devices) == 1:
             return np.zeros_like(self._times[c].forward[rows])
@@ -218,7 +229,7 @@ class Pieces:
         return _least(found)
 
 
-def _counts(slot: Slot, other: Slot) -> dict[tuple[int, int], int]:
+def _counts(slot: StagePlacement, other: StagePlacement) -> dict[tuple[int, int], int]:
     """How many micro-batches a device of a class hands to one of another class, by their classes.
 
     It is the most on one link, and where a slot has several classes what any two of them that meet have at least: that
@@ -235,24 +246,24 @@ def _counts(slot: Slot, other: Slot) -> dict[tuple[int, int], int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ReplicaCost:
     """A stage on one of its devices; `rest` and `end` follow its last `back`."""
 
     number: int
     num_microbatches: int
-    forward: Numbers
-    back: Numbers
-    rest: Numbers
-    end: Numbers
-    lacks: Numbers
-    lacks_again: Numbers
+    forward: IntArray
+    back: IntArray
+    rest: IntArray
+    end: IntArray
+    lacks: IntArray
+    lacks_again: IntArray
 
 
-def _least(values: Iterable[Numbers]) -> Numbers:
-    found: Numbers = np.minimum.reduce(list(values))
+def _least(values: Iterable[IntArray]) -> IntArray:
+    found: IntArray = np.minimum.reduce(list(values))
     return found
 
 
-def _most(values: Iterable[Numbers]) -> Numbers:
-    found: Numbers = np.maximum.reduce(list(values))
+def _most(values: Iterable[IntArray]) -> IntArray:
+    found: IntArray = np.maximum.reduce(list(values))
     return found

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from bapipe.schedules.table import Action, Phase
 
-Point = tuple[int, int, int]
+MemoryPeak = tuple[int, int, int]
 """Micro-batches between F and the end of their backward; those in their backward; those between I and the end of W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ReplicaLoad:
     """What one device of a stage does in a step.
 
     Attributes:
@@ -19,11 +19,11 @@ class Share:
     """
 
     num_microbatches: int
-    points: tuple[Point, ...]
+    points: tuple[MemoryPeak, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class StageSchedule:
     """An order of one stage, taken in turns by several devices.
 
     Attributes:
@@ -35,7 +35,7 @@ class Turns:
         ends: the phases that can come last on a device: B, W, or both.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[ReplicaLoad, ...]
     depth: int
     ahead: int
     phases: frozenset[Phase]
@@ -57,15 +57,16 @@ class Turns:
         return Phase.BACKWARD in self.phases
 
 
-def turns(order: Sequence[Action], num_devices: int) -> Turns:
+def turns(order: Sequence[Action], num_devices: int) -> StageSchedule:
     """Returns how `num_devices` devices share the order of a stage. O(actions)."""
     parts = [[action for action in order if action.microbatch % num_devices == k] for k in range(num_devices)]
     depths = [_depths(part, num_devices) for part in parts]
     depth = max(max(own, default=1) for own in depths)
     least = min((found for own in depths for j, found in enumerate(own) if j + found < len(own)), default=depth)
-    return Turns(
+    return StageSchedule(
         shares=tuple(
-            Share(num_microbatches=sum(a.phase is Phase.FORWARD for a in part), points=_points(part)) for part in parts
+            ReplicaLoad(num_microbatches=sum(a.phase is Phase.FORWARD for a in part), points=_points(part))
+            for part in parts
         ),
         depth=depth * num_devices,
         ahead=(least - 1) * num_devices,
@@ -86,9 +87,9 @@ def _depths(order: Sequence[Action], num_devices: int) -> list[int]:
     return [found[microbatch] for microbatch in sorted(found)]
 
 
-def _points(order: Sequence[Action]) -> tuple[Point, ...]:
+def _points(order: Sequence[Action]) -> tuple[MemoryPeak, ...]:
     kept = whole = left = 0
-    seen: set[Point] = set()
+    seen: set[MemoryPeak] = set()
     for _, phase, _ in order:
         if phase is Phase.FORWARD:
             kept += 1
@@ -99,7 +100,7 @@ def _points(order: Sequence[Action]) -> tuple[Point, ...]:
         if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
             kept, whole = kept - 1, whole - 1
             left -= phase is Phase.WEIGHT_GRAD
-    best: list[Point] = []
+    best: list[MemoryPeak] = []
     for point in sorted(seen, reverse=True):
         if not any(all(a <= b for a, b in zip(point, other, strict=True)) for other in best):
             best.append(point)

@@ -10,66 +10,68 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 
-from bapipe.planner.branch_and_bound.intervals import BIG
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.problem import Found, Problem
+from bapipe.planner.branch_and_bound.intervals import INF
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
-from bapipe.planner.long_chain.feasible_intervals import Windows
-from bapipe.planner.long_chain.relaxation import Way, Within
+from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
+from bapipe.planner.long_chain.relaxation import Path, Relaxation
 from bapipe.progress import SearchProgress
 
-PLACES = 300
+MIN_BOUNDARIES = 300
 """From so many places where a chain may be cut this search is used."""
 
-PRECISION = 400
+BOUND_PRECISION = 400
 """The bound is found to one part in so many."""
 
-SLOW = 20
+EVENT_DRIVEN_FACTOR = 20
 """How many times longer the judge takes event by event."""
 
-SLACK = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
+BALANCE_SLACKS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
 """By how much stages may exceed the most even cut, for shorter transfers."""
 
-NEAR = 1.01
+GOOD_ENOUGH = 1.01
 """Partial plans are opened too where the best plan exceeds the bound by more than this,"""
 
-RUNS = 100_000_000
+MAX_INTERVALS = 100_000_000
 """and the slots of all problems have no more runs of layers."""
 
-CLIMBS = 4
+NUM_CLIMBED = 4
 """Plans whose cuts are moved."""
 
-SHIFTS = (32, 16, 8, 4, 3, 2, 1)
+CUT_MOVES = (32, 16, 8, 4, 3, 2, 1)
 """How many places a cut is moved at once."""
 
 
-def is_large(problems: Sequence[Problem]) -> bool:
+def is_long_chain(problems: Sequence[Problem]) -> bool:
     """Returns whether there are too many places to cut for partial plans to be opened one by one."""
-    return any(problem.bounds.pieces.grid.num_places >= PLACES for problem in problems)
+    return any(problem.bounds.pieces.grid.num_places >= MIN_BOUNDARIES for problem in problems)
 
 
-def large(
+def solve_long_chain(
     problems: Sequence[Problem],
     *,
-    limit: int = 12_000_000,
+    max_actions: int = 12_000_000,
     stop: Callable[[], bool] = lambda: False,
     progress: SearchProgress | None = None,
-) -> Found | None:
+) -> SearchResult | None:
     """Returns the best layout found and a bound on all, None where nothing fits.
 
     Args:
-        limit: after how many actions the judge stops.
+        max_actions: after how many actions the judge stops.
         stop: ends the search with the best layout so far.
     """
-    search = _Search(problems, limit, stop, progress)
-    search.look_at_even_cuts()
-    search.find_bound()
-    search.climb()
+    search = _Search(problems, max_actions, stop, progress)
+    search.construct_balanced()
+    search.raise_bound()
+    search.hill_climb()
     found = search.result()
     if found is None:
-        return best_first(problems, limit=limit // 1000, stop=stop, progress=progress) if search.may_fit else None
-    if found.step_ns > NEAR * found.lower_bound_ns and search.size <= RUNS and not stop():
-        better = best_first(problems, limit=limit // 10_000, stop=stop, progress=progress, known=found)
+        if not search.may_fit:
+            return None
+        return best_first(problems, max_nodes=max_actions // 1000, stop=stop, progress=progress)
+    if found.step_ns > GOOD_ENOUGH * found.lower_bound_ns and search.size <= MAX_INTERVALS and not stop():
+        better = best_first(problems, max_nodes=max_actions // 10_000, stop=stop, progress=progress, known=found)
         assert better is not None
         return replace(better, lower_bound_ns=max(better.lower_bound_ns, found.lower_bound_ns))
     return found
@@ -79,20 +81,20 @@ class _Search:
     """The plans judged, and the bound so far."""
 
     def __init__(
-        self, problems: Sequence[Problem], limit: int, stop: Callable[[], bool], progress: SearchProgress | None
+        self, problems: Sequence[Problem], max_actions: int, stop: Callable[[], bool], progress: SearchProgress | None
     ) -> None:
         self.problems = [problem for problem in problems if problem.starts]
-        self.limit, self.stop, self.progress = limit, stop, progress
-        self.windows: dict[int, Windows] = {}
+        self.max_actions, self.stop, self.progress = max_actions, stop, progress
+        self.windows: dict[int, FeasibleIntervals] = {}
         for problem in self.problems:
             pieces = problem.bounds.pieces
             if id(pieces) not in self.windows:
                 alike = [other for other in self.problems if other.bounds.pieces is pieces]
-                self.windows[id(pieces)] = Windows(pieces, _firsts(alike))
+                self.windows[id(pieces)] = FeasibleIntervals(pieces, _first_placements(alike))
         self.low_ns = {key: int(windows.before[-1]) for key, windows in self.windows.items()}
         self.looked_at: set[int] = set()
-        self.judged: dict[tuple[int, Way], int | None] = {}
-        self.ranked: list[tuple[int, int, int, Way]] = []
+        self.judged: dict[tuple[int, Path], int | None] = {}
+        self.ranked: list[tuple[int, int, int, Path]] = []
         self.best_ns: int | None = None
         self.spent = 0
         self.may_fit = True
@@ -105,21 +107,23 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        return self.best_ns is not None and (self.best_ns <= self.bound_ns or self.spent > self.limit or self.stop())
+        if self.best_ns is None:
+            return False
+        return self.best_ns <= self.bound_ns or self.spent > self.max_actions or self.stop()
 
-    def result(self) -> Found | None:
+    def result(self) -> SearchResult | None:
         if not self.ranked:
             return None
         step_ns, _, i, (places, slots) = min(self.ranked, key=lambda plan: plan[:2])
         problem = self.problems[i]
-        return Found(
+        return SearchResult(
             problem=problem,
             layout=problem.layout(places, slots),
             step_ns=step_ns,
             lower_bound_ns=min(step_ns, self.bound_ns),
         )
 
-    def step_ns(self, i: int, way: Way) -> int | None:
+    def step_ns(self, i: int, way: Path) -> int | None:
         """Returns what the judge says of a way through a problem, None where its stages do not fit."""
         if (i, way) not in self.judged:
             found = self.judged[i, way] = self._judge(self.problems[i], way)
@@ -130,7 +134,7 @@ class _Search:
                 self.progress(len(self.judged), self.best_ns, min(self.bound_ns, self.best_ns))
         return self.judged[i, way]
 
-    def _judge(self, problem: Problem, way: Way) -> int | None:
+    def _judge(self, problem: Problem, way: Path) -> int | None:
         places, slots = way
         for slot, (start, stop) in zip(slots, pairwise(places), strict=True):
             if not problem.bounds.pieces.row(slot, start).fits[stop - start - 1]:
@@ -138,33 +142,34 @@ class _Search:
         layout = problem.layout(places, slots)
         if not problem.fits(layout):
             return None
-        self.spent += 2 * len(slots) * problem.num_microbatches * (1 if problem.is_fast(layout) else SLOW)
+        factor = 1 if problem.is_fast(layout) else EVENT_DRIVEN_FACTOR
+        self.spent += 2 * len(slots) * problem.num_microbatches * factor
         return problem.step_ns(layout)
 
-    def look_at_even_cuts(self) -> None:
+    def construct_balanced(self) -> None:
         """Judges stages of equal numbers of devices, the most promising ones cut in several ways."""
-        evens: list[tuple[int, int, int, _Even]] = []
-        for turn in zip_longest(*(_uniform(problem) for problem in self.problems)):
+        evens: list[tuple[int, int, int, _BalancedCuts]] = []
+        for turn in zip_longest(*(_uniform_pipelines(problem) for problem in self.problems)):
             for i, slots in enumerate(turn):
                 if slots is None:
                     continue
-                even = _Even(self.problems[i], self._windows(self.problems[i]), slots)
+                even = _BalancedCuts(self.problems[i], self._windows(self.problems[i]), slots)
                 way = even.way(1.0)
                 step_ns = None if way is None else self.step_ns(i, way)
                 if step_ns is not None:
                     evens.append((step_ns, len(evens), i, even))
                 if self.is_over:
                     return
-        for _, _, i, even in sorted(evens, key=lambda e: e[:2])[:CLIMBS]:
-            for slack in SLACK[1:]:
+        for _, _, i, even in sorted(evens, key=lambda e: e[:2])[:NUM_CLIMBED]:
+            for slack in BALANCE_SLACKS[1:]:
                 way = even.way(slack)
                 if way is not None and not self.is_over:
                     self.step_ns(i, way)
 
-    def _windows(self, problem: Problem) -> Windows:
+    def _windows(self, problem: Problem) -> FeasibleIntervals:
         return self.windows[id(problem.bounds.pieces)]
 
-    def find_bound(self) -> None:
+    def raise_bound(self) -> None:
         """Raises the bound by halving, one micro-batch size after another, that of the best plan first."""
         best = min(self.ranked, key=lambda plan: plan[:2])[2] if self.ranked else 0
         first = id(self.problems[best].bounds.pieces)
@@ -172,58 +177,60 @@ class _Search:
             if not self.is_over:
                 numbers = [i for i, problem in enumerate(self.problems) if id(problem.bounds.pieces) == key]
                 known = [low_ns for other, low_ns in self.low_ns.items() if other in self.looked_at]
-                self._halve(key, numbers, min(known, default=None))
+                self._bisect_bound(key, numbers, min(known, default=None))
                 self.looked_at.add(key)
                 self.windows[key].forget()
-        self.may_fit = self.best_ns is not None or self.bound_ns < BIG >> 2
+        self.may_fit = self.best_ns is not None or self.bound_ns < INF >> 2
 
-    def _halve(self, key: int, numbers: Sequence[int], enough_ns: int | None) -> None:
+    def _bisect_bound(self, key: int, numbers: Sequence[int], enough_ns: int | None) -> None:
         """Raises the bound of some problems, to `enough_ns` at most, and judges the paths it meets."""
         relaxed = [(i, self._relaxed(self.problems[i])) for i in numbers]
         self.size += sum(within.num_runs for _, within in relaxed)
 
         def allowed(limit_ns: int) -> bool:
-            place = next((place for place, (_, within) in enumerate(relaxed) if within.allows(limit_ns)), None)
+            place = next((place for place, (_, within) in enumerate(relaxed) if within.is_feasible(limit_ns)), None)
             if place is None:
                 self.low_ns[key] = max(self.low_ns[key], limit_ns + 1)
                 return False
             relaxed.insert(0, relaxed.pop(place))  # first the next time
             i, within = relaxed[0]
-            way = within.trace()
+            way = within.best_path()
             if way is not None:
                 self.step_ns(i, way)
             return True
 
-        if self.best_ns is None and not allowed(BIG >> 2):
+        if self.best_ns is None and not allowed(INF >> 2):
             return
         if enough_ns is not None and not allowed(enough_ns - 1):
             return
         high_ns = enough_ns if enough_ns is not None else self.best_ns
-        while not self.is_over and (high_ns is None or high_ns - self.low_ns[key] > self.low_ns[key] // PRECISION):
+        while not self.is_over and (
+            high_ns is None or high_ns - self.low_ns[key] > self.low_ns[key] // BOUND_PRECISION
+        ):
             limit_ns = 5 * self.low_ns[key] // 4 if high_ns is None else (self.low_ns[key] + high_ns) // 2
             if allowed(limit_ns):
                 high_ns = limit_ns
         if self.best_ns is not None and not self.is_over:
             allowed(self.best_ns - 1)
 
-    def _relaxed(self, problem: Problem) -> Within:
-        return Within(problem, self._windows(problem), _firsts([problem]), lambda slot: slot.next)
+    def _relaxed(self, problem: Problem) -> Relaxation:
+        return Relaxation(problem, self._windows(problem), _first_placements([problem]), lambda slot: slot.next)
 
-    def climb(self) -> None:
+    def hill_climb(self) -> None:
         """Moves the cuts of the best plans for as long as that helps."""
-        for _, _, i, way in sorted(self.ranked, key=lambda plan: plan[:2])[:CLIMBS]:
+        for _, _, i, way in sorted(self.ranked, key=lambda plan: plan[:2])[:NUM_CLIMBED]:
             helps = True
             while helps and not self.is_over:
-                better = self._moved(i, way)
+                better = self._move_cuts(i, way)
                 way, helps = better, better != way
 
-    def _moved(self, i: int, way: Way) -> Way:
+    def _move_cuts(self, i: int, way: Path) -> Path:
         """Returns the way with every cut moved as far as helps at once."""
         places, slots = way
         best_ns = self.step_ns(i, way)
         reach = max(1, places[-1] // len(slots))
         for cut in range(1, len(slots)):
-            for shift in [sign * size for size in SHIFTS if size <= reach for sign in (-1, 1)]:
+            for shift in [sign * size for size in CUT_MOVES if size <= reach for sign in (-1, 1)]:
                 place = places[cut] + shift
                 if places[cut - 1] < place < places[cut + 1] and not self.is_over:
                     moved = (*places[:cut], place, *places[cut + 1 :])
@@ -233,27 +240,27 @@ class _Search:
         return places, slots
 
 
-class _Even:
+class _BalancedCuts:
     """Stages on given slots, cut as evenly as may be."""
 
-    def __init__(self, problem: Problem, windows: Windows, slots: Sequence[Slot]) -> None:
+    def __init__(self, problem: Problem, windows: FeasibleIntervals, slots: Sequence[StagePlacement]) -> None:
         after = {id(slot): (other,) for slot, other in pairwise(slots)}
-        self._within = Within(problem, windows, slots[:1], lambda slot: after.get(id(slot), ()))
+        self._within = Relaxation(problem, windows, slots[:1], lambda slot: after.get(id(slot), ()))
         total = int(windows.times(slots[0])[-1])
         low, self._least_ns = total // len(slots) // 2, 2 * total
         while self._least_ns - low > low // 100 + 1:
             middle = (low + self._least_ns) // 2
-            if self._within.balances(middle):
+            if self._within.is_balanced(middle):
                 self._least_ns = middle
             else:
                 low = middle
 
-    def way(self, slack: float) -> Way | None:
+    def way(self, slack: float) -> Path | None:
         """Returns the way of the shortest transfers whose stages take at most so much longer; None where none fits."""
-        return self._within.trace() if self._within.balances(int(self._least_ns * slack)) else None
+        return self._within.best_path() if self._within.is_balanced(int(self._least_ns * slack)) else None
 
 
-def _uniform(problem: Problem) -> Iterator[tuple[Slot, ...]]:
+def _uniform_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
     """Yields slots of equal numbers of devices, the most replicas first, on all devices, half of them, and so on."""
     starts = sorted(problem.starts, key=lambda start: (-start.devices, start.least_ns))
     by_devices = {start.devices: start for start in reversed(starts)}
@@ -262,13 +269,13 @@ def _uniform(problem: Problem) -> Iterator[tuple[Slot, ...]]:
     for size in sorted(sizes, reverse=True):
         for num_stages in sorted({(most // size) >> n for n in range(most.bit_length())} - {0}, reverse=True):
             if size * num_stages in by_devices:
-                slots = _same_size(by_devices[size * num_stages].first, size)
+                slots = _with_replicas(by_devices[size * num_stages].first, size)
                 if slots is not None:
                     yield slots
 
 
-def _same_size(first: tuple[Slot, ...], size: int) -> tuple[Slot, ...] | None:
-    slots: list[Slot] = []
+def _with_replicas(first: tuple[StagePlacement, ...], size: int) -> tuple[StagePlacement, ...] | None:
+    slots: list[StagePlacement] = []
     while not slots or not slots[-1].last:
         same = [slot for slot in (slots[-1].next if slots else first) if len(slot.devices) == size]
         if not same:
@@ -277,5 +284,5 @@ def _same_size(first: tuple[Slot, ...], size: int) -> tuple[Slot, ...] | None:
     return tuple(slots)
 
 
-def _firsts(problems: Sequence[Problem]) -> list[Slot]:
+def _first_placements(problems: Sequence[Problem]) -> list[StagePlacement]:
     return [slot for problem in problems for start in problem.starts for slot in start.first]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import Numbers
-from bapipe.planner.branch_and_bound.lower_bound import Bounds
-from bapipe.planner.branch_and_bound.placements import Slot
-from bapipe.planner.branch_and_bound.stage_candidates import Part, Pieces
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.branch_and_bound.lower_bound import LowerBound
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class BottleneckReplica:
     """What one device of a slot does with the layers before each place.
 
     Attributes:
@@ -25,19 +25,19 @@ class Turn:
         apart: F of them that it cannot run while one micro-batch goes down and back; it runs no other backward either.
     """
 
-    forward: Numbers
-    back: Numbers
+    forward: IntArray
+    back: IntArray
     num_microbatches: int
     apart: int
 
     @property
-    def beside(self) -> Numbers:
+    def beside(self) -> IntArray:
         """What a step takes beside one micro-batch's way down and back, for the layers before each place."""
-        found: Numbers = (self.num_microbatches - 1) * self.back + self.apart * self.forward
+        found: IntArray = (self.num_microbatches - 1) * self.back + self.apart * self.forward
         return found
 
 
-class Limits:
+class IntervalLimits:
     """For slots alike but for what they keep in memory, the least limits that allow each run.
 
     Attributes:
@@ -46,11 +46,11 @@ class Limits:
 
     __slots__ = ("again", "plain")
 
-    def __init__(self, plain: Numbers, again: Numbers) -> None:
+    def __init__(self, plain: IntArray, again: IntArray) -> None:
         self.plain, self.again = plain, again
 
 
-class Windows:
+class FeasibleIntervals:
     """The windows of all slots at one micro-batch size.
 
     Attributes:
@@ -58,13 +58,13 @@ class Windows:
         before: F and backward of it.
     """
 
-    def __init__(self, pieces: Pieces, slots: Sequence[Slot]) -> None:
+    def __init__(self, pieces: StageCostTable, slots: Sequence[StagePlacement]) -> None:
         self.pieces, self.grid = pieces, pieces.grid
-        self._sums: dict[Hashable, tuple[Numbers, Numbers]] = {}
-        self._limits: dict[Hashable, Limits] = {}
-        self._fitting: dict[Hashable, tuple[Numbers, Numbers]] = {}
-        self._pairs: dict[Hashable, tuple[Numbers, Numbers]] = {}
-        self._ends: dict[int, tuple[Numbers, Numbers]] = {}
+        self._sums: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._limits: dict[Hashable, IntervalLimits] = {}
+        self._fitting: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._pairs: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._ends: dict[int, tuple[IntArray, IntArray]] = {}
         self._limit_ns = -1
         self._held = [self._rising(sizes.held) for sizes in pieces.sizes]
         one_of_each = {(slot.devices, slot.turns.splits, slot.turns.joins): slot for slot in slots}
@@ -72,12 +72,12 @@ class Windows:
         heads = [self._sums_of(slot, c)[0] for slot in one_of_each.values() for c in slot.devices]
         self.head = _sums(np.minimum.reduce([np.diff(head) for head in heads]))
 
-    def times(self, slot: Slot) -> Numbers:
+    def times(self, slot: StagePlacement) -> IntArray:
         """Returns F and backward of one micro-batch, at least, summed over the layers before each place."""
         found = [forward + back for forward, back in map(self._sums_of, [slot] * len(slot.devices), slot.devices)]
         return found[0] if len(set(slot.devices)) == 1 else _sums(np.minimum.reduce([np.diff(row) for row in found]))
 
-    def turn(self, slot: Slot, bounds: Bounds) -> Turn:
+    def turn(self, slot: StagePlacement, bounds: LowerBound) -> BottleneckReplica:
         """Returns the device of a slot that runs the most micro-batches."""
         shares = slot.turns.shares
         k = max(range(len(shares)), key=lambda k: shares[k].num_microbatches)
@@ -85,9 +85,9 @@ class Windows:
         num = shares[k].num_microbatches
         kept = max((kept for kept, _, _ in shares[k].points), default=num)
         first = bounds.rests.before(slot) if bounds.rests.gpipe else 0  # F that are over before any backward
-        return Turn(forward=forward, back=back, num_microbatches=num, apart=max(num - kept, first))
+        return BottleneckReplica(forward=forward, back=back, num_microbatches=num, apart=max(num - kept, first))
 
-    def _sums_of(self, slot: Slot, c: int) -> tuple[Numbers, Numbers]:
+    def _sums_of(self, slot: StagePlacement, c: int) -> tuple[IntArray, IntArray]:
         key = (c, slot.turns.splits, slot.turns.joins)
         if key not in self._sums:
             part = self.pieces.part(slot, slot.devices.index(c), slice(None))
@@ -99,7 +99,7 @@ class Windows:
             )
         return self._sums[key]
 
-    def limits(self, slot: Slot) -> Limits:
+    def limits(self, slot: StagePlacement) -> IntervalLimits:
         """Returns the limits that a device's own work sets.
 
         It comes after F of the layers before; then all-reduces and the update, or the backward of those layers. It
@@ -115,14 +115,14 @@ class Windows:
             parts = [self.pieces.part(slot, shares.index(device), slice(None)) for device in most.items()]
             plain = np.maximum.reduce([self._limit_ns_of(part, part.back) for part in parts])
             again = np.maximum.reduce([self._limit_ns_of(part, part.back + part.forward) for part in parts])
-            self._limits[key] = Limits(self._rising(plain), self._rising(again))
+            self._limits[key] = IntervalLimits(self._rising(plain), self._rising(again))
         return self._limits[key]
 
-    def _limit_ns_of(self, part: Part, back: Numbers) -> Numbers:
+    def _limit_ns_of(self, part: ReplicaCost, back: IntArray) -> IntArray:
         starts, num = self.grid.starts, part.num_microbatches
         turn, around = num * (part.forward + back), (self.before[-1] - self.before)[starts]
         done = self.head[starts] + np.maximum(turn + (num - 1) * part.rest, around) + part.rest + part.end
-        found: Numbers = np.maximum(done, self.before[starts] + turn)
+        found: IntArray = np.maximum(done, self.before[starts] + turn)
         return found
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ class Windows:
         self._limits.clear()
         self._ends.clear()
 
-    def ends(self, limits: Limits, limit_ns: int) -> tuple[Numbers, Numbers]:
+    def ends(self, limits: IntervalLimits, limit_ns: int) -> tuple[IntArray, IntArray]:
         """Returns for each start the last end that a limit allows, without and with recomputation."""
         if limit_ns != self._limit_ns:
             self._limit_ns = limit_ns
@@ -139,7 +139,7 @@ class Windows:
             self._ends[id(limits)] = self._last(limits.plain <= limit_ns), self._last(limits.again <= limit_ns)
         return self._ends[id(limits)]
 
-    def fitting(self, slot: Slot) -> tuple[Numbers, Numbers]:
+    def fitting(self, slot: StagePlacement) -> tuple[IntArray, IntArray]:
         """Returns for each start the last end of a run that fits, without recomputation and with it."""
         shares = {(c, s.points, s.num_microbatches) for c, s in zip(slot.devices, slot.turns.shares, strict=True)}
         recompute = self.pieces.may_recompute and slot.place is None
@@ -159,7 +159,7 @@ class Windows:
             self._fitting[key] = plain, np.maximum(plain, again) if recompute else plain
         return self._fitting[key]
 
-    def transfers(self, bounds: Bounds, slot: Slot, other: Slot) -> tuple[Numbers, Numbers]:
+    def transfers(self, bounds: LowerBound, slot: StagePlacement, other: StagePlacement) -> tuple[IntArray, IntArray]:
         """Returns both transfers of one micro-batch at every place, and how long the busiest link takes for all."""
         key = (slot.devices, other.devices, slot.place, other.place, bounds.num)
         if key not in self._pairs:
@@ -168,7 +168,7 @@ class Windows:
             self._pairs[key] = x + y, np.maximum(all_x + y, x + all_y)
         return self._pairs[key]
 
-    def _rising(self, flat: Numbers) -> Numbers:
+    def _rising(self, flat: IntArray) -> IntArray:
         """Returns of each run the least over the runs of the same start that are as long or longer."""
         found = flat.copy()
         for place in range(self.grid.num_places - 1):
@@ -176,16 +176,16 @@ class Windows:
             np.minimum.accumulate(row, out=row)
         return found
 
-    def _last(self, allowed: Numbers) -> Numbers:
+    def _last(self, allowed: IntArray) -> IntArray:
         """Returns for each start the last end, where of its runs the first ones are allowed; itself where none is."""
         counts = np.add.reduceat(allowed, self.grid.first[:-1], dtype=np.int64)
         return np.append(counts, 0) + np.arange(self.grid.num_places)
 
 
-def _sums(values: Numbers) -> Numbers:
+def _sums(values: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(values)])
 
 
-def _most(values: Sequence[Numbers]) -> Numbers:
-    found: Numbers = np.maximum.reduce(list(values))
+def _most(values: Sequence[IntArray]) -> IntArray:
+    found: IntArray = np.maximum.reduce(list(values))
     return found

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import BIG, Numbers
-from bapipe.planner.branch_and_bound.placements import Slot
+from bapipe.planner.branch_and_bound.intervals import INF, IntArray
+from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
-from bapipe.planner.long_chain.feasible_intervals import Turn, Windows
+from bapipe.planner.long_chain.feasible_intervals import BottleneckReplica, FeasibleIntervals
 
-Way = tuple[tuple[int, ...], tuple[Slot, ...]]
+Path = tuple[tuple[int, ...], tuple[StagePlacement, ...]]
 """The places where stages begin and end, and their slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class RelaxedStage:
     """A slot with what does not depend on the limit.
 
     Attributes:
@@ -38,17 +38,17 @@ class Node:
         rounds: micro-batches that go to the last stage and back one after another.
     """
 
-    slot: Slot
-    times: Numbers
-    turn: Turn
-    plain: Numbers
-    again: Numbers
-    hops: tuple["Hop", ...]
+    slot: StagePlacement
+    times: IntArray
+    turn: BottleneckReplica
+    plain: IntArray
+    again: IntArray
+    hops: tuple["Transition", ...]
     rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
+class Transition:
     """Transfers from a slot to some of the next ones.
 
     Attributes:
@@ -57,26 +57,30 @@ class Hop:
         busy: how long the busiest link takes for all micro-batches, and one more the other way, at least.
     """
 
-    nodes: Numbers
-    way: Numbers
-    busy: Numbers
+    nodes: IntArray
+    way: IntArray
+    busy: IntArray
 
 
-class Within:
+class Relaxation:
     """The relaxation of a problem, for the pipelines that begin with some slots and go on as `follow` says."""
 
     def __init__(
-        self, problem: Problem, windows: Windows, first: Sequence[Slot], follow: Callable[[Slot], Sequence[Slot]]
+        self,
+        problem: Problem,
+        windows: FeasibleIntervals,
+        first: Sequence[StagePlacement],
+        follow: Callable[[StagePlacement], Sequence[StagePlacement]],
     ) -> None:
         self.problem, self.windows, self._follow = problem, windows, follow
         self.last = problem.bounds.pieces.grid.num_places - 1
         self._number: dict[int, int] = {}
-        self._nodes: list[Node] = []
+        self._nodes: list[RelaxedStage] = []
         for slot in first:
             self._add(slot)
         self._first = sorted({self._number[id(slot)] for slot in first})
         shape = len(self._nodes), self.last + 1
-        self._paths, self._reach = np.full(shape, BIG), np.full(shape, BIG)
+        self._paths, self._reach = np.full(shape, INF), np.full(shape, INF)
         self._ends = np.zeros(shape, dtype=np.int64)
 
     @property
@@ -84,7 +88,7 @@ class Within:
         """Runs of layers times slots."""
         return len(self._nodes) * self.last * self.last
 
-    def _add(self, slot: Slot) -> None:
+    def _add(self, slot: StagePlacement) -> None:
         """Adds a slot after all those that can follow it."""
         stack = [slot]
         while stack:
@@ -97,13 +101,13 @@ class Within:
                 self._number[id(top)] = len(self._nodes)
                 self._nodes.append(self._node(top))
 
-    def _node(self, slot: Slot) -> Node:
-        found: dict[bytes, list[tuple[int, Numbers, Numbers]]] = {}
+    def _node(self, slot: StagePlacement) -> RelaxedStage:
+        found: dict[bytes, list[tuple[int, IntArray, IntArray]]] = {}
         for other in self._follow(slot):
             way, busy = self.windows.transfers(self.problem.bounds, slot, other)
             found.setdefault(way.tobytes(), []).append((self._number[id(other)], way, busy))
         hops = [
-            Hop(
+            Transition(
                 nodes=np.array([number for number, _, _ in own]),
                 way=own[0][1],
                 busy=np.minimum.reduce([busy for _, _, busy in own]),
@@ -111,7 +115,7 @@ class Within:
             for own in found.values()
         ]
         plain, again = self.windows.fitting(slot)
-        return Node(
+        return RelaxedStage(
             slot=slot,
             times=self.windows.times(slot),
             turn=self.windows.turn(slot, self.problem.bounds),
@@ -121,46 +125,46 @@ class Within:
             rounds=(self.problem.num_microbatches - 1) // slot.turns.depth + 1,
         )
 
-    def allows(self, limit_ns: int) -> bool:
+    def is_feasible(self, limit_ns: int) -> bool:
         """Returns whether the relaxation has a pipeline that takes no longer."""
         for k, node in enumerate(self._nodes):
             self._solve(k, node, self._within(node, limit_ns), limit_ns)
-        return bool(self._paths[self._first, 0].min() < BIG)
+        return bool(self._paths[self._first, 0].min() < INF)
 
-    def balances(self, microbatch_ns: int) -> bool:
+    def is_balanced(self, microbatch_ns: int) -> bool:
         """Returns whether every stage can take no longer for a micro-batch, whatever the step then takes."""
         for k, node in enumerate(self._nodes):
             end = np.searchsorted(node.times, node.times + microbatch_ns, side="right") - 1
-            self._solve(k, node, np.minimum(end, node.again), BIG >> 1)
-        return bool(self._paths[self._first, 0].min() < BIG)
+            self._solve(k, node, np.minimum(end, node.again), INF >> 1)
+        return bool(self._paths[self._first, 0].min() < INF)
 
-    def _within(self, node: Node, limit_ns: int) -> Numbers:
+    def _within(self, node: RelaxedStage, limit_ns: int) -> IntArray:
         plain, again = self.windows.ends(self.windows.limits(node.slot), limit_ns)
-        end: Numbers = np.maximum(np.minimum(plain, node.plain), np.minimum(again, node.again))
+        end: IntArray = np.maximum(np.minimum(plain, node.plain), np.minimum(again, node.again))
         return end
 
-    def _solve(self, k: int, node: Node, end: Numbers, limit_ns: int) -> None:
+    def _solve(self, k: int, node: RelaxedStage, end: IntArray, limit_ns: int) -> None:
         before = self.windows.before
-        reach = np.full(self.last + 1, BIG)
+        reach = np.full(self.last + 1, INF)
         if node.slot.last:
             reach[-1] = 0
         for hop in node.hops:
             path = self._paths[hop.nodes].min(axis=0)
             in_time = path + hop.busy + before <= limit_ns
-            reach = np.minimum(reach, np.where(in_time, path + hop.way, BIG))
+            reach = np.minimum(reach, np.where(in_time, path + hop.way, INF))
         self._reach[k] = reach
-        around = np.minimum(reach + node.times, BIG)
+        around = np.minimum(reach + node.times, INF)
         after = node.turn.beside
         soon = np.searchsorted(after, limit_ns - around.min() - before + node.times + after, side="right") - 1
         end = np.minimum(end, soon)
         self._ends[k] = end
-        path = least_within(around, end) - node.times
-        path[path > BIG >> 1] = BIG
-        path[before + node.rounds * np.minimum(path, BIG // node.rounds) > limit_ns] = BIG
-        path[-1] = BIG
+        path = range_min(around, end) - node.times
+        path[path > INF >> 1] = INF
+        path[before + node.rounds * np.minimum(path, INF // node.rounds) > limit_ns] = INF
+        path[-1] = INF
         self._paths[k] = path
 
-    def trace(self) -> Way | None:
+    def best_path(self) -> Path | None:
         """Returns the shortest path of the windows last looked at; None where a stage of it does not fit after all."""
         k = min(self._first, key=lambda k: int(self._paths[k][0]))
         places, slots = [0], []
@@ -170,7 +174,7 @@ class Within:
             ends = np.arange(i + 1, int(self._ends[k][i]) + 1)
             ends = ends[fits[: len(ends)]]
             costs = node.times[ends] + self._reach[k][ends]
-            if len(ends) == 0 or costs.min() >= BIG:
+            if len(ends) == 0 or costs.min() >= INF:
                 return None
             j = int(ends[np.argmin(costs)])
             places.append(j)
@@ -180,8 +184,8 @@ class Within:
             k = min((int(self._paths[n][j] + hop.way[j]), int(n)) for hop in node.hops for n in hop.nodes)[1]
 
 
-def least_within(values: Numbers, end: Numbers) -> Numbers:
-    """Returns for every i the least of values[i+1..end[i]], `BIG` where there is none. O(n log n)."""
+def range_min(values: IntArray, end: IntArray) -> IntArray:
+    """Returns for every i the least of values[i+1..end[i]], `INF` where there is none. O(n log n)."""
     size = len(values)
     rows = [values]
     width = 1
@@ -196,5 +200,5 @@ def least_within(values: Numbers, end: Numbers) -> Numbers:
     table = np.stack(rows)
     first = table[level, np.minimum(begin, size - 1)]
     second = table[level, np.maximum(end - (1 << level) + 1, 0)]
-    found: Numbers = np.where(count > 0, np.minimum(first, second), BIG)
+    found: IntArray = np.where(count > 0, np.minimum(first, second), INF)
     return found
