@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
+ROOT = ROOT
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

@@ -10,11 +10,12 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from launch_cases import alone, both
 from torch.distributed import PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime.launch.processes import launch
+from tests import ROOT
+from tests.multiprocess.launch_cases import alone, both
 
 NAMES = ["cpu0", "cpu1"]
 
@@ -116,7 +117,7 @@ def test_what_every_rank_refuses_is_said_once() -> None:
 
 def _parent(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     script = str(Path(__file__).with_name("launch_cases.py"))
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     environment = os.environ | {"PYTHONPATH": root}
     process = subprocess.Popen(
         [sys.executable, script, str(folder)],

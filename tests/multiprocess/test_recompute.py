@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from runtime_cases import make_plan
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from bapipe.runtime.pipeline import Pipeline, sgd
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.tracing import trace
+from tests.multiprocess.runtime_cases import make_plan
 
 CPU = torch.device("cpu")
 

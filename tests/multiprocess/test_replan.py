@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from runtime_cases import make_plan, named_order
 
 import bapipe
 from bapipe.errors import BapipeError
@@ -15,8 +14,9 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
 from bapipe.runtime.replan import devices_gone, profiles_of_plan, replan
 from bapipe.runtime.train_result import StepReport
+from tests.multiprocess.runtime_cases import make_plan, named_order
 
-FACTORY = "replan_model:small"
+FACTORY = "tests.multiprocess.replan_model:small"
 NAMES = ("0", "1", "2", "3", "4", "5", "loss")
 
 

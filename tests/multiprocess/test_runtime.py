@@ -4,10 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_cases import Case, Outcome, case, looped_order, named_order, random_order, replicas, run_cases, two_ranks
 
 from bapipe.runtime.launch.processes import launch
 from bapipe.schedules import LOOPED, SCHEDULES
+from tests.multiprocess.runtime_cases import (
+    Case,
+    Outcome,
+    case,
+    looped_order,
+    named_order,
+    random_order,
+    replicas,
+    run_cases,
+    two_ranks,
+)
 
 
 def _named(schedule: str, model: str, cuts: tuple[int, ...], num: int, **more: Any) -> Case:

@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from launch_cases import clusters, counting, small
-from runtime_cases import make_plan, named_order
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
@@ -14,6 +12,8 @@ from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import Evaluation, StepReport
 from bapipe.tracing import trace
+from tests.multiprocess.launch_cases import clusters, counting, small
+from tests.multiprocess.runtime_cases import make_plan, named_order
 
 TRAINING = Training(steps=24, learning_rate=0.1, seed=3)
 

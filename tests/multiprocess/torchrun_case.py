@@ -5,7 +5,6 @@ import signal
 import sys
 from pathlib import Path
 
-from survival_cases import plan_of, points, quiet
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -13,6 +12,7 @@ from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import StepReport
+from tests.multiprocess.fault_cases import plan_of, points, quiet
 
 
 class Deadly(Dataset[tuple[Tensor, ...]]):

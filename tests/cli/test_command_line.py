@@ -1,0 +1,282 @@
+"""The command line as a user meets it: exit codes, one-line errors, files that are whole or not there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import fingerprint, read, write
+from bapipe.formats.plan import Plan
+from bapipe.simulator.simulate import simulate
+from bapipe.zoo import ZOO
+from tests import ROOT
+from tests.random_profiles import random_profile
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A profile and a cluster of two devices of its kind."""
+    link = Bandwidth(bytes_per_s=10**9, latency_ns=5)
+    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=10**6) for i in range(2))
+    write(tmp_path / "profile.json", random_profile(Random(5), 6))
+    write(tmp_path / "cluster.json", Cluster(devices=devices, intra_host=link, inter_host=link))
+    return tmp_path
+
+
+def bapipe(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from bapipe.cli import main; main()", *arguments],
+        cwd=folder,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "150"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def planned(folder: Path, *more: str) -> Plan:
+    done = bapipe(folder, "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", *more)
+    assert done.returncode == 0, done.stderr
+    return read(folder / "plan.json", Plan)
+
+
+def test_plan_writes_the_plan_that_it_prints(folder: Path) -> None:
+    plan = planned(folder, "--stages", "2")
+    profile = random_profile(Random(5), 6)
+    assert plan.certificate.proven_optimal
+    assert plan.profiles == {"a": fingerprint(profile)}
+    assert len(plan.stages) == 2
+    assert {a.name for a in plan.alternatives} == {"one-device", "data-parallel", "equal-layers"}
+    assert simulate(plan, {"a": profile}).prediction(8) == plan.prediction
+
+
+def test_the_same_input_gives_the_same_bytes(folder: Path) -> None:
+    planned(folder)
+    first = (folder / "plan.json").read_bytes()
+    planned(folder)
+    assert (folder / "plan.json").read_bytes() == first
+
+
+def test_compare_sets_the_best_plan_of_each_schedule_beside_the_others(folder: Path) -> None:
+    where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"
+    done = bapipe(folder, "compare", *where, "--schedule", "1f1b,gpipe,zb-v", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["plans"]) == ["1f1b", "gpipe", "zb-v", "any of them, with replicas"]
+    assert {other["name"] for other in found["others"]} >= {"one-device", "data-parallel"}
+    assert found["failed"] == {}
+    for schedule in ("1f1b", "gpipe", "zb-v"):
+        assert (
+            found["plans"][schedule]["step_ns"]
+            == planned(folder, "--schedule", schedule, "--no-replicas").prediction.step_ns
+        )
+    least = min(plan["step_ns"] for plan in found["plans"].values())
+    assert found["plans"]["any of them, with replicas"]["step_ns"] == least
+    shown = bapipe(folder, "compare", *where, "--schedule", "gpipe").stdout
+    assert "any of them, with replicas" in shown
+    assert "data-parallel" in shown
+
+
+def test_compare_says_which_strategies_do_not_fit(folder: Path) -> None:
+    where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"
+    limit = str(planned(folder, "--schedule", "1f1b", "--no-replicas").prediction.ranks[0].peak_bytes)
+    done = bapipe(folder, "compare", *where, "--memory-limit", "1")
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: no plan fits in memory; the closest is ")
+    some = json.loads(bapipe(folder, "compare", *where, "--memory-limit", limit, "--json", "--no-recompute").stdout)
+    assert some["plans"]
+    assert all(plan["peak_bytes"] <= int(limit) for plan in some["plans"].values())
+
+
+def test_simulate_repeats_the_plan(folder: Path) -> None:
+    plan = planned(folder)
+    done = bapipe(folder, "simulate", "plan.json", "profile.json", "--json", "--trace", "trace.json")
+    assert done.returncode == 0
+    assert msgspec.json.decode(done.stdout, type=type(plan.prediction)) == plan.prediction
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    actions = [e for e in events if e["ph"] == "X" and e["name"] in plan.order[0]]
+    assert [e["name"] for e in sorted(actions, key=lambda e: e["ts"])] == list(plan.order[0])
+
+
+def test_a_plan_for_throughput_says_its_load_and_is_simulated(folder: Path) -> None:
+    plan = planned(folder, "--objective", "throughput")
+    assert plan.objective == "throughput"
+    assert plan.certificate.proven_optimal
+    assert plan.certificate.lower_bound_ns == plan.prediction.load_ns
+    shown = bapipe(folder, "show", "plan.json")
+    assert "once the pipeline is full: " in shown.stdout
+    done = bapipe(folder, "simulate", "plan.json", "profile.json", "--json")
+    assert json.loads(done.stdout)["step_ns"] == plan.prediction.step_ns
+
+
+@pytest.mark.parametrize("file", ["profile.json", "cluster.json", "plan.json"])
+def test_show_draws_every_file(folder: Path, file: str) -> None:
+    planned(folder, "--stages", "2")
+    done = bapipe(folder, "show", file)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert {"profile.json": "l5", "cluster.json": "within a host", "plan.json": "equal-layers"}[file] in done.stdout
+
+
+def test_show_draws_a_profile_as_a_page(folder: Path) -> None:
+    done = bapipe(folder, "show", "profile.json", "--html", "shape.html")
+    assert done.returncode == 0
+    assert done.stdout.endswith("wrote shape.html\n")
+    page = (folder / "shape.html").read_text()
+    assert "a cut here carries" in page
+    assert page.count("<circle") == 6  # one for each layer
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_help_is_there_for_every_command(folder: Path) -> None:
+    for command in ("profile", "cluster", "plan", "simulate", "show", "run"):
+        assert "Usage: " in bapipe(folder, command, "--help").stdout
+    shown = " ".join(bapipe(folder, "profile", "--help").stdout.split())
+    assert f"{', '.join(ZOO)}, or a factory module.path:function." in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("plan", "none.json"), 1, "none.json: no such file"),
+        (
+            ("plan", "vgg17", "--devices", "2"),
+            1,
+            f"unknown model 'vgg17': want one of {', '.join(ZOO)}, or a factory of your own as module.path:function; "
+            "did you mean 'vgg16'?",
+        ),
+        (
+            ("profile", "vgg17"),
+            1,
+            f"unknown model 'vgg17': want one of {', '.join(ZOO)}, or a factory of your own as module.path:function; "
+            "did you mean 'vgg16'?",
+        ),
+        (("profile", "vgg16", "--microbatch-size", "0"), 1, "'0' is no list of different positive integers such as 1,2,4,8"),
+        (("profile", "vgg16", "--arg", "x"), 1, "--arg x: want KEY=VALUE, such as image_size=64"),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "7", "--microbatch-size", "2"),
+            1,
+            "a mini-batch of 7 does not divide into micro-batches of 2",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "--microbatch-size", "8"),
+            1,
+            "micro-batches of 8 are not within those profiled (a: 1, 2, 4): choose another --microbatch-size, "
+            "or profile more sizes - at `$.measurements`",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--stages", "3"),
+            1,
+            "3 stages asked for; 2 devices, 6 layers and 1f1b, gpipe allow 1, 2",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--objective", "throughput", "--stages", "2"),
+            1,
+            "--objective throughput chooses the stages: leave --stages 2 out",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--objective", "throughput", "--schedule", "zb-h1"),
+            1,
+            "--objective throughput runs 1f1b, not zb-h1: leave --schedule out",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--schedule", "1b1f"),
+            1,
+            "unknown schedule '1b1f'; choose from gpipe, 1f1b, 1f1b+1, 1f1b+2, eager-1f1b, 2f2b, fbp-as, zb-h1, zb-h2, "
+            "gpipe-2bp, 1f1b-2bp, interleaved-1f1b, looped-bfs, zb-v, v-half, v-min, dualpipe-v, search",
+        ),
+        (
+            ("plan", "profile.json", "--cluster", "cluster.json", "--devices", "2"),
+            1,
+            "--cluster and --devices both say what the devices are; give one of them",
+        ),
+        (("plan", "profile.json", "profile.json"), 1, "two profiles are of device kind 'a'; give one for each kind"),
+        (("plan", "profile.json"), 1, "say what the devices are: --devices N like the profiled one, or --cluster FILE"),
+        (("simulate", "profile.json", "profile.json"), 1, "profile.json: this is a 'profile/1' file; want 'plan/1' - at `$.bapipe`"),
+        (("show", "damaged.json"), 1, "damaged.json: not JSON: Input data was truncated - at `$`"),
+        (("show", "cluster.json", "--html", "x.html"), 1, "--html goes with a plan or a profile; cluster.json is neither"),
+        (("show", "profile.json", "--trace", "t.json"), 1, "--trace goes with a plan; profile.json is none"),
+        (("run", "none.json"), 1, "none.json: no such file"),
+        (("run", "vgg17"), 1, "did you mean 'vgg16'?"),
+        (("plan", "profile.json", "--cluster", "cluster.json", "-o", "none/plan.json"), 1, "none/plan.json: cannot be written: no folder none"),
+    ],
+)  # fmt: skip
+def test_a_users_mistake_is_one_line(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    (folder / "damaged.json").write_bytes((folder / "profile.json").read_bytes()[:100])
+    before = sorted(os.listdir(folder))
+    done = bapipe(folder, *arguments)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(f"{message}\n")
+    assert done.stderr.count("\n") == 1
+    assert sorted(os.listdir(folder)) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan",), ("nothing",), ("plan", "profile.json", "--minibatch-size", "x"), ("show", "--x")]
+)
+def test_wrong_usage_exits_with_2(folder: Path, arguments: tuple[str, ...]) -> None:
+    assert bapipe(folder, *arguments).returncode == 2
+
+
+def test_nothing_fits_exits_with_3_and_names_the_closest_plan(folder: Path) -> None:
+    done = bapipe(
+        folder, "plan", "profile.json", "--cluster", "cluster.json", "--memory-limit", "60", "--minibatch-size", "8"
+    )
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: no plan fits in memory; the closest is ")
+    assert "bytes short" in done.stderr
+    assert not (folder / "plan.json").exists()
+
+
+def test_a_plan_for_another_model_is_refused(folder: Path) -> None:
+    planned(folder)
+    write(folder / "other.json", random_profile(Random(5), 5))
+    done = bapipe(folder, "simulate", "plan.json", "other.json")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the plan's layer 'l5' is not in the profile of random: use the profile that the plan was made from, "
+        "or plan again\n",
+    )
+
+
+def test_another_profile_of_the_same_model_is_judged_with_a_note(folder: Path) -> None:
+    plan = planned(folder)
+    tree: dict[str, Any] = json.loads((folder / "profile.json").read_bytes())
+    tree["layers"][0]["update_ns"] += 10**6
+    (folder / "slower.json").write_text(json.dumps(tree))
+    done = bapipe(folder, "simulate", "plan.json", "slower.json", "--json")
+    assert done.stderr == "the plan was made from another a profile of random\n"
+    assert json.loads(done.stdout)["step_ns"] > plan.prediction.step_ns
+
+
+def test_planning_needs_no_torch(folder: Path) -> None:
+    """Planning, judging and drawing work where torch cannot be imported."""
+    (folder / "block").mkdir()
+    for name in ("torch", "ortools", "networkx"):
+        (folder / "block" / f"{name}.py").write_text("raise ImportError('not installed')")
+    path = f"{folder / 'block'}{os.pathsep}{ROOT}"
+    for arguments in (
+        ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"),
+        ("plan", "profile.json", "--devices", "2", "--minibatch-size", "8"),
+        ("simulate", "plan.json", "profile.json"),
+        ("show", "plan.json"),
+    ):
+        assert bapipe(folder, *arguments, PYTHONPATH=path).returncode == 0
+
+
+def test_measuring_without_torch_says_what_to_install(folder: Path) -> None:
+    (folder / "block").mkdir()
+    (folder / "block" / "torch.py").write_text("raise ImportError('no torch here')")
+    path = f"{folder / 'block'}{os.pathsep}{ROOT}"
+    done = bapipe(folder, "profile", "vgg16", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert done.stderr == "error: profiling and running need torch (no torch here): pip install 'bapipe[run]'\n"

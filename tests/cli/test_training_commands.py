@@ -1,0 +1,241 @@
+"""The commands that need torch, from profiling to training, on a model of the test's own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bapipe.errors import BapipeError
+from bapipe.formats.codec import read, write
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.hardware import num_cores
+from bapipe.runtime.run import run
+from tests import ROOT
+
+COMMAND = [sys.executable, "-c", "from bapipe.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where tiny was profiled and planned for two stages."""
+    folder = tmp_path_factory.mktemp("tiny")
+    shutil.copy(ROOT / "tests" / "models" / "tiny.py", folder)
+    for arguments in (
+        ("profile", "tiny:tiny", "--arg", "width=32", "--microbatch-size", "2,4"),
+        ("plan", "profile.json", "--devices", "2", "--stages", "2", "--minibatch-size", "8"),
+    ):
+        done = bapipe(folder, *arguments)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "150"}
+
+
+def bapipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
+    )
+
+
+def changed(folder: Path, name: str, **values: Any) -> None:
+    """Writes the plan with some top-level values replaced."""
+    tree = json.loads((folder / "plan.json").read_bytes()) | values
+    (folder / name).write_text(json.dumps(tree))
+
+
+def test_the_profile_names_the_layers_and_the_loss(folder: Path) -> None:
+    profile = read(folder / "profile.json", ModelProfile)
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2", "3", "loss"]
+    assert profile.arguments == {"width": 32}
+    assert profile.microbatch_sizes == (2, 4)
+
+
+def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
+    training = ("--data", "tiny:own", "--steps", "12", "--lr", "0.05", "--eval-every", "5", "--eval-samples", "6")
+    done = bapipe(folder, "run", "plan.json", *training, "--tensorboard", "board", "--json", "--trace", "measured.json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    plan = read(folder / "plan.json", Plan)
+    assert told["losses"][-1] < told["losses"][0]
+    assert [(found["steps"], found["num_samples"]) for found in told["evaluations"]] == [(5, 6), (10, 6), (12, 6)]
+    assert all(found["near"] * 6 in range(7) for found in told["evaluations"])
+    assert told["evaluations"][-1]["loss"] < told["evaluations"][0]["loss"]
+    last = told["evaluations"][-1]
+    assert f"step 12/12  held-out loss {last['loss']:.4f}, near {last['near']:.1f}, 6 samples in " in done.stderr
+    written = EventAccumulator(str(folder / "board")).Reload()
+    assert [event.value for event in written.Scalars("loss")] == pytest.approx(told["losses"])
+    assert [event.step for event in written.Scalars("held_out/near")] == [5, 10, 12]
+    assert [rank["order"] for rank in told["ranks"]] == [list(order) for order in plan.order]
+    assert told["predicted_step_ns"] == plan.prediction.step_ns
+    names = {event["name"] for event in json.loads((folder / "measured.json").read_text())["traceEvents"]}
+    assert {action for order in plan.order for action in order} <= names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"augment": True}, "data 'tiny:own' is no folder of images, so --augment cannot draw pieces of them"),
+        ({"buckets": 2}, "data 'tiny:own' are no sentences, so they cannot be put into 2 buckets by length"),
+        ({"evaluate_every": 0}, "evaluation every 0 steps: want 1 or more"),
+        ({"evaluate_every": 1, "evaluate_samples": 0}, "evaluation of 0 samples: want 1 or more"),
+        (
+            {"evaluate_every": 1, "evaluate_samples": 64},
+            "the data has 64 samples, and evaluation takes 64 of them away: give more data, or a smaller --eval-samples",
+        ),
+        (
+            {"evaluate_every": 1, "evaluate_samples": 60},
+            "the data has 4 samples, less than a mini-batch of 8: give more data, or plan with a smaller --minibatch-size",
+        ),
+    ],
+)
+def test_what_the_data_cannot_give_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(BapipeError) as error:
+        run(read(folder / "plan.json", Plan), data="tiny:own", **options)
+    assert str(error.value) == message
+
+
+def test_run_of_a_model_profiles_and_plans_first(folder: Path) -> None:
+    done = bapipe(folder, "run", "tiny:tiny", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "predicted and measured" in done.stdout
+    kept = [read(path, ModelProfile) for path in (folder / "cache" / "bapipe").glob("*.profile.json")]
+    asked = {(p.settings.threads, p.microbatch_sizes) for p in kept if not p.arguments}  # type: ignore[union-attr]
+    assert asked == {(1, (1, 2, 4, 8)), *([(num_cores(), (4, 8))] if num_cores() > 1 else [])}
+
+
+def test_cluster_lists_devices_and_a_measured_link(folder: Path) -> None:
+    done = bapipe(folder, "cluster", "--devices", "1", "-o", "cluster.json")
+    assert done.returncode == 0, done.stderr
+    assert "within a host" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"factory": None}, "error: the plan of tiny names no factory, so there is nothing to build the model with"),
+        ({"factory": "tiny:large"}, "error: module 'tiny' has no function 'large'"),
+        ({"arguments": {"depth": 3}}, "error: factory 'tiny:tiny' does not take these arguments"),
+        (
+            {"minibatch_size": 7},
+            "error: damaged.json: 4 micro-batches of 2 are not a mini-batch of 7 - at `$.minibatch_size`",
+        ),
+        ({"order": [[], []]}, "error: stage 0, micro-batch 0: has nothing; want F and B, or F, I and W"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_one_line(folder: Path, values: dict[str, Any], message: str) -> None:
+    if "minibatch_size" in values:
+        values = values | {"num_microbatches": 4, "microbatch_size": 2}
+    changed(folder, "damaged.json", **values)
+    done = bapipe(folder, "run", "damaged.json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_plan_for_another_model_is_refused(folder: Path) -> None:
+    plan = read(folder / "plan.json", Plan)
+    stages = [{"layers": [name.replace("2", "two") for name in s.layers], "devices": s.devices} for s in plan.stages]
+    changed(folder, "other.json", stages=stages)
+    done = bapipe(folder, "run", "other.json")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "two" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_more_devices_than_the_machine_has_are_refused(folder: Path) -> None:
+    plan = read(folder / "plan.json", Plan)
+    many = 4096
+    tree = json.loads((folder / "plan.json").read_bytes())
+    device = tree["cluster"]["devices"][0]
+    tree["cluster"]["devices"] = [device | {"name": f"cpu{i}"} for i in range(many)]
+    tree["stages"] = [{"layers": list(s.layers), "devices": [f"cpu{i}"]} for i, s in enumerate(plan.stages)]
+    tree["stages"][0]["devices"] = [f"cpu{i}" for i in range(many) if i != 1]
+    tree["order"] = [tree["order"][0], tree["order"][1], *[[] for _ in range(many - 2)]]
+    (folder / "many.json").write_text(json.dumps(tree))
+    for arguments in (("run", "many.json"), ("cluster", "--devices", str(many), "-o", "none.json")):
+        done = bapipe(folder, *arguments)
+        assert done.returncode == 1
+        assert f"{many}" in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not (folder / "none.json").exists()
+
+
+def children(pid: int) -> list[int]:
+    """The ranks of a run: processes that `multiprocessing` spawned."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return sorted(found)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("blow", ["kill a rank", "ctrl-c"])
+def test_a_run_ends_whole(folder: Path, blow: str) -> None:
+    run = subprocess.Popen(
+        [*COMMAND, "run", "plan.json", "--steps", "1000000"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stderr is not None
+        first = run.stderr.readline()
+        assert first.startswith("step 1/1000000"), first
+        ranks = children(run.pid)
+        assert len(ranks) == 2
+        os.kill(*((ranks[1], signal.SIGKILL) if blow == "kill a rank" else (run.pid, signal.SIGINT)))
+        start = time.monotonic()
+        _, rest = run.communicate(timeout=30)
+        assert time.monotonic() - start < 10
+        assert not any(alive(rank) for rank in ranks)
+        last = [line for line in rest.splitlines() if not line.startswith("step ")]
+        if blow == "kill a rank":
+            assert run.returncode == 1
+            assert len(last) == 1
+            assert last[0].startswith("error: rank 1 (cpu1) was killed by SIGKILL at step ")
+        else:
+            assert run.returncode == 130
+            assert last == ["interrupted: all ranks have ended"]
+    finally:
+        run.kill()
+
+
+def test_a_profile_of_other_layers_cannot_judge_the_plan(folder: Path) -> None:
+    profile = read(folder / "profile.json", ModelProfile)
+    tree = json.loads((folder / "profile.json").read_bytes())
+    tree["layers"][1]["name"] = "one"
+    (folder / "renamed.json").write_text(json.dumps(tree))
+    done = bapipe(folder, "simulate", "plan.json", "renamed.json")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the plan's layer '1' is not in the profile of tiny")
+    write(folder / "again.json", profile)
+    assert bapipe(folder, "simulate", "plan.json", "again.json").returncode == 0

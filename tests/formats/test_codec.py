@@ -1,0 +1,222 @@
+"""Files: what is accepted, and the whole message for what is not."""
+
+import json
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.codec import KINDS, decode, decode_as, encode, read, schema, write
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
+from tests import ROOT
+from tests.random_profiles import random_cluster, random_profile
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return random_profile(Random(1), 4)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    fast = Bandwidth(bytes_per_s=10**9, latency_ns=10)
+    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=10**6) for i in range(2))
+    return Cluster(devices=devices, intra_host=fast, inter_host=fast)
+
+
+@pytest.fixture(scope="module")
+def plan(profile: ModelProfile, cluster: Cluster) -> Plan:
+    return plan_step_time({"a": profile}, cluster, PlanOptions(minibatch_size=4, num_stages=2))
+
+
+def test_decode_reverses_encode(profile: ModelProfile, cluster: Cluster, plan: Plan) -> None:
+    for value in (profile, cluster, plan):
+        assert decode(encode(value)) == value
+        assert encode(decode(encode(value))) == encode(value)
+    for seed in range(50):
+        value = random_cluster(Random(seed), 3)
+        assert decode(encode(value)) == value
+
+
+def test_the_header_comes_first(profile: ModelProfile) -> None:
+    assert encode(profile).startswith(b'{\n "bapipe": "profile/1",')
+
+
+def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
+    """The file with the value at `path` replaced, or removed where `new` is ..."""
+    tree = json.loads(encode(value))
+    at = tree
+    for key in path[:-1]:
+        at = at[key]
+    if new is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = new
+    return json.dumps(tree).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        (("bapipe",), "profile/2", "unknown file kind 'profile/2'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),
+        (("bapipe",), ..., "Object missing required field `bapipe` - at `$`"),
+        (("layers", 3, "param_bytes"), -1, "Expected `int` >= 0 - at `$.layers[3].param_bytes`"),
+        (("layers", 3, "param_bytes"), "x", "Expected `int`, got `str` - at `$.layers[3].param_bytes`"),
+        (("layers", 3, "param_bytes"), 1.5, "Expected `int`, got `float` - at `$.layers[3].param_bytes`"),
+        (("layers", 3, "param_bytes"), True, "Expected `int`, got `bool` - at `$.layers[3].param_bytes`"),
+        (("layers", 3, "param_bytes"), 2**63, "Expected `int` <= 9223372036854775807 - at `$.layers[3].param_bytes`"),
+        (("layers", 3, "color"), "red", "Object contains unknown field `color` - at `$.layers[3]`"),
+        (("layers", 3, "name"), ..., "Object missing required field `name` - at `$.layers[3]`"),
+        (("layers", 3, "name"), "l1", "a second layer is named 'l1'; names must be unique - at `$.layers[3].name`"),
+        (("layers", 3, "outputs"), ["t1"], "tensor 't1' is made twice - at `$.layers[3].outputs`"),
+        (
+            ("layers", 1, "inputs"),
+            ["t3"],
+            "tensor 't3' is used before the layer that makes it; layers must be in topological order, without cycles"
+            " - at `$.layers[1].inputs`",
+        ),
+        (("layers", 1, "no_gradient"), ["t3"], "'t3' is not an output of the layer - at `$.layers[1].no_gradient`"),
+        (("layers", 1, "shares"), ["zz"], "'zz' is not a layer of the profile - at `$.layers[1].shares`"),
+        (("layers",), [], "a profile needs at least one layer - at `$.layers`"),
+        (("measurements",), [], "a profile needs at least one measured micro-batch size - at `$.measurements`"),
+        (("measurements", 1, "microbatch_size"), 1, "micro-batch size 1 is measured twice - at `$.measurements[1].microbatch_size`"),
+        (("measurements", 1, "microbatch_size"), 0, "Expected `int` >= 1 - at `$.measurements[1].microbatch_size`"),
+        (
+            ("measurements", 0, "layers", 2, "output_bytes"),
+            [],
+            "0 sizes for the 1 outputs of 'l2' - at `$.measurements[0].layers[2].output_bytes`",
+        ),
+        (("measurements", 0, "layers"), [], "0 layers measured, want 4 - at `$.measurements[0].layers`"),
+    ],
+)  # fmt: skip
+def test_a_damaged_profile_names_the_place(profile: ModelProfile, path: Any, new: Any, message: str) -> None:
+    with pytest.raises(InvalidFile) as caught:
+        decode(damaged(profile, path, new))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        (("devices",), [], "a cluster needs at least one device - at `$.devices`"),
+        (("devices", 1, "name"), "d0", "a second device is named 'd0' - at `$.devices[1].name`"),
+        (("devices", 1, "speed"), 0, "Expected `float` > 0.0 - at `$.devices[1].speed`"),
+        (("intra_host", "bytes_per_s"), 0, "Expected `int` >= 1 - at `$.intra_host.bytes_per_s`"),
+        (
+            ("links",),
+            [{"from": "d0", "to": "d7", "bytes_per_s": 1, "latency_ns": 0}],
+            "'d7' is not a device of the cluster (d0, d1) - at `$.links[0]`",
+        ),
+    ],
+)
+def test_a_damaged_cluster_names_the_place(cluster: Cluster, path: Any, new: Any, message: str) -> None:
+    with pytest.raises(InvalidFile) as caught:
+        decode(damaged(cluster, path, new))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        (("num_microbatches",), 3, "are not a mini-batch of 4 - at `$.minibatch_size`"),
+        (("stages", 1, "layers"), ["l0"], "layer 'l0' is in two places - at `$.stages[1].layers`"),
+        (("stages", 1, "devices"), ["d7"], "'d7' is not a device of the plan's cluster - at `$.stages[1].devices`"),
+        (("stages", 1, "devices"), [], "a stage needs at least one device - at `$.stages[1].devices`"),
+        (("order", 1, 0), "1X0", "'1X0' is no action; want stage, one of F B I W, micro-batch, such as '2F0' - at `$.order[1][0]`"),
+        (("order",), [[]], "1 orders for 2 devices - at `$.order`"),
+        (("cluster", "devices", 1, "name"), "d0", "a second device is named 'd0' - at `$.cluster.devices[1].name`"),
+        (("factory",), ..., "Object missing required field `factory` - at `$`"),
+    ],
+)  # fmt: skip
+def test_a_damaged_plan_names_the_place(plan: Plan, path: Any, new: Any, message: str) -> None:
+    with pytest.raises(InvalidFile) as caught:
+        decode(damaged(plan, path, new))
+    assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"bapipe": "plan/1"', b"[" * 100_000])
+def test_what_is_no_file_of_ours_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidFile):
+        decode(text)
+
+
+def refusal(text: bytes) -> InvalidFile | None:
+    try:
+        decode(text)
+    except InvalidFile as error:
+        return error
+    return None
+
+
+def test_every_damage_gives_a_path(profile: ModelProfile, cluster: Cluster, plan: Plan) -> None:
+    """Removing or replacing any one value either still decodes or is an InvalidFile with a path."""
+    random = Random(0)
+
+    def paths(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+        return [p for key, value in pairs for p in ((*at, key), *paths(value, (*at, key)))]
+
+    refused = 0
+    for value in (profile, cluster, plan):
+        for path in paths(json.loads(encode(value))):
+            for new in random.sample([..., None, -1, "x", 1e9, [], {}, True, [None], 10**30], 4):
+                error = refusal(damaged(value, path, new))
+                if error is not None:
+                    refused += 1
+                    assert error.where.startswith("$")
+                    assert str(error).endswith(f" - at `{error.where}`")
+    assert refused > 1000
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path, cluster: Cluster) -> None:
+    write(tmp_path / "c.json", cluster)
+    with pytest.raises(InvalidFile) as caught:
+        read(tmp_path / "c.json", ModelProfile)
+    assert str(caught.value) == f"{tmp_path}/c.json: this is a 'cluster/1' file; want 'profile/1' - at `$.bapipe`"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BapipeError, match=r"none\.json: no such file$"):
+        read(tmp_path / "none.json", Plan)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, cluster: Cluster) -> None:
+    path = tmp_path / "folder.json"
+    path.mkdir()
+    with pytest.raises(BapipeError, match="cannot be written"):
+        write(path, cluster)
+    assert os.listdir(tmp_path) == ["folder.json"]
+    with pytest.raises(BapipeError, match="cannot be written: No such file or directory"):
+        write(tmp_path / "missing" / "c.json", cluster)
+
+
+def test_side_by_side_needs_transfers_that_overlap(cluster: Cluster) -> None:
+    tree = json.loads(encode(cluster))
+    tree["devices"][0] |= {"overlaps_transfers": False, "side_by_side": True}
+    with pytest.raises(InvalidFile) as caught:
+        decode_as(json.dumps(tree).encode(), Cluster)
+    assert str(caught.value) == (
+        f"'{tree['devices'][0]['name']}' runs forward and backward side by side and does not overlap transfers; set "
+        "overlaps_transfers to true, or leave side_by_side out - at `$.devices[0].side_by_side`"
+    )
+
+
+def test_optional_keys_may_be_left_out(cluster: Cluster) -> None:
+    tree = json.loads(encode(cluster))
+    for device in tree["devices"]:
+        del device["speed"], device["overlaps_transfers"], device["side_by_side"]
+    del tree["links"]
+    assert decode_as(json.dumps(tree).encode(), Cluster) == cluster
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_packaged_schema_is_the_types(kind: str) -> None:
+    path = ROOT / "bapipe" / "formats" / "schemas" / f"{kind.replace('/', '-')}.json"
+    assert path.read_bytes() == schema(kind), "write the schemas again: python -m bapipe.formats.schemas"

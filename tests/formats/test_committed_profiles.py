@@ -1,0 +1,28 @@
+"""The profiles in `profiles/` are whole, and what they hold was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from bapipe.formats import codec
+from bapipe.formats.profile import ModelProfile
+from tests import ROOT
+
+FOLDER = ROOT / "profiles"
+FILES = sorted(FOLDER.rglob("*.json"))
+
+
+def test_there_are_some() -> None:
+    assert {"v100/vgg16.json", "v100/gnmt8.json"} <= {str(path.relative_to(FOLDER)) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
+def test_they_are_whole(path: Path) -> None:
+    profile = codec.read(path, ModelProfile)
+    for size in profile.microbatch_sizes:
+        layers = profile.at(size)
+        assert sum(m.forward_ns for m in layers) > 0
+        assert sum(m.whole_backward_ns for m in layers) > 0
+        if path.parent.name == "cpu":
+            assert profile.environment["passes"][str(size)] >= 3
+            assert 0.9 < profile.environment["sum_over_whole"][str(size)] < 1.1

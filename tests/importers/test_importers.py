@@ -1,0 +1,191 @@
+"""Foreign profiles, worked out by hand, and the published totals of the converted ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bapipe.errors import BapipeError
+from bapipe.formats.codec import read
+from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.importers import Origin, import_file, import_profile
+from tests import ROOT
+
+
+def origin(sizes: tuple[int, ...] = (8,), optimizer: str = "adam") -> Origin:
+    return Origin(
+        model="small",
+        source="by hand",
+        kind="cuda",
+        device_name="V100",
+        memory_bytes=100,
+        batch_size=8,
+        sizes=sizes,
+        optimizer=optimizer,
+    )
+
+
+def times(forward: float, backward: float, sizes: str, params: float) -> str:
+    return (
+        f"forward_compute_time={forward}, backward_compute_time={backward}, activation_size={sizes}, "
+        f"parameter_size={params}"
+    )
+
+
+TRANSLATION = f"""\
+node2 -- Embedding(5, 2) -- {times(1, 6, "40.0", 80)}
+node1 -- Input0 -- {times(99, 0, "16.0", 0)}
+node3 -- EmuBidirLSTM(  (bidir): LSTM(2, 2, bidirectional=True)) -- {times(2, 0.5, "80.000", 8)}
+node4 -- LSTM(4, 2) -- {times(3, 4, "[40.0; 6.0; 6.0]", 32)}
+node5 -- __getitem__(0) -- {times(0, 0, "40.0", 0)}
+node6 -- __getitem__(1) -- {times(0, 0, "6.0", 0)}
+node7 -- ReLU(inplace) -- {times(0.25, 0.75, "40.0", 0)}
+node8 -- LSTM(2, 2) -- {times(3, 9, "[40.0; 6.0; 6.0]", 16)}
+node9 -- __getitem__(0) -- {times(0, 0, "40.0", 0)}
+node10 -- Add -- {times(0, 0, "40.0", 0)}
+node11 -- Classifier(  (classifier): Linear(2, 5)) -- {times(2, 1, "100.0", 44)}
+\tnode1 -- node2
+\tnode2 -- node3
+\tnode1 -- node3
+\tnode3 -- node4
+\tnode4 -- node5
+\tnode4 -- node6
+\tnode5 -- node7
+\tnode7 -- node8
+\tnode6 -- node8
+\tnode8 -- node9
+\tnode9 -- node10
+\tnode5 -- node10
+\tnode10 -- node11
+"""
+
+
+def layers(profile: ModelProfile) -> dict[str, tuple[LayerProfile, LayerMeasurement]]:
+    return {a.name: (a, m) for a, m in zip(profile.layers, profile.measurements[0].layers, strict=True)}
+
+
+def test_pipedream_with_every_trap() -> None:
+    profile = import_profile(TRANSLATION, origin())
+    found = layers(profile)
+    assert list(found) == ["node2+node3", "node4", "node7", "node8+node10+node11"]
+    first, lstm, relu, last = (a for a, _ in found.values())
+    assert (first.kind, first.inputs, first.outputs) == ("Embedding+EmuBidirLSTM", ("input0",), ("node3",))
+    assert (lstm.inputs, lstm.outputs) == (("node3",), ("node4:0", "node4:1"))
+    assert (relu.inputs, relu.outputs) == (("node4:0",), ("node7",))
+    assert (last.inputs, last.outputs) == (("node4:1", "node7", "node4:0"), ("node11",))
+    assert [a.param_bytes for a, _ in found.values()] == [88, 32, 0, 60]
+    assert [a.optimizer_state_bytes for a, _ in found.values()] == [176, 64, 0, 120]
+    at = [(m.forward_ns, m.input_grad_ns, m.weight_grad_ns) for _, m in found.values()]
+    assert at == [
+        (3_000_000, 0, 6_500_000),  # model inputs need no gradient; loading them is no layer
+        (3_000_000, 2_000_000, 2_000_000),
+        (250_000, 750_000, 0),
+        (5_000_000, 5_000_000, 5_000_000),
+    ]
+    assert [m.output_bytes for _, m in found.values()] == [(80,), (40, 6), (40,), (100,)]
+    assert [m.stash_bytes for _, m in found.values()] == [40 + 80, 52, 0, 52 + 40 + 100]
+    assert profile.environment == {
+        "source": "by hand",
+        "batch_size": 8,
+        "input_and_weight_gradient": "halves of the measured backward",
+    }
+
+
+def test_other_sizes_are_scaled_in_proportion_and_named() -> None:
+    profile = import_profile(TRANSLATION, origin(sizes=(8, 2), optimizer="sgd"))
+    assert profile.microbatch_sizes == (2, 8)
+    assert profile.environment["scaled_in_proportion"] == [2]
+    small = profile.at(2)[1]
+    assert (small.forward_ns, small.input_grad_ns, small.weight_grad_ns) == (750_000, 500_000, 500_000)
+    assert (small.stash_bytes, small.output_bytes) == (13, (10, 2))  # 6 / 4 = 1.5, rounded up
+    assert all(layer.optimizer_state_bytes == 0 for layer in profile.layers)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_a_table_is_a_chain(delimiter: str) -> None:
+    text = "layer,fwd_ms,bwd (us),Activation MiB,param_bytes\nconv, 1.5, 3000, 2, 0\n\nfc,2,1,0.5,7\n"
+    profile = import_profile(text.replace(",", delimiter), origin())
+    (a, at_a), (b, at_b) = layers(profile).values()
+    assert (a.name, a.inputs, a.outputs) == ("conv", ("input",), ("conv",))
+    assert (b.name, b.inputs, b.outputs, b.param_bytes) == ("fc", ("conv",), ("fc",), 7)
+    assert (at_a.forward_ns, at_a.input_grad_ns, at_a.weight_grad_ns) == (1_500_000, 3_000_000, 0)
+    assert (at_b.forward_ns, at_b.input_grad_ns, at_b.weight_grad_ns) == (2_000_000, 500, 500)
+    assert (at_a.output_bytes, at_a.stash_bytes, at_b.stash_bytes) == ((2 * 2**20,), 2 * 2**20, 2**19)
+
+
+HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no layer in the file: want PipeDream's graph.txt, or a table with a header"),
+        (
+            "node1 -- Conv2d(3) -- forward=1\n",
+            "line 1 is no node and no edge of PipeDream's graph.txt: 'node1 -- Conv2d(3) -- forward=1'; want "
+            "'node1 -- Module -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes, "
+            "parameter_size=bytes' or, indented, 'node1 -- node2'",
+        ),
+        (TRANSLATION + "\tnode1 -- node99\n", "line 25 has an edge of 'node99', which is no node of the file"),
+        (
+            TRANSLATION + "\tnode4 -- node3\n",
+            "line 25: an edge from 'node4' back to 'node3'; nodes are in order of number",
+        ),
+        (
+            "layer,forward_ms\n",
+            "no column for backward in the header layer, forward_ms; want layer, forward_ms, backward_ms, "
+            "activation_bytes, parameter_bytes, with the units that are theirs",
+        ),
+        ("layer,forward\n", "column 'forward' has no unit; want one of ns, us, ms, s, such as forward_s"),
+        (HEADER + "a,1,2,3\n", "line 2 has 4 columns; the header has 5"),
+        (HEADER + "a,1,x,3,4\n", "line 2: 'x' is no backward of a layer; want a number from 0 up"),
+        (HEADER + "a,-1,2,3,4\n", "line 2: '-1' is no forward of a layer; want a number from 0 up"),
+        (HEADER + "a,1,2,nan,4\n", "line 2: 'nan' is no output of a layer; want a number from 0 up"),
+        (
+            HEADER + "a,1,2,3,4\na,1,2,3,4\n",
+            "a second layer is named 'a'; names must be unique - at `$.layers[1].name`",
+        ),
+    ],
+)
+def test_errors_name_the_line(text: str, message: str) -> None:
+    with pytest.raises(BapipeError) as error:
+        import_profile(text, origin())
+    assert str(error.value) == message
+
+
+def test_an_unknown_optimizer() -> None:
+    with pytest.raises(BapipeError, match=re.escape("unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam")):
+        import_profile(TRANSLATION, origin(optimizer="lion"))
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "graph.txt"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(BapipeError, match=re.escape(f"{path}: not a text file")):
+        import_file(path, origin())
+    path.write_text(HEADER)
+    with pytest.raises(BapipeError, match=re.escape(f"{path}: no layer in the file")):
+        import_file(path, origin())
+
+
+CONVERTED = ROOT / "profiles" / "v100"
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "forward_ms", "backward_ms", "num_params"),
+    [
+        ("vgg16", 128, 234, 439, 138_357_544),
+        ("resnet50", 128, 182, 261, 25_557_032),
+        ("gnmt8", 32, 33.5, 55.9, None),
+        ("gnmt16", 128, 183, 338, None),
+    ],
+)
+def test_the_converted_profiles_add_up_to_the_published_totals(
+    name: str, batch_size: int, forward_ms: float, backward_ms: float, num_params: int | None
+) -> None:
+    profile = read(CONVERTED / f"{name}.json", ModelProfile)
+    measured = profile.at(batch_size)
+    assert sum(m.forward_ns for m in measured) / 1e6 == pytest.approx(forward_ms, abs=0.6)
+    assert sum(m.input_grad_ns + m.weight_grad_ns for m in measured) / 1e6 == pytest.approx(backward_ms, abs=0.6)
+    if num_params is not None:
+        assert sum(layer.param_bytes for layer in profile.layers) == 4 * num_params

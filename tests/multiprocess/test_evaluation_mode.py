@@ -1,0 +1,84 @@
+"""What a pipeline computes in evaluation mode is what the whole model computes in it, and training goes on unchanged."""
+
+import pytest
+import torch
+from torch import nn
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.evaluate.forward import forwards_only
+from bapipe.runtime.launch.processes import launch
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.schedules.table import Schedule
+from bapipe.tracing import trace
+from tests.multiprocess.evaluation_mode_cases import Case, Dropping, Looking, Outcome, Passing, refused, run_cases
+from tests.multiprocess.runtime_cases import loss, make_plan
+
+EVERY = tuple((start, start + 3) for start in range(0, 15, 3))
+
+CASES = (
+    Case("two stages", Dropping, (3,), (0, 1)),
+    Case("two stages and a smaller last micro-batch", Dropping, (4,), (0, 1), num_samples=8),
+    Case("through torch.export", Looking, (3,), (0, 1), num_samples=14),
+    Case("two stages a rank, in a loop", Dropping, (1, 3, 5), (0, 1, 0, 1), looped=True, num_samples=13),
+    Case("replicas", Dropping, (), ((0, 1),)),
+    Case("replicas, of which one has nothing to do", Dropping, (3,), ((0, 1), (0, 1)), num_samples=2),
+    Case("two inputs and two results", Passing, (2,), (0, 1), num_samples=7),
+    Case("in bfloat16", Dropping, (3,), (0, 1), autocast=True),
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Outcome]]:
+    results = launch(run_cases, ["cpu0", "cpu1"], CASES, timeout_s=60)
+    return {item.name: [result[i] for result in results] for i, item in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
+def test_it_is_the_whole_models(item: Case, outcomes: dict[str, list[Outcome]]) -> None:
+    found = outcomes[item.name]
+    assert all(outcome.unchanged for outcome in found)
+    knowing = [outcome for outcome in found if outcome.loss_error is not None]
+    last = item.ranks[-1]
+    assert len(knowing) == (len(last) if isinstance(last, tuple) else 1)
+    for outcome in knowing:
+        assert outcome.loss_error is not None
+        assert outcome.output_error is not None
+        assert max(outcome.loss_error, outcome.output_error) <= (0.05 if item.autocast else 1e-12)
+    seen = sorted(rows for outcome in knowing for rows in outcome.rows)
+    want = [(start, min(stop, item.num_samples)) for start, stop in EVERY if start < item.num_samples]
+    assert seen == want
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_another_in_evaluation_mode_is_refused() -> None:
+    assert refused() == (
+        "in evaluation mode the model cannot be cut as the plan says: the plan's layer 'b' is not in the model: run the "
+        "model that the plan was made for, or plan again"
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_does_not_fit_is_refused() -> None:
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), torch.randn(6, 6)
+    plan = make_plan([layer.name for layer in trace(module, [x]).layers], (1,), (0, 0), [["0F0", "1F0", "1B0", "0B0"]],
+                     6, 1)  # fmt: skip
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], evaluates=True)
+    with pytest.raises(BapipeError) as caught:
+        pipeline.evaluate(x, num_samples=5)
+    assert str(caught.value) == "'input' has 6 samples; num_samples is 5"
+    with pytest.raises(ValueError, match=r"^7 samples to evaluate: want 1 to 6, the plan's mini-batch$"):
+        pipeline.evaluate(x, num_samples=7)
+    found = pipeline.evaluate(x)
+    assert found is not None
+    assert found.loss is None
+    assert torch.equal(found.outputs[0], module(x))
+    with pytest.raises(ValueError, match="not made to evaluate"):
+        Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), plan, loss=loss, inputs=[x]).evaluate(x)
+
+
+def test_forwards_of_a_loop_go_round_in_groups() -> None:
+    table = Schedule(devices=((0,), (1,), (0,), (1,)), num_microbatches=9, order=((), ()))
+    assert [list(map(str, order)) for order in forwards_only(table, 3).order] == [
+        ["0F0", "0F1", "2F0", "2F1", "0F2", "2F2"],
+        ["1F0", "1F1", "3F0", "3F1", "1F2", "3F2"],
+    ]

@@ -1,0 +1,198 @@
+"""Nothing is lost when something dies: kills, other plans, full disks, frozen ranks, damaged checkpoints."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.runtime.checkpoint.manifest import list_checkpoints
+from bapipe.runtime.checkpoint.writer import full_state_dict
+from bapipe.runtime.run import export
+from bapipe.runtime.train import train
+from bapipe.runtime.train_config import Training
+from tests import ROOT
+from tests.multiprocess.fault_cases import noisy, plan_of, points, quiet
+from tests.multiprocess.launch_cases import Small
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("survival")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, Any]:
+    script, root = Path(__file__).with_name("fault_cases.py"), ROOT
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | {"PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "FATAL"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
+
+
+def test_a_run_killed_a_dozen_times_ends_as_one_left_alone(seen: dict[str, Any]) -> None:
+    killed = seen["killed"]
+    assert killed["kills"] == 12
+    assert killed["equal"]
+    assert 0 < killed["steps_after_the_last"] < 40  # it went on from a checkpoint
+    assert killed["kept"] == ["step-000000038", "step-000000040"]
+
+
+def test_a_checkpoint_loads_under_any_plan(seen: dict[str, Any]) -> None:
+    assert len(seen["replanned"]["losses"]) == 15
+    assert seen["replanned"]["losses"] == pytest.approx(seen["replanned"]["alone"], abs=1e-5)
+
+
+def test_a_full_disk_ends_every_rank_and_leaves_no_checkpoint(seen: dict[str, Any]) -> None:
+    said = "rank 1 (cpu1) could not write the checkpoint of 4 steps: OSError: [Errno 27] File too large"
+    assert [text.partition(": ")[2] for text in seen["full_disk"]] == [said, said]
+
+
+def test_a_frozen_rank_is_noticed_at_the_timeout(seen: dict[str, Any]) -> None:
+    assert re.fullmatch(
+        r"RunFailed: rank 0 \(cpu0\) waited more than 2 s for another rank at step \d+: that one hangs, or the link to "
+        "it is cut",
+        seen["frozen"]["said"],
+    )
+    assert seen["frozen"]["waited_s"] < 5
+
+
+def test_a_cut_link_ends_every_rank_at_the_timeout_and_nothing_is_lost(seen: dict[str, Any]) -> None:
+    found = seen["cut_off"]
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    for rank, said in enumerate(found["said"]):
+        assert re.fullmatch(
+            rf"RunFailed: rank {rank} \(cpu{rank}\) waited more than 2 s for another rank at step \d+: that one hangs, or "
+            "the link to it is cut",
+            said,
+        ), said
+    assert found["waited_s"] < 2 + 4
+    assert 0 < found["steps_after"] < 40
+    assert found["equal"]
+
+
+def test_a_loss_that_is_no_number_ends_every_rank(seen: dict[str, Any]) -> None:
+    said = (
+        "the loss is nan at step 0; parameters that are not finite after it: rank 0 (cpu0) has 2, '0.weight' first, "
+        "rank 1 (cpu1) has 5, '2.weight' first: lower the learning rate or look at the data"
+    )
+    assert [text.partition(": ")[2] for text in seen["not_a_number"]] == [said, said]
+
+
+def test_of_the_ranks_of_a_job_one_says_why(seen: dict[str, Any]) -> None:
+    first, second = seen["raised"]
+    assert second == "RunFailed: rank 1 (cpu1) failed at step 0: RuntimeError: first line"
+    assert first.startswith("RunFailed told: rank 0 (cpu0) lost another rank at step 0: ")
+
+
+def test_under_torchrun_it_comes_back(tmp_path: Path) -> None:
+    script, root = Path(__file__).with_name("torchrun_case.py"), ROOT
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", str(script), str(tmp_path / "kept")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = [f"0:{step}" for step in range(5)]
+    again = int(done.stdout.split()[5].partition(":")[2])  # that of step 4 may still have been on its way
+    assert again in (2, 4)
+    assert done.stdout.split() == [*first, *(f"1:{step}" for step in range(again, 8))]
+    assert [path.name for path in list_checkpoints(tmp_path / "kept")][-1] == "step-000000008"
+
+
+def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model.safetensors"
+    assert export(folder / "killed" / "alone", output) == 11
+    with torch.device("cpu"):
+        module = noisy().module.to_empty(device="cpu")
+    module.load_state_dict(load_file(output))  # strict
+    want = full_state_dict(list_checkpoints(folder / "killed" / "alone")[-1])
+    assert all(torch.equal(value, want[name]) for name, value in module.state_dict().items())
+    with pytest.raises(BapipeError) as caught:
+        export(tmp_path, output)
+    assert str(caught.value) == (
+        f"{tmp_path}: no checkpoint here: give a folder that `bapipe run --checkpoint` has filled"
+    )
+
+
+def other() -> Small:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 17), nn.Tanh(), nn.Linear(17, 3))
+    return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+
+
+def _cut(path: Path) -> None:
+    (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-7])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+
+
+def _manifest(path: Path) -> None:
+    (path / "bapipe.json").write_bytes((path / "bapipe.json").read_bytes()[:-20])
+
+
+OLDER = "; remove the folder to go on from an older checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("damage", "build", "training", "message"),
+    [
+        (_cut, quiet, Training(steps=20), rf"{{}} is damaged: '__0_0.distcp' has \d+ bytes, not \d+{OLDER}"),
+        (_flip, quiet, Training(steps=20), f"{{}} is damaged: '__0_0.distcp' does not hold what was written{OLDER}"),
+        (lambda path: (path / ".metadata").unlink(), quiet, Training(steps=20),
+         f"{{}} is no whole checkpoint: '.metadata' is missing{OLDER}"),
+        (lambda path: (path / "bapipe.json").unlink(), quiet, Training(steps=20),
+         f"{{}} is no whole checkpoint: bapipe.json: No such file or directory{OLDER}"),
+        (_manifest, quiet, Training(steps=20), rf"{{}}/bapipe.json is damaged: .*{OLDER} - at `\$`"),
+        (None, other, Training(steps=20, optimizer="adam"),
+         r"{} is of another model: '2.weight' is float32 of shape \[16, 16\] there and float32 of shape \[17, 16\] here"),
+        (None, quiet, Training(steps=20), "{} was trained with another optimizer: adam there and sgd here"),
+        (None, quiet, Training(steps=20, optimizer="adam", seed=1),
+         "{} was trained with another seed: 0 there and 1 here"),
+        (None, quiet, Training(steps=15, optimizer="adam"), "{} has done 15 steps; training to 15 asks no more"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    seen: dict[str, Any], folder: Path, tmp_path: Path, damage: Any, build: Any, training: Training, message: str
+) -> None:
+    shutil.copytree(folder / "replanned" / "replanned", tmp_path / "kept")
+    newest = list_checkpoints(tmp_path / "kept")[-1]
+    if damage is not None:
+        damage(newest)
+    keeping = CheckpointConfig(folder=tmp_path / "kept", resume=True)
+    with pytest.raises(BapipeError) as caught:
+        train(plan_of(build, (), (0,)), build, points(), training, keeping=keeping)
+    assert re.fullmatch(message.replace("{}", re.escape(str(newest))), str(caught.value)), str(caught.value)
+
+
+def test_a_folder_with_checkpoints_is_not_trained_over(seen: dict[str, Any], folder: Path) -> None:
+    keeping = CheckpointConfig(folder=folder / "replanned" / "replanned")
+    with pytest.raises(BapipeError) as caught:
+        train(plan_of(quiet, (), (0,)), quiet, points(), Training(steps=20), keeping=keeping)
+    assert str(caught.value) == (
+        f"{keeping.folder} holds a checkpoint, step-000000015: resume it, or name another folder"
+    )

@@ -1,0 +1,68 @@
+"""In float16 losses are scaled, by one factor on all ranks, as torch's GradScaler does in one process."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.runtime.checkpoint.manifest import list_checkpoints, read_manifest
+from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
+from bapipe.runtime.launch.processes import launch
+from bapipe.runtime.train import train
+from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_result import TrainResult
+from tests.multiprocess.grad_scaler_cases import STEPS, run
+from tests.multiprocess.launch_cases import clusters, small
+from tests.multiprocess.runtime_cases import make_plan
+
+
+def test_it_is_what_one_process_does() -> None:
+    results = launch(run, ["cpu0", "cpu1"], timeout_s=60)
+    for outcomes, checks in results:
+        for outcome in outcomes:
+            assert outcome.factors == outcome.wanted
+            assert outcome.factors[0] == 32_768.0  # the first is too large
+            assert len(set(outcome.factors)) < STEPS  # and later ones are not
+            assert outcome.loss < 1e-6
+            assert outcome.parameter < 1e-6
+        assert [finite for finite, _ in checks] == [False, False, True]
+        assert checks[2][1] == 2.0
+
+
+def test_a_manifest_keeps_the_names_of_older_checkpoints() -> None:
+    stored = b'{"factor":8.0,"good_steps":3}'
+    state = GradScalerState(scale=8.0, growth_tracker=3)
+    assert msgspec.json.decode(stored, type=GradScalerState) == state
+    assert msgspec.json.encode(state) == stored
+
+
+def test_the_scale_grows_after_many_steps_with_finite_gradients() -> None:
+    state = GradScalerState(scale=8.0)
+    for _ in range(GROWTH_INTERVAL - 1):
+        state = state.after_step(True)
+    assert state == GradScalerState(scale=8.0, growth_tracker=GROWTH_INTERVAL - 1)
+    assert state.after_step(False) == GradScalerState(scale=4.0)
+    assert state.after_step(True) == GradScalerState(scale=16.0)
+
+
+def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    order = [[*(f"0F{m}" for m in range(2)), *(f"0B{m}" for m in range(2))]]
+    plan = make_plan(["0", "1", "2", "3", "4"], (), (0,), order, 4, 2)
+
+    def go(folder: str, steps: int) -> TrainResult:
+        training = Training(steps=steps, learning_rate=0.1, autocast="float16")
+        return train(plan, small, clusters(), training, keeping=CheckpointConfig(folder=tmp_path / folder, resume=True))
+
+    alone = go("alone", 6)
+    begun, resumed = go("two", 3), go("two", 6)
+    assert (*begun.losses, *resumed.losses) == alone.losses
+    for folder in ("alone", "two"):
+        assert read_manifest(list_checkpoints(tmp_path / folder)[-1]).grad_scaler == GradScalerState(growth_tracker=6)

@@ -1,0 +1,128 @@
+"""Optimizers by name, learning rates over the steps, and gradients clipped by the norm of the whole model's."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bapipe.errors import BapipeError
+from bapipe.formats.settings import Settings
+from bapipe.runtime.optimizer import optimizer_factory
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.run import _optimizer
+from bapipe.runtime.train_config import Training
+from bapipe.tracing import trace
+from tests.multiprocess.runtime_cases import make_plan, mlp
+
+
+@pytest.mark.usefixtures("alone")
+def test_clipping_is_that_of_the_whole_model() -> None:
+    torch.manual_seed(0)
+    whole = mlp().double()
+    part = copy.deepcopy(whole)
+    layers = [layer.name for layer in trace(part, [torch.zeros(1, 6).double()]).layers]
+    order = [["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]]
+    plan = make_plan(layers, (4,), (0, 0), order, 3, 2)
+    adam = optimizer_factory("AdamW", 0.01, {"weight_decay": 0.1})
+    pipeline = Pipeline(
+        part,
+        plan,
+        loss=nn.functional.cross_entropy,
+        inputs=[torch.zeros(1, 6).double()],
+        optimizer=adam,
+        clip_norm=0.05,
+    )
+    reference = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        x, y = torch.randn(6, 6, dtype=torch.float64), torch.arange(6) % 5
+        pipeline.set_learning_rate(0.01 * (step + 1))
+        pipeline.step(x, target=y)
+        reference.zero_grad()
+        nn.functional.cross_entropy(whole(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        assert norm > 0.05
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        reference.step()
+        for name, parameter in pipeline.named_parameters().items():
+            torch.testing.assert_close(parameter, whole.get_parameter(name), atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recompute", [(), (0, 1)])
+def test_autocast_is_that_of_the_whole_model(recompute: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    whole = mlp()
+    part = copy.deepcopy(whole)
+    x, y = torch.randn(6, 6), torch.arange(6) % 5
+    layers = [layer.name for layer in trace(part, [x]).layers]
+    order = [["0F0", "1F0", "0F1", "1F1", "1I0", "0B0", "1B1", "0B1", "1W0"]]
+    plan = make_plan(layers, (5,), (0, 0), order, 3, 2, recompute)  # cut where the next layer narrows its input anyway
+    pipeline = Pipeline(part, plan, loss=nn.functional.cross_entropy, inputs=[x], autocast=torch.bfloat16)
+    got, want = pipeline.step(x, target=y), 0.0
+    for inputs, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(whole(inputs), target) / 2
+        loss.backward()
+        want += loss.item()
+    assert got == pytest.approx(want, abs=1e-6)
+    narrow = 0
+    for name, parameter in pipeline.named_parameters().items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-7, rtol=1e-6)
+        narrow += bool(torch.equal(parameter.grad.bfloat16().float(), parameter.grad))
+    assert narrow < len(list(whole.parameters()))  # sums over micro-batches are kept in full
+
+
+def test_learning_rates() -> None:
+    constant = Training(steps=10, learning_rate=0.5, warmup_steps=4)
+    assert [constant.learning_rate_at(step) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
+    linear = Training(steps=6, learning_rate=0.5, warmup_steps=2, schedule="linear")
+    assert [linear.learning_rate_at(step) for step in range(6)] == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
+    cosine = Training(steps=4, learning_rate=2.0, schedule="cosine")
+    want = [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)]
+    assert [cosine.learning_rate_at(step) for step in range(4)] == pytest.approx(want, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("measured", "name", "arguments", "trained"),
+    [
+        ("sgd-momentum", None, {}, ("sgd", {"momentum": 0.9})),
+        ("sgd", None, {}, ("sgd", {"momentum": 0})),
+        ("adamw", None, {"weight_decay": 0.1}, ("adamw", {"weight_decay": 0.1})),
+        ("sgd-momentum", None, {"nesterov": True}, ("sgd", {"momentum": 0.9, "nesterov": True})),
+        ("sgd-momentum", "SGD", {"momentum": 0.5}, ("SGD", {"momentum": 0.5})),
+        ("sgd-momentum", "RMSprop", {}, ("RMSprop", {})),  # profiles do not know it
+    ],
+)
+def test_a_run_trains_with_what_was_profiled(measured: str, name: str | None, arguments: Any, trained: Any) -> None:
+    assert _optimizer(Settings(optimizer=measured), name, arguments) == trained
+
+
+def test_another_optimizer_than_the_profiled_is_refused() -> None:
+    with pytest.raises(BapipeError) as caught:
+        _optimizer(Settings(), "adam", {})
+    assert str(caught.value) == (
+        "the plan is for a model that was measured with optimizer sgd-momentum; this run computes with optimizer adam: "
+        "profile with the settings of the run, and plan again"
+    )
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(BapipeError, match=r"^torch.optim has no optimizer 'adamm'; did you mean 'adam'\?$"):
+        optimizer_factory("adamm", 0.1, {})
+    with pytest.raises(
+        BapipeError, match=r"^adam cannot be made with lr=0.1 and beta=3: .*unexpected keyword argument 'beta'$"
+    ):
+        optimizer_factory("adam", 0.1, {"beta": 3})
+    with pytest.raises(BapipeError, match=r"^no schedule of the learning rate 'step': want constant, linear, cosine$"):
+        Training(steps=1, schedule="step")
+    with pytest.raises(BapipeError, match=r"^gradients cannot be clipped to a norm of 0: want more than 0$"):
+        Training(steps=1, clip_norm=0)
+    with pytest.raises(BapipeError, match=r"^autocast to float8: want bfloat16 or float16$"):
+        Training(steps=1, autocast="float8")
+    with pytest.raises(BapipeError, match=r"^a warm-up of -1 steps: want 0 or more$"):
+        Training(steps=1, warmup_steps=-1)

@@ -1,0 +1,93 @@
+"""A pipeline that would compute otherwise than its plan's profile was measured is refused before it is built."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec import structs
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError
+from bapipe.formats.settings import Settings
+from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory, sgd
+from bapipe.runtime.pipeline import Pipeline
+from tests.multiprocess.runtime_cases import make_plan
+
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+
+
+def build(
+    measured: Settings,
+    module: nn.Module,
+    inputs: Tensor,
+    autocast: torch.dtype | None = None,
+    make: OptimizerFactory | None = None,
+) -> Pipeline:
+    names = [name for name, _ in module.named_children()]
+    plan = structs.replace(make_plan(names, (), (0,), [["0F0", "0B0"]], 2, 1), settings=measured)
+    return Pipeline(
+        module, plan, loss=nn.functional.cross_entropy, inputs=[inputs], autocast=autocast, optimizer=make
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("measured", "make", "autocast", "optimizer_here", "words"),
+    [
+        ({"dtype": "float64"}, images, None, None, ("dtype float64", "dtype float32")),
+        ({"threads": THREADS + 1}, images, None, None, (f"threads {THREADS + 1}", f"threads {THREADS}")),
+        ({"autocast": "bfloat16"}, images, None, None, ("autocast bfloat16", "no autocast")),
+        ({}, images, torch.bfloat16, None, ("no autocast", "autocast bfloat16")),
+        ({"channels_last": True}, images, None, None, ("channels last true", "channels last false")),
+        (
+            {},
+            lambda: images().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            None,
+            None,
+            ("channels last false", "channels last true"),
+        ),
+        ({"optimizer": "adam"}, images, None, None, ("optimizer adam", "optimizer sgd-momentum")),
+        ({}, images, None, sgd(momentum=0.0), ("optimizer sgd-momentum", "optimizer sgd")),
+        ({}, images, None, optimizer_factory("AdamW", 0.1, {}), ("optimizer sgd-momentum", "optimizer adamw")),
+    ],
+)
+def test_what_differs_is_named(measured, make, autocast, optimizer_here, words) -> None:  # type: ignore[no-untyped-def]
+    settings = structs.replace(Settings(threads=THREADS), **measured)
+    with pytest.raises(BapipeError) as error:
+        build(settings, make(), torch.randn(1, 3, 6, 6), autocast, optimizer_here)
+    assert str(error.value) == (
+        f"the plan is for a model that was measured with {words[0]}; this run computes with {words[1]}: profile with the "
+        "settings of the run, and plan again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "make"),
+    [
+        ({}, None),
+        ({"tf32": True}, None),  # says nothing of a CPU
+        ({"optimizer": "adam"}, optimizer_factory("Adam", 0.1, {})),
+        ({}, optimizer_factory("RMSprop", 0.1, {})),  # profiles do not know it
+    ],
+)
+def test_what_is_the_same_runs(measured: dict[str, object], make: OptimizerFactory | None) -> None:
+    pipeline = build(
+        structs.replace(Settings(threads=THREADS), **measured), images(), torch.randn(1, 3, 6, 6), None, make
+    )
+    pipeline.step(torch.randn(2, 3, 6, 6), target=torch.tensor([0, 1]))
+
+
+def test_a_layout_that_shows_nowhere_is_not_compared() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    build(Settings(threads=THREADS, channels_last=True), module, torch.randn(1, 3, 6, 6))

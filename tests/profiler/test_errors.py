@@ -1,0 +1,245 @@
+"""What cannot be measured: the layer is named, and what to do."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.profiler.measure import measure_model
+from tests.models.small_modules import profile
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z: Tensor = self.b(y) / y.size(0) ** 2
+        return z
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.sum() > 0:
+            y = y * 2
+        z: Tensor = self.b(y)
+        return z
+
+
+BRANCH = Branching.forward.__code__.co_firstlineno + 2
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        raise RuntimeError("no way back")
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 5)),
+            "layer '1' failed in its forward at micro-batch size 4: RuntimeError: "
+            "mat1 and mat2 shapes cannot be multiplied (4x6 and 7x5)",
+        ),
+        (
+            Sized,
+            "layer 'a' gives other layers 16 (int); only tensors can cross between layers: "
+            "compute it from a tensor where it is used",
+        ),
+        (meta, "Sequential is on the meta device, so it cannot run: build it on a real one"),
+        (
+            lambda: torch.compile(nn.Linear(6, 5)),
+            "the module is compiled by torch.compile, so it has no layers to tell apart: give the one it was made from",
+        ),
+        (nn.ReLU, "ReLU has no parameter to train: set requires_grad on those to train"),
+        (
+            Branching,
+            "Branching cannot be traced: symbolically traced variables cannot be used as inputs to control flow "
+            f"({__name__}, line {BRANCH}); torch.export fails too: Could not guard on data-dependent expression "
+            "Eq(u0, 1) (unhinted: Eq(u0, 1)). (Size-like symbols: none); its forward is traced without values, so it "
+            "cannot branch on tensors: put such code into a module of its own, which is then one layer",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 3)),
+            "layer 'loss' failed in its forward at micro-batch size 4: IndexError: Target 4 is out of bounds.",
+        ),
+    ],
+)
+def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidModel) as error:
+        profile(make(), 6)
+    assert str(error.value) == message
+    assert capsys.readouterr().err == ""  # nothing of torch's own
+
+
+class Greedy(nn.Identity):
+    """Asks for more memory than there is where a batch is larger than 2."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return input + torch.empty(10**15 if len(input) > 2 else 0).sum()
+
+
+def test_what_was_measured_before_memory_ran_out_is_kept() -> None:
+    Greedy.__module__ = "torch.nn.own"  # a layer, to the tracer
+    kept: list[ModelProfile] = []
+    with pytest.raises(InvalidModel) as error:
+        profile(nn.Sequential(nn.Linear(6, 6), Greedy(), nn.Linear(6, 5)), 6, sizes=(1, 2, 4), keep=kept.append)
+    assert str(error.value) == (
+        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
+        "or layer by layer with --layer-by-layer"
+    )
+    assert kept[-1].microbatch_sizes == (1, 2)
+
+
+def test_a_batch_that_fits_nowhere() -> None:
+    with pytest.raises(BapipeError, match=r"^no memory for a batch of 1000000000000000 samples: measure smaller sizes"):
+        profile(nn.Sequential(nn.Linear(6, 5)), 6, sizes=(10**15,))
+
+
+def test_an_error_in_a_backward_names_the_layer() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.bad, self.b = nn.Linear(6, 6), Bad(), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.b(self.bad(self.a(x)))
+            return y
+
+    class Bad(nn.Identity):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            made: Tensor = FailsBackward.apply(input)  # type: ignore[no-untyped-call]
+            return made
+
+    Bad.__module__ = "torch.nn.own"  # a layer, to the tracer
+    with pytest.raises(InvalidModel) as error:
+        profile(Model(), 6)
+    assert str(error.value) == ("layer 'bad' failed in its backward at micro-batch size 4: RuntimeError: no way back")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optimizer", "message"),
+    [
+        ((), "sgd-momentum", "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
+        ((2, 0), "sgd-momentum", "micro-batch size 0 cannot be measured: want 1 or more"),
+        ((1,), "lion", "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw"),
+    ],
+)
+def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -> None:
+    with pytest.raises(BapipeError) as error:
+        measure_model(
+            nn.Linear(2, 2),
+            (torch.randn(1, 2),),
+            torch.zeros(1, dtype=torch.int64),
+            functional.cross_entropy,
+            microbatch_sizes=sizes,
+            name="small",
+            settings=Settings(optimizer=optimizer),
+        )
+    assert str(error.value) == message
+
+
+def test_a_layer_that_fails_alone_is_named() -> None:
+    with pytest.raises(InvalidModel) as error:
+        profile(nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 5)), 6, layer_by_layer=True)
+    assert str(error.value) == (
+        "layer '1' failed in its forward at micro-batch size 4: RuntimeError: "
+        "mat1 and mat2 shapes cannot be multiplied (4x6 and 7x5)"
+    )
+
+
+class Overwrites(nn.Module):
+    """The second layer changes what the first one's backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.squash, self.relu, self.head = (
+            nn.Linear(6, 6),
+            nn.Sigmoid(),
+            nn.ReLU(inplace=True),
+            nn.Linear(6, 5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.relu(self.squash(self.a(x))))
+        return y
+
+
+def no_gradient(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.detach(), target)
+
+
+def each(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "loss", "message"),
+    [
+        (
+            Overwrites(),
+            (torch.randn(1, 6),),
+            functional.cross_entropy,
+            "layer 'squash' failed in its backward at micro-batch size 4: a layer changes in place what its backward "
+            "needs: set inplace=False where that is, or compute a new tensor there (one of the variables needed for "
+            "gradient computation has been modified by an inplace operation: [torch.FloatTensor [4, 6]], which is output "
+            "0 of Sigmoid",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            no_gradient,
+            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "model's last layers or in the loss",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.randn(1, 6),),
+            each,
+            "the loss must be a scalar tensor, the mean over the batch; it gives shape (4,)",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            ([1.0, 2.0],),
+            functional.cross_entropy,
+            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first: keep what is no tensor inside the module",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 5)),
+            (torch.tensor(1.0),),
+            functional.cross_entropy,
+            "input 0 has shape (): want an example of one sample or more, batch first",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_says_why(
+    module: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[[Tensor, Tensor], Tensor], message: str
+) -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure_model(
+            module, inputs, torch.tensor([4]), loss, microbatch_sizes=(4,), name="small", seconds_per_size=0.0
+        )  # fmt: skip
+    assert str(error.value).startswith(message)

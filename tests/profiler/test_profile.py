@@ -1,0 +1,205 @@
+"""Profiles of small modules: what was measured, and how often."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bapipe.formats import codec
+from bapipe.formats.profile import DeviceKind
+from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
+from bapipe.profiler.layer_calls import equal_layer_groups
+from bapipe.profiler.layer_times import pooled, spread
+from bapipe.profiler.measure import measure_model
+from bapipe.tracing import trace
+from tests.models.small_modules import Blocks, Branches, Reader, layers, profile
+
+
+def test_a_profile_decodes_to_itself_and_the_module_is_left_alone() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.manual_seed(3)
+    told: list[tuple[int, int, str]] = []
+    made = measure_model(
+        module,
+        (torch.randn(2, 3, 6, 6),),
+        torch.tensor([0, 1]),
+        nn.CrossEntropyLoss(),
+        microbatch_sizes=(4, 1),
+        name="small",
+        factory="own:net",
+        arguments={"width": 3},
+        seconds_per_size=0.0,
+        progress=lambda done, total, what: told.append((done, total, what)),
+    )
+    assert codec.decode(codec.encode(made)) == made
+    assert made.microbatch_sizes == (1, 4)
+    assert made.layers[-1].kind == "CrossEntropyLoss"
+    assert (made.dtype, made.device.kind, made.factory, made.arguments) == ("float32", "cpu", "own:net", {"width": 3})
+    assert told[0] == (0, 5, "times at micro-batch size 1")
+    assert told[-1] == (5, 5, "done")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not any(part.training for part in module.modules())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Mixed(nn.Module):
+    """In-place operators, two inputs, a residual, and parameters that meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(9, 6), nn.LSTM(6, 6, batch_first=True)
+        self.a, self.b, self.norm = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.LayerNorm(6)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(6, 9)
+
+    def forward(self, words: Tensor, x: Tensor) -> Tensor:
+        y = self.lstm(self.words(words))[0][:, -1]
+        z = self.relu(self.a(y)) + self.norm(y)
+        z += self.b(x)
+        scores: Tensor = self.head(z)
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (Mixed, (torch.randint(9, (4, 5)), torch.randn(4, 6))),
+        (Branches, (torch.randn(4, 6),)),
+        (Reader, (torch.randn(4, 6, 3),)),
+    ],
+)
+def test_split_and_whole_backward_give_the_same_gradients(
+    make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]
+) -> None:
+    torch.manual_seed(0)
+    module = make().double()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    target = torch.tensor([0, 1, 2, 3])
+    training_pass = TrainingPass(
+        model=trace(module, inputs), loss=functional.cross_entropy, inputs=inputs, target=target
+    )
+    reported: list[int] = []
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=reported.append)
+    for _ in range(2):  # gradients add up
+        functional.cross_entropy(module(*inputs), target).backward()  # type: ignore[no-untyped-call]
+    want = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    for _ in range(2):
+        groups = instrumented.backward_inputs(instrumented.forward())
+        assert any(group.kept for group in groups)
+        reported.clear()
+        instrumented.backward_weights(groups)
+        with_parameters = {i for i, own in enumerate(parameters_of(training_pass.model)) if own}
+        assert set(reported) <= with_parameters
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_spread_of_a_median() -> None:
+    assert spread([100, 90, 130]) == (130 - 90) / 2 / 100  # few values: all of them
+    assert spread([10] * 9 + [99]) == 0.0  # of ten, the second to the ninth
+    assert spread([1, *range(100, 124), 10**6]) == (116 - 107) / 2 / 111.5  # of 26, the ninth to the eighteenth
+    assert spread([0, 0, 0]) == 0.0
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+@pytest.mark.parametrize(("exhaustive", "num_groups"), [(False, 8), (True, 14)])
+def test_equal_layers_are_measured_once(exhaustive: bool, num_groups: int, layer_by_layer: bool) -> None:
+    """Of the three blocks only the first convolution, norm and ReLU with its sum; four more layers and the loss."""
+    made = profile(Blocks(), 3, 8, 8, layer_by_layer=layer_by_layer, exhaustive=exhaustive)
+    assert len(made.layers) == 14
+    assert made.environment["kinds_of_layers"] == {"4": num_groups}
+    a, b = (layers(made)[f"convolutions.{i}"][1] for i in (0, 2))
+    same = (a.forward_ns, a.backward_ns, a.spread) == (b.forward_ns, b.backward_ns, b.spread)
+    assert same is not exhaustive
+
+
+class Heads(nn.Module):
+    """Attention of two heads, three times, and of three; what attention gives lies otherwise in memory than the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.MultiheadAttention(6, heads, batch_first=True) for heads in (2, 2, 2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention in self.attention:
+            x = attention(x, x, x)[0]
+        return x[:, 0]
+
+
+def test_layers_of_other_settings_are_of_another_kind() -> None:
+    inputs = (torch.randn(2, 4, 6, requires_grad=True),)
+    model = trace(Heads(), inputs, leaf_modules=["attention.*"])
+    training_pass = TrainingPass(model=model, loss=functional.cross_entropy, inputs=inputs, target=torch.tensor([0, 1]))
+    given = {f"attention.{i}": TensorInfo(num_bytes=0, has_gradient=True) for i in range(4)}
+    assert [layer.name for layer in model.layers] == list(given)
+    assert equal_layer_groups(training_pass, given, range(5)) == (0, 1, 1, 3, 4)
+    assert equal_layer_groups(training_pass, given, [0, 2, 3, 4]) == (0, 1, 2, 3, 4)  # the second has no backward
+    del given["attention.0"]  # so that no gradient leaves the second one
+    assert equal_layer_groups(training_pass, given, range(5)) == (0, 1, 2, 3, 4)
+
+
+def test_the_time_of_equal_layers_is_their_mean() -> None:
+    assert pooled([10, 3, 20, 5, 30], (0, 1, 0, 3, 0)) == [20, 3, 20, 5, 20]
+    assert pooled([10, 3, 77], (0, 0)) == [6, 6]  # halves are rounded to even; what follows the layers is watching
+
+
+class Looking(nn.Identity):
+    """Notes how many parameters of the model have gradients when it runs."""
+
+    model: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        self.found.append(sum(p.grad is not None for p in self.model.parameters()))
+        return input.clone()
+
+
+def test_layers_one_by_one_leave_no_gradients() -> None:
+    Looking.__module__ = "torch.nn.own"  # a layer, to the tracer
+    looking = Looking()
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), looking, nn.Linear(6, 5))
+    object.__setattr__(looking, "model", model)  # not as a module of its own
+    profile(model, 6, layer_by_layer=True)
+    assert len(looking.found) > 3
+    assert set(looking.found) == {0}
+
+
+@pytest.mark.parametrize(("memory_bytes", "alone"), [(2 * 4 * 42 + 1, False), (2 * 4 * 42, True)])
+def test_a_model_that_does_not_fit_is_measured_layer_by_layer(
+    memory_bytes: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = DeviceKind(kind="cpu", name="small", memory_bytes=memory_bytes)
+    monkeypatch.setattr("bapipe.profiler.prepare.describe", lambda device: small)
+    told: list[str] = []
+    made = profile(nn.Sequential(nn.Linear(6, 6)), 6, progress=lambda done, total, what: told.append(what))
+    assert ("sum_over_whole" in made.environment) is not alone
+    assert ("layers one by one at micro-batch size 4" in told) is alone
+
+
+class Detached(nn.Module):
+    """No gradient passes `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.b(self.a(x).detach()))
+        return y
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_layers_that_no_gradient_reaches_have_no_backward(layer_by_layer: bool) -> None:
+    made = profile(Detached(), 6, layer_by_layer=layer_by_layer)
+    a, b, head = (m for _, m in list(layers(made).values())[:3])
+    assert made.layers[0].no_gradient == made.layers[0].outputs
+    assert a.input_grad_ns == b.input_grad_ns == 0
+    assert head.input_grad_ns > 0
+    assert b.weight_grad_ns > 0
+    assert layer_by_layer or a.whole_backward_ns == 0  # though it is like b

@@ -1,0 +1,138 @@
+"""The searched order equals the best of all tables, and its bounds never exceed it."""
+
+from random import Random
+
+import pytest
+
+from bapipe.errors import InvalidSchedule
+from bapipe.planner.action_order import cp_sat, list_scheduler
+from bapipe.planner.action_order.bounds import lower_bound_ns
+from bapipe.planner.action_order.evaluate import clock
+from bapipe.planner.action_order.problem import OrderProblem, order_problem
+from bapipe.planner.action_order.search import FoundOrder, search_order
+from bapipe.simulator.simulate import simulate_schedule
+from tests.oracles.all_action_orders import every_table, fastest_ns
+from tests.random_pipelines import Pipeline, random_pipeline
+
+
+def problem_of(p: Pipeline) -> OrderProblem:
+    return order_problem(p.stages, p.devices, p.cluster, p.num_microbatches, p.memory_bytes)
+
+
+def search(p: Pipeline, effort: float = 1.0) -> FoundOrder:
+    return search_order(
+        p.stages, p.devices, p.cluster, num_microbatches=p.num_microbatches, memory_bytes=p.memory_bytes, effort=effort
+    )
+
+
+def check(p: Pipeline, found: FoundOrder, want: int | None, seed: int) -> None:
+    if want is None:
+        assert found == FoundOrder(), seed
+        assert found.status == "infeasible"
+        return
+    assert found.schedule is not None, seed
+    assert found.lower_bound_ns is not None, seed
+    timeline = simulate_schedule(found.schedule, p.stages, p.cluster)
+    assert timeline.step_ns == found.step_ns, seed
+    assert all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)), seed
+    assert found.lower_bound_ns <= want <= timeline.step_ns, seed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_microbatches", "wires", "num_seeds"),
+    [
+        ((0, 1), 2, True, 100),
+        ((0, 1), 3, True, 12),
+        ((0, 1, 2), 2, True, 30),
+        ((0, 0), 2, True, 60),
+        ((0, 1, 0), 2, False, 25),
+        ((0, 1, 1, 0), 1, False, 40),
+    ],
+)
+def test_monotone_problems_equal_brute_force(
+    ranks: tuple[int, ...], num_microbatches: int, wires: bool, num_seeds: int
+) -> None:
+    infeasible = 0
+    for seed in range(num_seeds):
+        p = random_pipeline(Random(seed), ranks, num_microbatches, wires=wires)
+        assert problem_of(p).monotone
+        want = fastest_ns(p.stages, p.devices, p.cluster, num_microbatches, p.memory_bytes)
+        found = search(p)
+        check(p, found, want, seed)
+        assert found.step_ns == want, seed
+        if cp_sat.installed():
+            assert found.lower_bound_ns == want, seed
+        if want is not None:
+            assert lower_bound_ns(problem_of(p)) <= want, seed
+        infeasible += want is None
+    assert infeasible < num_seeds
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_microbatches", "num_seeds"), [((0, 1), 2, 50), ((0, 1, 2), 2, 20), ((0, 0), 2, 50)]
+)
+def test_bounds_hold_where_the_split_has_a_price(ranks: tuple[int, ...], num_microbatches: int, num_seeds: int) -> None:
+    equal = 0
+    for seed in range(num_seeds):
+        p = random_pipeline(Random(seed), ranks, num_microbatches, splits_badly=True)
+        want = fastest_ns(p.stages, p.devices, p.cluster, num_microbatches, p.memory_bytes)
+        found = search(p)
+        check(p, found, want, seed)
+        equal += found.step_ns == want
+    assert equal > num_seeds * 0.3
+
+
+def test_bounds_hold_where_transfers_stop_devices() -> None:
+    equal = 0
+    for seed in range(16):
+        p = random_pipeline(Random(seed), (0, 1), 2, overlaps=False)
+        steps = []
+        for table in every_table(p.devices, 2, len(p.cluster.devices)):
+            try:
+                timeline = simulate_schedule(table, p.stages, p.cluster)
+            except InvalidSchedule:
+                continue
+            if all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)):
+                steps.append(timeline.step_ns)
+        found = search(p)
+        check(p, found, min(steps, default=None), seed)
+        equal += found.step_ns == min(steps, default=None)
+    assert equal >= 14
+
+
+def test_a_bound_in_rounded_times_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_sat, "MOST_UNITS", 20)
+    monkeypatch.setattr("bapipe.planner.action_order.search.lower_bound_ns", lambda problem: 0)
+    below = 0
+    for seed in range(40):
+        p = random_pipeline(Random(seed), (0, 1), 2)
+        want = fastest_ns(p.stages, p.devices, p.cluster, 2, p.memory_bytes)
+        found = search(p, effort=0.2)
+        check(p, found, want, seed)
+        below += want is not None and found.lower_bound_ns != want
+    assert below > 5
+
+
+def test_the_list_scheduler_always_ends_and_fits_and_the_clock_is_the_judge() -> None:
+    seen = monotone = 0
+    for seed in range(100):
+        random = Random(seed)
+        ranks = random.choice([(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1), (2, 0, 1)])
+        p = random_pipeline(random, ranks, random.randint(1, 5))
+        problem = problem_of(p)
+        if search(p, effort=0).status == "infeasible":
+            continue
+        for rule in list(list_scheduler.rules(problem))[::7]:
+            orders = list_scheduler.schedule(problem, rule)
+            assert problem.fits(orders), seed
+            timeline = simulate_schedule(problem.table(p.devices, orders), p.stages, p.cluster)
+            assert all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)), seed
+            assert timeline.step_ns >= lower_bound_ns(problem), seed
+            seen += 1
+            if problem.monotone:
+                monotone += 1
+                timed = clock(problem, orders)
+                assert timed is not None, seed
+                assert timed[1] == timeline.step_ns, seed
+    assert seen > 400
+    assert monotone > 150

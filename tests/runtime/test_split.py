@@ -1,0 +1,296 @@
+"""What a stage receives, loads and passes on; which plans and models are refused; who gets which initial weights."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.profile import LOSS
+from bapipe.runtime.lowering import check_runnable
+from bapipe.runtime.materialize import materialize
+from bapipe.runtime.split import Split, split, stage_module
+from bapipe.tracing import trace
+from tests.multiprocess.runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order
+
+
+def _plan(module: nn.Module, cuts: tuple[int, ...], layers: list[str] | None = None) -> Plan:
+    names = layers or [layer.name for layer in trace(module).layers]
+    order = named_order("1f1b", len(cuts) + 1, 2)
+    return make_plan(names, cuts, range(len(cuts) + 1), order, 2, 2)
+
+
+def _split(module: nn.Module, cuts: tuple[int, ...], *inputs: Tensor) -> Split:
+    return split(trace(module, inputs), _plan(module, cuts), inputs)
+
+
+def _materialize(
+    parts: Split, stages: Sequence[int], seed: int = 0, initialize: Callable[[nn.Module], None] | None = None
+) -> None:
+    modules = [stage_module(parts, s) for s in stages]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    materialize(parts, tensors, torch.device("cpu"), seed, initialize)
+
+
+def test_a_skip_is_relayed_and_a_later_input_is_loaded() -> None:
+    parts = _split(TwoInputs(), (2, 3, 4, 5), torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
+    assert [stage.layers for stage in parts.stages] == [("encode", "more"), ("embed",), ("mix",), ("head",), ()]
+    assert [stage.received for stage in parts.stages] == [
+        (),
+        ("more",),
+        ("more", "embed"),
+        ("mix",),
+        ("head",),
+    ]
+    assert [stage.loaded for stage in parts.stages] == [("target",), ("losses",), ("losses",), (), ()]
+    assert parts.stages[-1].outputs == ("head",)
+    assert parts.examples["embed"].shape == (2, 8)
+    assert all(parts.examples[name].requires_grad for name in ("more", "embed", "mix"))
+    assert {example.device.type for example in parts.examples.values()} == {"meta"}
+
+
+def test_what_leaves_a_stage_is_contiguous_and_no_view() -> None:
+    module = Permuting()
+    first = stage_module(_split(module, (2,), torch.zeros(1, 4, 6)), 0)
+    x = torch.randn(2, 4, 6)
+    (given,) = first(x)
+    want = module.act(module.a(x).permute(0, 2, 1))
+    assert torch.equal(given, want)
+    assert not want.is_contiguous()
+    assert given.is_contiguous()
+    assert not given._is_view()
+    given.sum().backward()
+    gradient = module.a.weight.grad
+    module.zero_grad()
+    want.sum().backward()
+    assert torch.equal(gradient, module.a.weight.grad)
+
+
+def test_an_input_changed_through_a_view_is_copied() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.same, self.relu, self.b = (
+                nn.Linear(4, 4),
+                nn.Identity(),
+                nn.ReLU(inplace=True),
+                nn.Linear(4, 4),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.relu(self.same(self.a(x)).view(-1, 4)))
+
+    received = torch.full((2, 4), -1.0, requires_grad=True)
+    stage_module(_split(Views(), (1,), torch.zeros(1, 4)), 1)(received)
+    assert torch.equal(received, torch.full((2, 4), -1.0))
+
+
+def test_a_plan_of_other_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(InvalidModel, match=r"^the plan's layer 'x' is not in the model: run the model"):
+        split(trace(model), _plan(model, (1,), ["0", "x"]), [torch.zeros(1, 4)])
+    with pytest.raises(InvalidModel, match=r"^the model's layer '1' is in no stage of the plan: run the model"):
+        split(trace(model), _plan(model, (1,), ["0"]), [torch.zeros(1, 4)])
+
+
+def test_a_plan_against_the_flow_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(InvalidModel, match=r"^tensor '0' is made in stage 1 but used by '1' in stage 0: stages must"):
+        split(trace(model), _plan(model, (1,), ["1", "0"]), [torch.zeros(1, 4)])
+
+
+def test_stages_may_share_a_weight() -> None:
+    parts = _split(Tied(), (1,), torch.zeros(1, 6))
+    assert [(one.name, one.stages) for one in parts.shared] == [("a.weight", (0, 1))]
+    assert set(stage_module(parts, 0).state_dict()) == {"a.weight", "a.bias"}
+    assert set(stage_module(parts, 1).state_dict()) == {"b.weight", "b.bias", "c.weight", "c.bias"}
+
+
+def test_a_shared_weight_on_the_meta_device_starts_from_its_first_layer_on_every_stage() -> None:
+    def weights(stages: tuple[int, ...]) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            module = Tied()
+        _materialize(_split(module, (1,), torch.zeros(1, 6)), stages)
+        return {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
+
+    first, second, both = weights((0,)), weights((1,)), weights((0, 1))
+    assert set(first) == {"a.weight", "a.bias", "b.weight"}
+    assert set(second) == {"a.weight", "b.weight", "b.bias", "c.weight", "c.bias"}
+    assert all(torch.equal(value, both[name]) for state in (first, second) for name, value in state.items())
+
+
+def test_stages_that_share_running_statistics_are_refused() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.a(self.norm(x)))
+
+    message = (
+        "buffer 'norm.running_mean' is used by layers 'norm' and 'norm#2' in stages 0 and 1, and training may change "
+        "it: layers that share such a buffer must share a stage"
+    )
+    with pytest.raises(InvalidModel, match=f"^{message}$"):
+        _split(Shared(), (1,), torch.zeros(1, 4))
+
+
+def test_a_size_is_found_again_after_a_cut() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return self.b(y.repeat(3, 1)).view(y.size(0) * 3 + 0, 2, y.shape[-1] // 2)
+
+    parts = _split(Sized(), (1,), torch.zeros(1, 4))
+    assert parts.stages[1].received == ("a",)
+    (given,) = stage_module(parts, 1)(torch.zeros(15, 4))
+    assert given.shape == (15, 2, 2)
+
+
+def test_a_size_that_is_no_multiple_of_the_batch_is_refused() -> None:
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            return self.b(y) * (y.size(0) ** 2)
+
+    with pytest.raises(
+        InvalidModel, match=r"^'a:pow_1' is used across a cut but is no tensor but a int: let each layer find"
+    ):
+        stage_module(_split(Halved(), (1,), torch.zeros(1, 4)), 1)
+
+
+def test_what_changes_memory_that_another_stage_reads_is_refused() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.relu, self.b = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            early = y[:, :2]
+            z = self.relu(y)
+            return self.b(early) + z
+
+    with pytest.raises(InvalidModel, match=r"^layer 'relu' \(stage 0\) changes in place what layer 'b' \(stage 1\)"):
+        _split(Late(), (2,), torch.zeros(1, 4))
+
+
+def test_what_cannot_run_is_refused() -> None:
+    plan = _plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (1,))
+    layers = [name for stage in plan.stages for name in stage.layers if name != LOSS]
+    shared = make_plan(layers, (1,), ((0, 1), 1), [["0F0", "0B0"], ["0F1", "1F0", "1B0", "1F1", "1B1", "0B1"]], 2, 2)
+    with pytest.raises(BapipeError) as caught:
+        check_runnable(shared)
+    assert str(caught.value) == (
+        "stages 0 and 1 share some of their devices only: give them the same devices in the same order, or none in common"
+    )
+    many = make_plan(layers, (1,), (0, (1, 2, 3)), [["0F0"], ["1F0"], [], []], 2, 2)
+    with pytest.raises(BapipeError) as caught:
+        check_runnable(many)
+    assert str(caught.value) == (
+        "stage 1 has 3 devices for 2 micro-batches: plan with more micro-batches, or fewer devices"
+    )
+    beside = replace(plan.cluster, devices=tuple(replace(d, side_by_side=True) for d in plan.cluster.devices))
+    with pytest.raises(BapipeError) as caught:
+        check_runnable(_changed(plan, cluster=beside))
+    assert str(caught.value) == (
+        f"device '{plan.cluster.devices[0].name}' runs forward and backward side by side, which torch cannot: plan with "
+        "a schedule other than fbp-as, or leave side_by_side out of the cluster"
+    )
+    order = (("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B1", "1B0"))
+    with pytest.raises(InvalidSchedule, match=r"^deadlock: each waits for another: rank 0 at 0B0, rank 1 at 1F1$"):
+        check_runnable(_changed(plan, order=order))
+
+
+def _changed(plan: Plan, **fields: object) -> Plan:
+    return Plan(**({name: getattr(plan, name) for name in plan.__struct_fields__} | fields))  # type: ignore[arg-type]
+
+
+def test_own_layers_are_made_real_and_do_not_depend_on_the_rest() -> None:
+    def weights(cut: int, stages: tuple[int, ...]) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            module = Residual()
+        parts = _split(module, (cut,), torch.zeros(1, 3, 6, 6))
+        _materialize(parts, stages, seed=5)
+        return {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
+
+    state = torch.get_rng_state()
+    early, late, whole = weights(4, (0,)), weights(4, (1,)), weights(7, (0, 1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not set(early) & set(late)
+    assert set(early) | set(late) == set(whole)
+    assert all(torch.equal((early | late)[name], whole[name]) for name in whole)
+    assert torch.equal(whole["norm1.running_var"], torch.ones(4))
+
+
+def test_initialize_has_the_last_word_and_real_weights_are_kept() -> None:
+    def ones(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.fill_(1.0)
+
+    module = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4), nn.Linear(4, 4))
+    kept = module[1].weight.clone()
+    _materialize(_split(module, (2,), torch.zeros(1, 4)), (0,), initialize=ones)
+    assert torch.equal(module[0].weight, torch.ones(4, 4))
+    assert torch.equal(module[1].weight, kept)
+    assert module[2].weight.is_meta
+
+
+def test_a_recurrent_layer_is_made_real_and_dropped_again() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.head(self.lstm(x)[0])
+            return hidden
+
+    with torch.device("meta"):
+        module = Reader()
+    x = torch.randn(1, 3, 4)
+    _materialize(_split(module, (1,), x), (0, 1))
+    gates = module.lstm.weight_ih_l0 @ x[0, 0] + module.lstm.bias_ih_l0 + module.lstm.bias_hh_l0
+    i, _, g, o = gates.chunk(4)
+    first = torch.sigmoid(o) * torch.tanh(torch.sigmoid(i) * torch.tanh(g))
+    torch.testing.assert_close(module(x)[0, 0], module.head(first))
+    _materialize(_split(module, (1,), x), (1,))
+    assert module.lstm.weight_ih_l0.is_meta
+    assert not module.head.weight.is_meta
+
+
+def test_a_constant_that_nothing_sets_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.mask
+
+    with torch.device("meta"):
+        module = Masked()
+    with pytest.raises(InvalidModel, match=r"^buffer 'mask' is on the meta device and neither the layer's reset_"):
+        _materialize(_split(module, (1,), torch.zeros(1, 4)), (0,))
+
+
+def test_the_loss_stays_on_the_last_stage() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = _plan(model, (1,))
+    stages = (StagePlan(layers=("0", LOSS), devices=("cpu0",)), StagePlan(layers=("1",), devices=("cpu1",)))
+    with pytest.raises(InvalidModel, match=r"^the plan's last stage does not hold the layer 'loss': plan again$"):
+        split(trace(model), _changed(plan, stages=stages), [torch.zeros(1, 4)])

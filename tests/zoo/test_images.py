@@ -1,0 +1,92 @@
+"""Pieces of images: where they lie, that they are the same whenever an epoch is, and that they are what the image shows."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.checkpoint.manifest import Position
+from bapipe.runtime.data.loader import batches
+from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset
+from bapipe.zoo.data.image_io import random_box, read_image
+from bapipe.zoo.data.images import images
+from bapipe.zoo.data.open_dataset import augmented
+from tests.runtime.data.test_loader import Needs
+
+
+def test_boxes_lie_within_and_have_every_size() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shares, oblong = [], []
+    for _ in range(2000):
+        left, top, right, bottom = random_box(300, 200, generator)
+        assert 0 <= left < right <= 300
+        assert 0 <= top < bottom <= 200
+        shares.append((right - left) * (bottom - top) / (300 * 200))
+        oblong.append((right - left) / (bottom - top))
+    assert 0.075 < min(shares) < 0.1
+    assert 0.8 < max(shares) <= 1
+    assert 0.72 < min(oblong) < 0.8
+    assert 1.25 < max(oblong) < 1.37
+    assert random_box(1000, 10, generator) == (495, 0, 505, 10)  # nothing of that shape fits
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four images whose red grows to the right and whose green grows downwards."""
+    (tmp_path / "a").mkdir()
+    red, green = numpy.meshgrid(numpy.arange(200), numpy.arange(160))
+    picture = numpy.stack((red, green, 0 * red), axis=2).astype(numpy.uint8)
+    for name in "0123":
+        Image.fromarray(picture).save(tmp_path / "a" / f"{name}.png")
+    return tmp_path
+
+
+def shown(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Red along a line and green along a column, in bytes."""
+    return 255 * (picture[0, 16] * 0.229 + 0.485), 255 * (picture[1, :, 16] * 0.224 + 0.456)
+
+
+def test_a_piece_is_what_the_image_shows_there(folder: Path) -> None:
+    mirrored = 0
+    for seed in range(40):
+        piece = read_image(folder / "a" / "0.png", 32, torch.Generator().manual_seed(seed))
+        left, top, right, bottom = random_box(200, 160, torch.Generator().manual_seed(seed))
+        red, green = shown(piece)
+        centres = (torch.arange(32) + 0.5) / 32
+        assert (green - (top + (bottom - top) * centres - 0.5)).abs().max() < 2
+        flipped = bool(red[0] > red[-1])
+        mirrored += flipped
+        across = red.flip(0) if flipped else red
+        assert (across - (left + (right - left) * centres - 0.5)).abs().max() < 2
+    assert 10 < mirrored < 30
+
+
+def test_an_epoch_is_the_same_whenever_it_is_asked_for(folder: Path) -> None:
+    data = augmented(images(str(folder), image_size=32, num_classes=1), True, "it")
+    asked = Needs(needs=("image",), needs_target=False, input_names=("image",), minibatch_size=4, microbatch_size=2)
+
+    def first(epoch: int, of: PipelineDataset[Any]) -> torch.Tensor:
+        feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))  # type: ignore[arg-type]
+        image = next(feed).inputs[0]
+        assert image is not None
+        return image
+
+    assert torch.equal(first(1, data), first(1, data))
+    assert not torch.equal(first(1, data).sum(0), first(2, data).sum(0))
+    assert (
+        len({tuple(image.flatten().tolist()) for image in first(1, data)}) == 4
+    )  # one image four times, cut otherwise
+    assert torch.equal(first(1, DatasetSubset(data, range(4))), first(1, data))
+    assert torch.equal(data[0][0], read_image(folder / "a" / "0.png", 32))  # where nothing is trained
+
+
+def test_other_data_is_refused() -> None:
+    made_up = images("synthetic", image_size=32, num_classes=3)
+    assert augmented(made_up, False, "synthetic") is made_up
+    with pytest.raises(BapipeError) as error:
+        augmented(made_up, True, "synthetic")
+    assert str(error.value) == "data 'synthetic' is no folder of images, so --augment cannot draw pieces of them"
