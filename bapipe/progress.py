@@ -7,3 +7,9 @@ PartsProgress = Callable[[int, int, str], None]
 
 SearchProgress = Callable[[int, int, int], None]
 """(plans judged, best step time, lower bound), both times in nanoseconds."""
+
+LoadProgress = Callable[[float, float], None]
+"""(best load so far, or the limit below which there is no plan; lower bound), both in nanoseconds."""
+
+ParetoProgress = Callable[[int, int], None]
+"""(number of devices, memory limit in bytes) of the next plan to search for."""

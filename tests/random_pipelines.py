@@ -77,11 +77,11 @@ def _cost(random: Random, splits_badly: bool) -> StageCost:
     )
 
 
-def _peaks(stages, devices, num_ranks, num, one_by_one) -> list[int]:  # type: ignore[no-untyped-def]
+def _peaks(stages, devices, num_ranks, num, sequential_schedule) -> list[int]:  # type: ignore[no-untyped-def]
     """Memory of each rank, micro-batches one after another or all at once."""
     down, up = range(len(stages)), range(len(stages) - 1, -1, -1)
     forward, backward = ([(s, Phase.FORWARD) for s in down], [(s, Phase.BACKWARD) for s in up])
-    if one_by_one:
+    if sequential_schedule:
         actions = [Action(s, phase, m) for m in range(num) for s, phase in (*forward, *backward)]
     else:
         actions = [Action(s, phase, m) for half in (forward, backward) for s, phase in half for m in range(num)]

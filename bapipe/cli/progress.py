@@ -23,7 +23,7 @@ from bapipe.progress import PartsProgress
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 
 if TYPE_CHECKING:
-    from bapipe.planner.analysis.pareto import Point
+    from bapipe.planner.analysis.pareto import ParetoPoint
 
 _columns = os.environ.get("COLUMNS", "")
 _width = int(_columns) if _columns.isdigit() and int(_columns) >= 40 else None
@@ -69,14 +69,14 @@ def planning_status() -> Iterator[Callable[[int, int, int], None]]:
         yield progress
 
 
-def pareto_front(profiles: dict[str, ModelProfile], where: Cluster, options: PlanOptions) -> "tuple[Point, ...]":
+def pareto_front(profiles: dict[str, ModelProfile], where: Cluster, options: PlanOptions) -> "tuple[ParetoPoint, ...]":
     """Returns the front of plans, and says how far the search for it is."""
     with err.status("looking for the front") as status:
 
-        def tell(num_devices: int, limit_bytes: int) -> None:
+        def show(num_devices: int, limit_bytes: int) -> None:
             status.update(f"looking for the front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
-        return pareto(profiles, where, options, tell=tell)
+        return pareto(profiles, where, options, progress=show)
 
 
 def time_left(step: int, steps: int, first: tuple[int, float], now_s: float) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bapipe.formats.plan import Alternative, Plan, StagePlan
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.planner.schedule_placement import spread
+from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
@@ -89,7 +89,7 @@ def baseline_alternatives(
 
 def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int]) -> Judged:
     index = plan.cluster.index
-    table = spread(
+    table = distribute_replicas(
         SCHEDULES[candidate.schedule](len(candidate.stages), plan.minibatch_size // candidate.microbatch_size),
         tuple(tuple(index[name] for name in stage.devices) for stage in candidate.stages),
         len(index),

@@ -16,8 +16,9 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Certificate, Plan, StagePlan, certify
 from bapipe.formats.profile import LOSS, Measurement, ModelProfile
 from bapipe.graph.layer_graph import contract, downsets, of_layers, prefixes, topological_order
-from bapipe.planner.throughput.homogeneous import least_load_alike
-from bapipe.planner.throughput.loads import AlikeDevices, Cuts, Runs
+from bapipe.planner.throughput.homogeneous import HomogeneousDevices
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums
+from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
 
 MAX_DOWNSETS = 1000
@@ -72,7 +73,8 @@ def promising_linearizations(
     found = downsets(small, MAX_DOWNSETS)
     if found is None or len(found) == small.num_nodes + 1:
         return []
-    line, everywhere = (Cuts(sets, parts, graph.num_nodes) for sets in (prefixes(topological_order(small)), found))
+    line = Boundaries(prefixes(topological_order(small)), parts, graph.num_nodes)
+    everywhere = Boundaries(found, parts, graph.num_nodes)
     orders, size = [], first.microbatch_sizes[-1]
     for num_stages in sorted({2, (len(limits) + 1) // 2, len(limits)} - {0, 1}):
         along = _best(_alike(line, first, cluster, limits, size, num_stages))
@@ -100,16 +102,16 @@ def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfil
 
 
 def _alike(
-    cuts: Cuts, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
-) -> AlikeDevices:
+    cuts: Boundaries, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
+) -> HomogeneousDevices:
     device = cluster.devices[0]
     links = [cluster.link(a, b) for a in range(len(limits)) for b in range(len(limits)) if a != b]
-    return AlikeDevices(
+    return HomogeneousDevices(
         cuts,
-        Runs(cuts, profile, size, device.speed),
+        StageCostSums(cuts, profile, size, device.speed),
         num_devices=num_stages,
         num_microbatches=num_stages,
-        most_replicas=1,
+        max_replicas=1,
         link=Bandwidth(
             bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
         ),
@@ -118,8 +120,8 @@ def _alike(
     )
 
 
-def _best(problem: AlikeDevices) -> StagePath | None:
-    return least_load_alike(problem, bound=problem.bound_ns, ceiling=problem.ceiling_ns).best
+def _best(problem: HomogeneousDevices) -> StagePath | None:
+    return min_max_load_homogeneous(problem, bound=problem.bound_ns, ceiling=problem.ceiling_ns).best
 
 
 def _joint(plans: Sequence[Plan], best: Plan, num_orders: int) -> Certificate:

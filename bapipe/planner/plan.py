@@ -18,14 +18,14 @@ from bapipe.planner.device_grouping import best_grouping, groupings, profiles_wi
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import Objective, PlanOptions
 from bapipe.planner.plan_step import plan_step_time
-from bapipe.progress import SearchProgress
+from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from bapipe.planner.analysis.pareto import Point
+    from bapipe.planner.analysis.pareto import ParetoPoint
 
 
 def plan(
@@ -158,12 +158,12 @@ def pareto(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    tell: Callable[[int, int], None] | None = None,
-) -> "tuple[Point, ...]":
+    progress: ParetoProgress | None = None,
+) -> "tuple[ParetoPoint, ...]":
     """Returns the front of step time, peak memory and number of devices; see `bapipe.planner.analysis.pareto`."""
     from bapipe.planner.analysis.pareto import pareto as front
 
-    return front(profiles, cluster.sequential, options, tell=tell)
+    return front(profiles, cluster.sequential, options, progress=progress)
 
 
 def _plan_for_step_time(
@@ -211,7 +211,7 @@ def _plan_for_throughput(
             raise BapipeError(f"--objective throughput does not know {name}: leave it out, or use --objective step")
     looks = 0
 
-    def tell(load_ns: float, bound_ns: float) -> None:
+    def count_and_report(load_ns: float, bound_ns: float) -> None:
         nonlocal looks
         looks += 1
         if progress:
@@ -223,7 +223,7 @@ def _plan_for_throughput(
         minibatch_size=options.minibatch_size,
         microbatch_size=options.microbatch_size,
         memory_limit_bytes=options.memory_limit_bytes,
-        tell=tell,
+        progress=count_and_report,
     )
 
 

@@ -11,7 +11,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, StagePlan, certify
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.action_order.improve_plan import SEARCH, reorder
+from bapipe.planner.action_order.improve_plan import SEARCH, improve_plan
 from bapipe.planner.baselines import baseline_alternatives
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
@@ -53,7 +53,7 @@ def plan_step_time(
     plan = plan_of(profiles, found, options.minibatch_size, space)
     limits = options.limits(cluster)
     if SEARCH in options.schedules:
-        plan = reorder(plan, profiles, limits, options.search_effort, may_move=not options.constraints)
+        plan = improve_plan(plan, profiles, limits, options.search_effort, may_move=not options.constraints)
     sizes = microbatch_sizes(profiles, cluster, options)
     others = (*plan.alternatives, *baseline_alternatives(plan, profiles, sizes, named_schedules(options), limits))
     return msgspec.structs.replace(plan, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))

@@ -7,7 +7,7 @@ from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.compiled import CompiledSchedule
 
 
-def merged(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks: int) -> Schedule:
+def merge_stages(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks: int) -> Schedule:
     """Returns a table of one device a stage as one of fewer stages, each with the next few of the devices.
 
     A stage follows the order of the first of its devices, and its devices take its micro-batches in turn. What runs
@@ -26,7 +26,7 @@ def merged(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks: int) 
     )
 
 
-def spread(schedule: Schedule, devices: tuple[tuple[int, ...], ...], num_ranks: int) -> Schedule:
+def distribute_replicas(schedule: Schedule, devices: tuple[tuple[int, ...], ...], num_ranks: int) -> Schedule:
     """Returns a schedule of one device a stage on other devices, several a stage taking micro-batches in turn.
 
     Each device keeps the order in which its stage's actions come; a device must not have two stages.
@@ -43,7 +43,7 @@ def spread(schedule: Schedule, devices: tuple[tuple[int, ...], ...], num_ranks: 
     )
 
 
-def place(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
+def permute_ranks(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
     """Returns a schedule with its rank i as rank `ranks[i]` of `num_ranks`."""
     order: list[tuple[Action, ...]] = [()] * num_ranks
     for rank, actions in zip(ranks, schedule.order, strict=True):
@@ -55,8 +55,8 @@ def place(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
     )
 
 
-def moved(program: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
-    """Returns the program of `place(schedule, ranks, num_ranks)` from that of the schedule."""
+def permute_compiled(program: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
+    """Returns the program of `permute_ranks(schedule, ranks, num_ranks)` from that of the schedule."""
     return replace(
         program,
         ranks=tuple([ranks[rank] for rank in program.ranks]),

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from bapipe.graph.layer_graph import Graph, contract, depth_first_order, downsets, members, prefixes
-from bapipe.planner.throughput.min_max_dp import least_below, least_load
+from bapipe.planner.throughput.min_max_dp import min_max_load, min_max_load_below
 from bapipe.planner.throughput.problem import END, StagePath
 
 EXACT = 1e-9
@@ -235,16 +235,16 @@ class Splits:
         self.num_states = len(self.states)
         self.starts = [self._number[state] for state in ((1, 0, False), (0, 1, True)) if state in self._number]
 
-    def followers(self, state: int) -> list[int]:
+    def successors(self, state: int) -> list[int]:
         a, c, _ = self.states[state]
         after = [self._number[s] for s in ((a + 1, c, False), (a, c + 1, True)) if s in self._number]
         return [*after, END]
 
-    def beginnings(self, state: int, limit: float) -> Any:
+    def begins(self, state: int, limit: float) -> Any:
         a, c, cpu = self.states[state]
         return self._possible(a - (not cpu), c - cpu, limit)
 
-    def endings(self, state: int, limit: float) -> Any:
+    def ends(self, state: int, limit: float) -> Any:
         a, c, _ = self.states[state]
         return self._possible(a, c, limit)
 
@@ -303,7 +303,7 @@ def solve(workload: Workload) -> Answer:
     along = Splits(workload, prefixes(depth_first_order(workload.graph)))
     bound = total / (workload.num_devices + workload.num_cpus * min(along.cpu_rate, 1e9))
     ceiling = 2 * (total + sum(cost for _, cost in workload.tensors)) + 1
-    first = least_load(along, bound=bound, ceiling=ceiling).best
+    first = min_max_load(along, bound=bound, ceiling=ceiling).best
     limit = (first.load if first else ceiling) * (1 - EXACT)
     small = reduced(workload, limit)
     found = downsets(small.graph, MAX_DOWNSETS)
@@ -311,7 +311,7 @@ def solve(workload: Workload) -> Answer:
         assert first is not None
         return _answer(workload, along, first, bound, None)
     everywhere = Splits(small, found, limit)
-    better = least_below(everywhere, limit)
+    better = min_max_load_below(everywhere, limit)
     if better is not None:
         return _answer(small, everywhere, better, better.load, len(found))
     assert first is not None

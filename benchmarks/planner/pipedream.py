@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bapipe.graph.layer_graph import Graph, contract, depth_first_order, downsets, members, prefixes
-from bapipe.planner.throughput.homogeneous import below, least_load_alike
+from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
@@ -145,7 +145,7 @@ def _joinable(workload: Workload) -> list[tuple[int, int]]:
 
 
 class Pipelines:
-    """Plans of a workload on devices alike, cut at given downsets, as an `AlikeProblem`."""
+    """Plans of a workload on devices that are all the same, cut at given downsets, as a `HomogeneousLoadProblem`."""
 
     def __init__(self, workload: Workload, boundaries: Sequence[int], num_devices: int, bytes_per_s: float) -> None:
         self.num_boundaries, self.num_devices, self._rate = len(boundaries), num_devices, bytes_per_s
@@ -167,9 +167,9 @@ class Pipelines:
         sent = max(self._alive_s[begin], self._alive_s[end])
         return float(max(compute + 4.0 * (devices - 1) / (self._rate * devices) * params, sent)) / devices
 
-    looks_ahead = False
+    depends_on_later_devices = False
 
-    def fewest(self, begin: Any, end: Any, after: Any, room: Any, limit: float) -> Any:
+    def min_devices(self, begin: Any, end: Any, after: Any, room: Any, limit: float) -> Any:
         """Begins where compute and transfers alone are below the limit, and adds devices while the sum is not."""
         compute = self._compute[end][None, :] - self._compute[begin][:, None]
         params = (self._params[end][None, :] - self._params[begin][:, None]) * (4.0 / self._rate)
@@ -183,12 +183,13 @@ class Pipelines:
                 return devices.astype(np.int64)
             devices[more] += 1
 
-    def devices_around(self, limit: float) -> Any:
+    def min_devices_around(self, limit: float) -> Any:
         """Devices for the compute, and more than the tensors' time at the boundary takes below the limit."""
         across = np.where(self._alive_s > 0, np.floor(self._alive_s / limit * (1 - 1e-9)) + 1, 0)
         before = np.ceil(self._compute / limit * (1 - 1e-9))
         after = np.ceil((self._compute[-1] - self._compute) / limit * (1 - 1e-9))
-        return np.maximum(np.stack([before, after]), across).astype(np.int64)
+        counts = np.maximum(np.stack([before, after]), across).astype(np.int64)
+        return counts[0], counts[1]
 
 
 def solve(workload: Workload, num_devices: int, bytes_per_s: float) -> Answer:
@@ -197,7 +198,7 @@ def solve(workload: Workload, num_devices: int, bytes_per_s: float) -> Answer:
     pipelines = Pipelines(workload, order, num_devices, bytes_per_s)
     total = sum(workload.compute_s)
     bound, ceiling = total / num_devices, total + 8 * sum(workload.params) / bytes_per_s + 1
-    found = least_load_alike(pipelines, bound=bound, ceiling=ceiling)
+    found = min_max_load_homogeneous(pipelines, bound=bound, ceiling=ceiling)
     assert found.best is not None
     boundaries = downsets(workload.graph, MAX_DOWNSETS)
     if boundaries is None:
@@ -205,10 +206,10 @@ def solve(workload: Workload, num_devices: int, bytes_per_s: float) -> Answer:
     if len(boundaries) == len(order):
         return _answer(workload, order, found.best, found.bound, len(order))
     everywhere = Pipelines(workload, boundaries, num_devices, bytes_per_s)
-    better = below(everywhere, found.best.load * (1 - 1e-9))
+    better = find_plan_below(everywhere, found.best.load * (1 - 1e-9))
     if better is None:
         return _answer(workload, order, found.best, found.best.load, len(boundaries))
-    best = least_load_alike(everywhere, bound=bound, ceiling=ceiling, best=better)
+    best = min_max_load_homogeneous(everywhere, bound=bound, ceiling=ceiling, best=better)
     assert best.best is not None
     return _answer(workload, boundaries, best.best, best.bound, len(boundaries))
 

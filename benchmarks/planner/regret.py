@@ -37,7 +37,7 @@ import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.throughput.loads import Cuts, Runs, transfer_ns
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums, transfer_ns
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
@@ -93,10 +93,10 @@ class Line:
         self.f = self._between([m.forward_ns for m in measured])
         self.b = self._between([m.whole_backward_ns for m in measured])
         self.params = self._between([layer.param_bytes for layer in profile.layers])
-        line = Cuts([(1 << i) - 1 for i in range(count + 1)], [[i] for i in range(count)], count)
-        runs = Runs(line, profile, profile.microbatch_sizes[0], 1.0)
-        self.sent = transfer_ns(runs.send_bytes, link).astype(float)
-        self.back = transfer_ns(runs.grad_bytes, link).astype(float)
+        line = Boundaries([(1 << i) - 1 for i in range(count + 1)], [[i] for i in range(count)], count)
+        sums = StageCostSums(line, profile, profile.microbatch_sizes[0], 1.0)
+        self.sent = transfer_ns(sums.send_bytes, link).astype(float)
+        self.back = transfer_ns(sums.grad_bytes, link).astype(float)
 
     def _between(self, values: Sequence[int]) -> Any:
         sums = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=float))])

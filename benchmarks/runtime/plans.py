@@ -11,7 +11,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.inputs import local_cluster
-from bapipe.planner.schedule_placement import spread
+from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.simulate import simulate_schedule
@@ -92,6 +92,7 @@ def _profile(
 def _judged(plan: Plan, schedule: str, profile: ModelProfile) -> int:
     """Returns what the judge says of a plan's stages under another schedule."""
     ranks = tuple((rank,) for rank in range(len(plan.stages)))
-    table = spread(SCHEDULES[schedule](len(plan.stages), plan.num_microbatches), ranks, len(plan.cluster.devices))
+    table = SCHEDULES[schedule](len(plan.stages), plan.num_microbatches)
+    table = distribute_replicas(table, ranks, len(plan.cluster.devices))
     costs = build_stages(plan.stages, {profile.device.kind: profile}, plan.cluster, plan.microbatch_size)
     return simulate_schedule(table, costs, plan.cluster).step_ns

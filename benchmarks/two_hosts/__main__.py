@@ -25,7 +25,7 @@ from rich.table import Table
 
 import bapipe
 from bapipe.formats.codec import write
-from bapipe.planner.schedule_placement import spread
+from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.profiler.profile import profile_model
 from bapipe.runtime.train_result import WARM_UP_STEPS
 from bapipe.schedules import SCHEDULES
@@ -66,7 +66,7 @@ def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Pla
         num = plan.minibatch_size // size
         if num * size != plan.minibatch_size or num < len(devices):
             continue
-        table = spread(SCHEDULES["1f1b"](1, num), ((0, 1),), 2)
+        table = distribute_replicas(SCHEDULES["1f1b"](1, num), ((0, 1),), 2)
         timeline = simulate_schedule(table, build_stages(stages, {"cpu": profile}, plan.cluster, size), plan.cluster)
         found.append(
             msgspec.structs.replace(

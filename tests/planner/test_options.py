@@ -11,7 +11,7 @@ from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.planner.analysis.critical_path import critical_path, shares
+from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity
 from bapipe.planner.options import PlanOptions
@@ -223,7 +223,7 @@ def test_the_critical_path_is_without_a_pause() -> None:
         assert path[0].start_ns == 0
         assert path[-1].end_ns == timeline.step_ns
         assert all(a.end_ns == b.start_ns for a, b in pairwise(path))
-        assert sum(time_ns for _, time_ns in shares(timeline)) == timeline.step_ns
+        assert sum(time_ns for _, time_ns in time_shares(timeline)) == timeline.step_ns
 
 
 def test_an_explanation_names_what_limits_the_plan() -> None:
@@ -272,7 +272,7 @@ def test_more_memory_helps_where_it_was_lacking() -> None:
     assert len(plan.stages) == 2
     effects = {e.resource: e for e in sensitivity(plan, profiles, options)}
     assert effects["memory of every device"].step_ns < plan.prediction.step_ns
-    assert effects["memory of every device"].planned_again
+    assert effects["memory of every device"].is_replanned
 
 
 def test_more_memory_is_not_said_to_help_where_replicas_would() -> None:

@@ -19,7 +19,7 @@ from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
-from bapipe.planner.schedule_placement import merged
+from bapipe.planner.schedule_placement import merge_stages
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
@@ -259,7 +259,7 @@ def test_the_space_leaves_no_plan_out(seed: int) -> None:
     for stages in every_plan(profile, cluster):
         ranks = tuple(tuple(cluster.index[name] for name in stage.devices) for stage in stages)
         used = sum(map(len, ranks))
-        table = merged(SCHEDULES["1f1b"](used, 4), ranks, len(cluster.devices))
+        table = merge_stages(SCHEDULES["1f1b"](used, 4), ranks, len(cluster.devices))
         timeline = simulate_schedule(table, build_stages(stages, {"a": profile}, cluster, 1), cluster)
         if all(held.total <= limit for held, limit in zip(timeline.memory, limits, strict=True)):
             best = timeline.step_ns if best is None else min(best, timeline.step_ns)
@@ -289,7 +289,7 @@ def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
     for stages in every_plan(profile, cluster):
         if not any(stage.recompute for stage in stages):
             ranks = tuple(tuple(cluster.index[name] for name in stage.devices) for stage in stages)
-            table = merged(SCHEDULES["1f1b"](sum(map(len, ranks)), 4), ranks, 4)
+            table = merge_stages(SCHEDULES["1f1b"](sum(map(len, ranks)), 4), ranks, 4)
             want.append(simulate_schedule(table, build_stages(stages, {"a": profile}, cluster, 1), cluster).step_ns)
     found, every = best_first(problems), exhaustive(problems)
     assert found is not None

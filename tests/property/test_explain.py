@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.explain import balanced
+from bapipe.planner.analysis.explain import time_balanced_plan
 from bapipe.planner.analysis.sensitivity import sensitivity
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain, plan_once
@@ -102,7 +102,7 @@ def test_a_pipeline_wins_for_gnmt_8() -> None:
 def test_what_balances_time_alone_is_as_slow_as_is_said(model: str) -> None:
     """The least largest stage over all cuts, found one by one; its step time by the judge."""
     plan, profiles, _, words = planned(model)
-    other = balanced(plan, profiles)
+    other = time_balanced_plan(plan, profiles)
     assert other is not None
     measured = {
         layer.name: m.forward_ns + m.whole_backward_ns

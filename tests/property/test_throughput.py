@@ -12,9 +12,8 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.throughput import search as throughput
 from bapipe.planner.throughput.loads import message_ns
-from bapipe.planner.throughput.search import explore_throughput, plan_throughput
+from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, is_homogeneous, plan_throughput
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile
@@ -137,7 +136,9 @@ def largest_load(
     return worst
 
 
-def plan_of(profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int) -> Plan | None:
+def plan_of(
+    profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, max_downsets: int = MAX_DOWNSETS
+) -> Plan | None:
     try:
         return explore_throughput(
             {"a": profile},
@@ -145,6 +146,7 @@ def plan_of(profile: ModelProfile, cluster: Cluster, num_microbatches: int, size
             minibatch_size=num_microbatches * size,
             microbatch_sizes=[size],
             limits=[device.memory_bytes for device in cluster.devices],
+            max_downsets=max_downsets,
         )
     except Infeasible:
         return None
@@ -161,7 +163,7 @@ def test_the_load_is_the_least_of_all(alike: bool) -> None:
         cluster = same_devices(random, num_devices) if alike else random_cluster(random, num_devices)
         num_microbatches = random.choice([1, 2, 3, 4, 7])
         plan = plan_of(profile, cluster, num_microbatches, 2)
-        same = alike or throughput._alike(cluster, [device.memory_bytes for device in cluster.devices])
+        same = alike or is_homogeneous(cluster, [device.memory_bytes for device in cluster.devices])
         want = least_load(profile, cluster, num_microbatches, 2, same)
         assert (plan.prediction.load_ns if plan else None) == want, seed
         found += 1
@@ -250,16 +252,14 @@ def test_scaling_times_and_bytes_per_second_scales_the_load() -> None:
         assert other.prediction.load_ns == 10 * one.prediction.load_ns
 
 
-def test_too_many_downsets_leave_a_bound_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_downsets_leave_a_bound_that_holds() -> None:
     gaps = 0
     for seed in range(40):
         random = Random(seed)
         profile = branching_profile(random, 8)
         cluster = same_devices(random, 3)
         exact = plan_of(profile, cluster, 4, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(throughput, "MAX_DOWNSETS", 5)
-            rough = plan_of(profile, cluster, 4, 1)
+        rough = plan_of(profile, cluster, 4, 1, max_downsets=5)
         if exact is None or rough is None:
             continue
         assert rough.prediction.load_ns >= exact.prediction.load_ns >= rough.certificate.lower_bound_ns

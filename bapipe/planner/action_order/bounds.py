@@ -33,7 +33,7 @@ class Job:
 def lower_bound_ns(problem: OrderProblem) -> int:
     """Returns a time that no legal table that fits beats. O(stages * num_microbatches**2)."""
     heads, tails = heads_and_tails(problem)
-    return max((one_machine_ns(jobs) for jobs in _machines(problem, heads, tails)), default=0)
+    return max((preemptive_one_machine_ns(jobs) for jobs in _machines(problem, heads, tails)), default=0)
 
 
 def heads_and_tails(problem: OrderProblem) -> tuple[Ends, Ends]:
@@ -43,7 +43,7 @@ def heads_and_tails(problem: OrderProblem) -> tuple[Ends, Ends]:
     return heads, tails
 
 
-def one_machine_ns(jobs: Sequence[Job]) -> int:
+def preemptive_one_machine_ns(jobs: Sequence[Job]) -> int:
     """Returns the least time for jobs that may be interrupted: always run the one of the longest tail."""
     ready: list[list[int]] = []  # [-tail, what is left]
     now = longest = 0

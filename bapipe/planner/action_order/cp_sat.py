@@ -17,32 +17,34 @@ from math import floor, gcd
 from typing import TYPE_CHECKING
 
 from bapipe.planner.action_order.bounds import heads_and_tails
-from bapipe.planner.action_order.evaluate import clock
+from bapipe.planner.action_order.evaluate import evaluate_order
 from bapipe.planner.action_order.problem import F, I, OrderProblem, Orders, W
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-MOST_UNITS = 2**40
+MAX_UNITS = 2**40
 """Longest step the model counts exactly; a longer one is counted in larger units."""
-MOST_BYTES = 2**16
+MAX_MEMORY_UNITS = 2**16
 """The room of a device in the model's own units of memory; rounding lets a little more fit, never less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SolverResult:
     """The solver's orders, None where it has nothing faster, and a bound that no legal table that fits beats."""
 
     orders: Orders | None
     lower_bound_ns: int
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether OR-tools can be imported."""
     return find_spec("ortools") is not None
 
 
-def solve(problem: OrderProblem, hint: Orders, *, below_ns: int, effort: float, seed: int) -> Answer:
+def solve(
+    problem: OrderProblem, hint: Orders, *, below_ns: int, effort: float, seed: int, max_units: int = MAX_UNITS
+) -> SolverResult:
     """Returns orders whose step takes less than `below_ns`, as far as the model can tell, and a bound.
 
     Stops after `effort` units of the solver's deterministic time. One thread and a fixed seed, so the answer depends on
@@ -50,7 +52,7 @@ def solve(problem: OrderProblem, hint: Orders, *, below_ns: int, effort: float, 
     """
     from ortools.sat.python import cp_model
 
-    unit = _unit(problem, below_ns)
+    unit = _unit(problem, below_ns, max_units)
     rounded = _rounded(problem, unit)
     model = _Model(rounded, (below_ns - 1) // unit)
     model.build(hint)
@@ -60,18 +62,18 @@ def solve(problem: OrderProblem, hint: Orders, *, below_ns: int, effort: float, 
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model.cp)
     if status == cp_model.INFEASIBLE:
-        return Answer(orders=None, lower_bound_ns=below_ns)
+        return SolverResult(orders=None, lower_bound_ns=below_ns)
     assert status != cp_model.MODEL_INVALID, model.cp.validate()
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     # The bound is an integer of at most 40 bits held in a float, or a fraction below one.
     least = floor(solver.best_objective_bound + 1e-6) * unit
-    return Answer(orders=model.orders(solver) if found else None, lower_bound_ns=max(0, least))
+    return SolverResult(orders=model.orders(solver) if found else None, lower_bound_ns=max(0, least))
 
 
-def _unit(problem: OrderProblem, below_ns: int) -> int:
-    """Returns the largest unit that loses nothing, or one that keeps the step within `MOST_UNITS`."""
+def _unit(problem: OrderProblem, below_ns: int, max_units: int) -> int:
+    """Returns the largest unit that loses nothing, or one that keeps the step within `max_units`."""
     exact = gcd(*problem.ns, *problem.send_ns, *problem.return_ns, *problem.update_ns) or 1
-    return exact if below_ns // exact <= MOST_UNITS else -(-below_ns // MOST_UNITS)
+    return exact if below_ns // exact <= max_units else -(-below_ns // max_units)
 
 
 def _rounded(problem: OrderProblem, unit: int) -> OrderProblem:
@@ -114,7 +116,7 @@ class _Model:
         """Every action between its head and its tail, micro-batches ascending, F before I before W."""
         problem = self.problem
         heads, tails = heads_and_tails(problem)
-        hinted = clock(problem, hint)
+        hinted = evaluate_order(problem, hint)
         for code, ns in enumerate(problem.ns):
             stage, phase = divmod(code, 3)
             self.begins.append([])
@@ -175,7 +177,7 @@ class _Model:
     def add_room(self, rank: int, own: tuple[int, ...]) -> None:
         """Stashes over time, for a device where their number alone does not say what it holds."""
         problem = self.problem
-        unit = -(-max(1, problem.room_bytes[rank]) // MOST_BYTES)
+        unit = -(-max(1, problem.room_bytes[rank]) // MAX_MEMORY_UNITS)
         intervals, demands = [], []
         for s in own:
             for k in range(problem.num_microbatches):

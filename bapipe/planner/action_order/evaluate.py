@@ -6,7 +6,7 @@ Clock = tuple[list[list[int]], int]
 """The beginnings of each code's actions, and the step time."""
 
 
-def clock(problem: OrderProblem, orders: Orders) -> Clock | None:
+def evaluate_order(problem: OrderProblem, orders: Orders) -> Clock | None:
     """Returns when everything begins and how long the step takes, or None where the order deadlocks.
 
     Equals the judge's where `problem.monotone`. Every transfer is taken to have a link of its own. O(n) for n actions.

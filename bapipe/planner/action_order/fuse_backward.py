@@ -12,7 +12,7 @@ Pair = tuple[int, int]
 """The rank and the place of an I that its own W follows at once."""
 
 
-def join(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Schedule:
+def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Schedule:
     """Returns the schedule with B for as many adjacent I and W as a search by halves finds, its step no longer.
 
     Memory does not grow: I and W with nothing between hold what B holds, and what I leaves for W. At most two

@@ -7,9 +7,9 @@ import msgspec
 from bapipe.formats.plan import Alternative, Plan, StagePlan, certify
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.bounds import lower_bound_ns
-from bapipe.planner.action_order.problem import one_by_one, order_problem
-from bapipe.planner.action_order.search import FoundOrder, search_order
-from bapipe.planner.schedule_placement import place
+from bapipe.planner.action_order.problem import order_problem, sequential_schedule
+from bapipe.planner.action_order.search import OrderSolution, search_order
+from bapipe.planner.schedule_placement import permute_ranks
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
@@ -20,11 +20,11 @@ SEARCH = "search"
 """What a plan whose order was searched calls its schedule."""
 
 
-SHARE = 0.1
-"""Of the effort, what is spent on each other cut; those for the plan's own stages come on top."""
+EFFORT_SHARE_PER_PARTITION = 0.1
+"""Effort spent on each neighbouring partition, as a share of that for the plan's own stages, which comes on top."""
 
 
-def reorder(
+def improve_plan(
     plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int], effort: float, *, may_move: bool = True
 ) -> Plan:
     """Returns the plan with the fastest order found for its stages or stages near them, itself where none is faster.
@@ -39,7 +39,7 @@ def reorder(
         return plan
     best = _Cut(plan.stages, plan, profiles)
     found = best.search(limits, effort)
-    seen, left = {plan.stages}, round(1 / SHARE) if may_move else 0
+    seen, left = {plan.stages}, round(1 / EFFORT_SHARE_PER_PARTITION) if may_move else 0
     while left:
         near = [_Cut(stages, plan, profiles) for stages in _near(best.stages, profiles) if stages not in seen]
         hopeful = sorted((bound_ns, i) for i, cut in enumerate(near) for bound_ns in [cut.bound_ns(limits)] if bound_ns)
@@ -49,7 +49,7 @@ def reorder(
                 break
             left -= 1
             seen.add(near[i].stages)
-            other = near[i].search(limits, SHARE * effort)
+            other = near[i].search(limits, EFFORT_SHARE_PER_PARTITION * effort)
             if other.step_ns is not None and other.step_ns < found.step_ns:
                 faster = near[i], other
                 break
@@ -69,12 +69,12 @@ class _Cut:
     def bound_ns(self, limits: Sequence[int]) -> int | None:
         """Returns what no order of these stages beats, None where none fits."""
         devices, num = self.table.devices, self.table.num_microbatches
-        held = peak_memory(one_by_one(devices, num, len(limits)), self.costs)
+        held = peak_memory(sequential_schedule(devices, num, len(limits)), self.costs)
         if any(memory.total > limit for memory, limit in zip(held, limits, strict=True)):
             return None
         return lower_bound_ns(order_problem(self.costs, devices, self.cluster, num, limits))
 
-    def search(self, limits: Sequence[int], effort: float) -> FoundOrder:
+    def search(self, limits: Sequence[int], effort: float) -> OrderSolution:
         return search_order(
             self.costs,
             self.table.devices,
@@ -103,7 +103,7 @@ def _near(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfile]) -
                 yield (*stages[:s], *pair, *stages[s + 2 :])
 
 
-def _planned(plan: Plan, best: _Cut, found: FoundOrder, num_others: int) -> Plan:
+def _planned(plan: Plan, best: _Cut, found: OrderSolution, num_others: int) -> Plan:
     assert found.schedule is not None
     assert found.step_ns is not None
     assert found.lower_bound_ns is not None
@@ -138,5 +138,5 @@ def _planned(plan: Plan, best: _Cut, found: FoundOrder, num_others: int) -> Plan
 def _suitable(table: Schedule) -> list[Schedule]:
     """The named schedules for the same stages on the same devices."""
     ranks = list(dict.fromkeys(devices[0] for devices in table.devices))
-    made = (place(build(len(ranks), table.num_microbatches), ranks, len(table.order)) for build in ALL.values())
+    made = (permute_ranks(build(len(ranks), table.num_microbatches), ranks, len(table.order)) for build in ALL.values())
     return [schedule for schedule in made if schedule.devices == table.devices]

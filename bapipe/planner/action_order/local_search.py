@@ -13,7 +13,7 @@ REACH = 12
 """Places an action moves at most."""
 
 
-def polish(
+def threshold_accepting(
     problem: OrderProblem,
     orders: Orders,
     step_ns: Callable[[Orders], int | None],

@@ -148,7 +148,7 @@ def orders_of(schedule: Schedule) -> Orders:
     )
 
 
-def one_by_one(devices: tuple[tuple[int, ...], ...], num_microbatches: int, num_ranks: int) -> Schedule:
+def sequential_schedule(devices: tuple[tuple[int, ...], ...], num_microbatches: int, num_ranks: int) -> Schedule:
     """Returns the table that ends every micro-batch before the next; no table needs less memory on any device.
 
     While a stage runs F or B of a micro-batch, every table holds what the earlier stages on the same device keep of
@@ -186,7 +186,7 @@ def order_problem(
     if any(device.side_by_side for device in cluster.devices):
         raise ValueError("an order is searched for devices that run one action at a time")
     rank_of = tuple(replicas[0] for replicas in devices)
-    fixed = peak_memory(one_by_one(devices, num_microbatches, num_ranks), stages)
+    fixed = peak_memory(sequential_schedule(devices, num_microbatches, num_ranks), stages)
     costs = [stage.costs[0] for stage in stages]
 
     def transfer(source: int, target: int, num_bytes: int) -> int:
@@ -219,7 +219,7 @@ def order_problem(
     )
 
 
-def relaxed(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
+def relaxation(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
     """Returns the problem whose I and W take no longer, and hold no more, than the B of the same stage.
 
     A table that uses B where that is shorter or needs less is no faster than one of this problem's.

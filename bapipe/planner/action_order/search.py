@@ -9,10 +9,17 @@ from bapipe.errors import InvalidSchedule
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.action_order import cp_sat, list_scheduler
 from bapipe.planner.action_order.bounds import lower_bound_ns
-from bapipe.planner.action_order.evaluate import clock
-from bapipe.planner.action_order.fuse_backward import join
-from bapipe.planner.action_order.local_search import polish
-from bapipe.planner.action_order.problem import OrderProblem, Orders, one_by_one, order_problem, orders_of, relaxed
+from bapipe.planner.action_order.evaluate import evaluate_order
+from bapipe.planner.action_order.fuse_backward import fuse_backward
+from bapipe.planner.action_order.local_search import threshold_accepting
+from bapipe.planner.action_order.problem import (
+    OrderProblem,
+    Orders,
+    order_problem,
+    orders_of,
+    relaxation,
+    sequential_schedule,
+)
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
 from bapipe.simulator.stage_cost import Stage
@@ -27,7 +34,7 @@ SOLVER_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundOrder:
+class OrderSolution:
     """The best order found, and how good it is.
 
     Attributes:
@@ -59,7 +66,8 @@ def search_order(
     start: Sequence[Schedule] = (),
     effort: float = 10.0,
     seed: int = 0,
-) -> FoundOrder:
+    use_solver: bool = True,
+) -> OrderSolution:
     """Returns the fastest order found for stages of one device each; never slower than the fastest `start` that fits.
 
     A list scheduler, local improvement, then CP-SAT where OR-tools is installed; without it the answer is that of the
@@ -71,6 +79,7 @@ def search_order(
         effort: how long to search, counted in work done and not in time, so the answer does not depend on the machine.
             A unit is about a second on one core of 2020. The same arguments give the same answer under one version of
             OR-tools, or none.
+        use_solver: whether CP-SAT runs after the local search, if OR-tools is installed.
 
     Raises:
         ValueError: a stage with several devices, or a start with other devices or micro-batches.
@@ -84,15 +93,15 @@ def search_order(
                 f"want {devices} and {num_microbatches}"
             )
         search.offer(schedule)
-    in_turn = one_by_one(devices, num_microbatches, problem.num_ranks)
+    in_turn = sequential_schedule(devices, num_microbatches, problem.num_ranks)
     search.offer(in_turn)
     if search.schedule is None:
-        return FoundOrder()
-    easier = relaxed(problem, stages)
+        return OrderSolution()
+    easier = relaxation(problem, stages)
     search.bound_ns, search.bounded_by_solver = lower_bound_ns(easier), easier == problem
     if problem.fits(orders_of(in_turn)):  # else I leaves more than there is room for, and only B fits
-        search.run([orders_of(schedule) for schedule in start], effort, seed)
-    return FoundOrder(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=search.bound_ns)
+        search.run([orders_of(schedule) for schedule in start], effort, seed, use_solver)
+    return OrderSolution(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=search.bound_ns)
 
 
 class _Search:
@@ -124,7 +133,7 @@ class _Search:
     def time(self, orders: Orders) -> int | None:
         """Returns the step time by the judge's rules, None where the order deadlocks."""
         if self.monotone:
-            timed = clock(self.problem, orders)
+            timed = evaluate_order(self.problem, orders)
             return timed[1] if timed else None
         try:
             table = self.problem.table(self.devices, orders)
@@ -138,15 +147,15 @@ class _Search:
     def proven(self) -> bool:
         return self.step_ns <= self.bound_ns
 
-    def run(self, start: Sequence[Orders], effort: float, seed: int) -> None:
+    def run(self, start: Sequence[Orders], effort: float, seed: int, use_solver: bool) -> None:
         if self.proven:
             return
         best = self.construct(start)
         best = self.improve(best, effort, seed)
-        if not self.proven and cp_sat.installed():
+        if not self.proven and use_solver and cp_sat.is_installed():
             best = self.solve(best, effort, seed)
         assert self.schedule is not None
-        self.offer(join(self.schedule, self.stages, self.cluster), or_equal=True)
+        self.offer(fuse_backward(self.schedule, self.stages, self.cluster), or_equal=True)
 
     def construct(self, start: Sequence[Orders]) -> Orders:
         """Returns the fastest of the list scheduler's orders and those started from."""
@@ -174,7 +183,9 @@ class _Search:
             return orders
         actions = effort * CLOCKED_ACTIONS / (1 if self.monotone else _JUDGED)
         num_trials = int(actions / self.problem.num_actions)
-        best = polish(self.problem, orders, self.time, goal_ns=self.bound_ns, num_trials=num_trials, seed=seed)
+        best = threshold_accepting(
+            self.problem, orders, self.time, goal_ns=self.bound_ns, num_trials=num_trials, seed=seed
+        )
         self.offer(self.problem.table(self.devices, best))
         _log.info("polished: step %d ns, bound %d ns", self.step_ns, self.bound_ns)
         return best

@@ -54,7 +54,7 @@ def _stage(event: Event) -> int:
     return event.action.stage if isinstance(event, Span) else event.stage
 
 
-def shares(timeline: Timeline) -> list[tuple[str, int]]:
+def time_shares(timeline: Timeline) -> list[tuple[str, int]]:
     """Returns what the critical path is made of, in words and nanoseconds, the longest first."""
     spent: Counter[str] = Counter()
     for event in critical_path(timeline):

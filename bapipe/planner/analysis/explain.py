@@ -7,8 +7,8 @@ import msgspec
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.critical_path import shares
-from bapipe.planner.analysis.sensitivity import ALL_MEMORY, Effect
+from bapipe.planner.analysis.critical_path import time_shares
+from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect
 from bapipe.planner.baselines import in_words
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.options import PlanOptions
@@ -16,13 +16,13 @@ from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.timeline import Timeline
 
-MOST_HELP = 5
+MAX_RESOURCES_NAMED = 5
 """Resources named of those that would help."""
 
-MOST_LAYERS = 400
+MAX_LAYERS_TO_BALANCE = 400
 """Up to how many layers the cuts that balance time alone are looked for."""
 
-LEAST_SAVED = 0.0005
+MIN_TIME_SHARE_NAMED = 0.0005
 """Share of a step that is worth a word."""
 
 
@@ -68,7 +68,7 @@ def _strategy(plan: Plan) -> str:
 
 
 def _limit(timeline: Timeline) -> str:
-    found = shares(timeline)
+    found = time_shares(timeline)
     total = sum(time_ns for _, time_ns in found) or 1
     parts = [f"{name} ({time_ns / total:.0%})" for name, time_ns in found[:3] if time_ns * 20 >= total]
     return f"What limits it: a step waits for {', '.join(parts) or 'many things for a short time each'}."
@@ -87,12 +87,12 @@ def _inter_layer(plan: Plan) -> str:
 
 
 def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> str:
-    """What the cuts carry beside those of `balanced`: the best cuts are coarser where links count."""
+    """What the cuts carry beside those of `time_balanced_plan`: the best cuts are coarser where links count."""
     if len(plan.stages) == 1:
         return "Coarse-grained cuts: none, all layers are one stage."
     own = _sent(plan, profiles)
     carries = f"a micro-batch takes {_megabytes(own)} across the cuts"
-    other = balanced(plan, profiles)
+    other = time_balanced_plan(plan, profiles)
     if other is None:
         return f"Coarse-grained cuts: {carries}."
     if [set(stage.layers) for stage in other.stages] == [set(stage.layers) for stage in plan.stages]:
@@ -100,7 +100,7 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
     theirs = _sent(other, profiles)
     timeline = simulate(other, profiles)
     lack = max(m.total - limit for m, limit in zip(timeline.memory, options.limits(plan.cluster), strict=True))
-    counts = timeline.step_ns > plan.prediction.step_ns * (1 + LEAST_SAVED)
+    counts = timeline.step_ns > plan.prediction.step_ns * (1 + MIN_TIME_SHARE_NAMED)
     change = in_words(timeline.step_ns, plan.prediction.step_ns) if counts else "as long"
     change = f"a device would lack {lack:,} bytes" if lack > 0 else f"a step is {change}"
     taken = "taken" if (counts or lack > 0) and sum(own) < sum(theirs) else "not needed"
@@ -110,14 +110,14 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
     )
 
 
-def balanced(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan | None:
+def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan | None:
     """Returns the plan with the cuts whose slowest stage is fastest, transfers and memory left out.
 
-    None where devices have several stages, or more layers than `MOST_LAYERS`.
+    None where devices have several stages, or more layers than `MAX_LAYERS_TO_BALANCE`.
     """
     devices = [device for stage in plan.stages for device in stage.devices]
     index, layers = plan.cluster.index, next(iter(profiles.values())).layers
-    if len(set(devices)) < len(devices) or len(layers) > MOST_LAYERS:
+    if len(set(devices)) < len(devices) or len(layers) > MAX_LAYERS_TO_BALANCE:
         return None
     used = [plan.cluster.devices[index[stage.devices[0]]] for stage in plan.stages]
     chains = [Chain(profiles[device.kind], plan.microbatch_size, device.speed) for device in used]
@@ -169,7 +169,7 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     again = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
     does = f"stage{'s' if len(again) > 1 else ''} {', '.join(again)} recompute{'' if len(again) > 1 else 's'} to fit; "
     most = f"{does if again else ''}{fullest} is fullest, {filled[fullest]:.0%} of what it may hold"
-    least_ns = next(effect.step_ns for effect in effects if effect.resource == ALL_MEMORY)
+    least_ns = next(effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY)
     if least_ns >= plan.prediction.step_ns:
         return f"Memory fine-tuning: not needed, no plan found is faster with more memory; {most}."
     return f"Memory fine-tuning: taken, a step would take {least_ns / 1e6:,.1f} ms with memory without limit; {most}."
@@ -195,10 +195,11 @@ def _data_parallel(plan: Plan) -> str:
 def _help(plan: Plan, effects: Sequence[Effect]) -> str:
     now_ns = max(plan.prediction.step_ns, 1)
     saved = [
-        f"{effect.resource} {1 - effect.step_ns / now_ns:.1%}{' with another plan' if effect.planned_again else ''}"
+        f"{effect.resource} {1 - effect.step_ns / now_ns:.1%}{' with another plan' if effect.is_replanned else ''}"
         for effect in effects
-        if effect.resource != ALL_MEMORY and effect.step_ns <= now_ns * (1 - LEAST_SAVED)
+        if effect.resource != UNLIMITED_MEMORY and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
     ]
-    worse = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + LEAST_SAVED)]
-    text = f"What 10 % more would save with the same plan: {', '.join(saved[:MOST_HELP]) or 'nothing by itself'}."
+    worse = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)]
+    named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or "nothing by itself"
+    text = f"What 10 % more would save with the same plan: {named}."
     return text + (f" It would even delay, in the same order: {', '.join(worse)}." if worse else "")

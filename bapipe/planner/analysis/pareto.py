@@ -1,6 +1,6 @@
 """The front of step time, peak memory and number of devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
@@ -10,21 +10,19 @@ from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_of
 from bapipe.planner.validation import check_inputs
+from bapipe.progress import ParetoProgress
 
-WORK = 3_000
-"""Partial plans opened for one point."""
+NODES_PER_POINT = 3_000
+"""Node budget of the branch and bound for one point."""
 
-LESS = 0.7
-"""Each round looks for plans that hold at most this share of what the round before did."""
+MEMORY_SHARE_PER_ROUND = 0.7
+"""Each round limits memory to this share of the largest peak of the round before."""
 
 MAX_ROUNDS = 8
 
-Tell = Callable[[int, int], None]
-"""(devices, bytes) of the next plan to look for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ParetoPoint:
     """A plan that no other plan found beats in all of step time, peak memory and devices.
 
     `gap` bounds how much faster a plan on as many devices within the memory it was searched for can be.
@@ -38,8 +36,12 @@ class Point:
 
 
 def pareto(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, *, tell: Tell | None = None
-) -> tuple[Point, ...]:
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    progress: ParetoProgress | None = None,
+) -> tuple[ParetoPoint, ...]:
     """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
 
     Points between two rounds of memory are not looked for.
@@ -47,30 +49,30 @@ def pareto(
     from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
 
     check_inputs(profiles, cluster, options)
-    found: list[Point] = []
+    found: list[ParetoPoint] = []
     limit = max(options.limits(cluster))
     for _ in range(MAX_ROUNDS):
         given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
         problems = search_space(profiles, cluster, given).problems
-        best: list[Point] = []
+        best: list[ParetoPoint] = []
         for count in sorted({start.devices for problem in problems for start in problem.starts}):
-            if tell:
-                tell(count, limit)
-            answer = best_first([problem.on(count) for problem in problems], max_nodes=WORK)
+            if progress:
+                progress(count, limit)
+            answer = best_first([problem.on(count) for problem in problems], max_nodes=NODES_PER_POINT)
             if answer is not None:
                 plan = plan_of(profiles, answer, options.minibatch_size, f"{count} devices, {limit:,} bytes each")
                 best.append(_point(plan, count))
         if not best:
             break
         found += best
-        limit = int(min(limit, max(point.peak_bytes for point in best)) * LESS)
+        limit = int(min(limit, max(point.peak_bytes for point in best)) * MEMORY_SHARE_PER_ROUND)
         if limit <= 0:
             break
     return tuple(sorted(_front(found), key=lambda p: (p.step_ns, p.peak_bytes, p.num_devices)))
 
 
-def _point(plan: Plan, num_devices: int) -> Point:
-    return Point(
+def _point(plan: Plan, num_devices: int) -> ParetoPoint:
+    return ParetoPoint(
         step_ns=plan.prediction.step_ns,
         peak_bytes=max(rank.peak_bytes for rank in plan.prediction.ranks),
         num_devices=num_devices,
@@ -79,8 +81,8 @@ def _point(plan: Plan, num_devices: int) -> Point:
     )
 
 
-def _front(points: list[Point]) -> list[Point]:
-    kept: dict[tuple[int, int, int], Point] = {}
+def _front(points: list[ParetoPoint]) -> list[ParetoPoint]:
+    kept: dict[tuple[int, int, int], ParetoPoint] = {}
     for point in points:
         kept.setdefault((point.step_ns, point.peak_bytes, point.num_devices), point)
     return [

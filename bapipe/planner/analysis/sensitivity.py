@@ -15,11 +15,11 @@ from bapipe.planner.plan_step import find_best_layout
 from bapipe.simulator.simulate import simulate
 from bapipe.units import MAX_INT
 
-ENDLESS_BYTES = 2**60
+UNLIMITED_BYTES = 2**60
 """More memory than any plan can use."""
 
 
-MEMORY, ALL_MEMORY = "memory of every device", "memory without limit"
+MEMORY, UNLIMITED_MEMORY = "memory of every device", "memory without limit"
 """Resources that another plan is made for; of the second there is all that a plan could use, not 10 % more."""
 
 
@@ -28,12 +28,12 @@ class Effect:
     """The step time of a plan with 10 % more of one resource.
 
     Attributes:
-        planned_again: whether it is that of the best plan then, not of the same plan.
+        is_replanned: whether it is that of the best plan then, not of the same plan.
     """
 
     resource: str
     step_ns: int
-    planned_again: bool = False
+    is_replanned: bool = False
 
 
 def sensitivity(
@@ -70,12 +70,12 @@ def _more_memory(
 
     have = [device.memory_bytes for device in plan.cluster.devices]
     limit = options.memory_limit_bytes
-    all_ns = more_ns = planned_ns([ENDLESS_BYTES] * len(have), None)
+    all_ns = more_ns = planned_ns([UNLIMITED_BYTES] * len(have), None)
     if all_ns < plan.prediction.step_ns:
         more_ns = planned_ns(list(map(_tenth_more, have)), None if limit is None else _tenth_more(limit))
     return [
-        Effect(resource=ALL_MEMORY, step_ns=all_ns, planned_again=True),
-        Effect(resource=MEMORY, step_ns=more_ns, planned_again=True),
+        Effect(resource=UNLIMITED_MEMORY, step_ns=all_ns, is_replanned=True),
+        Effect(resource=MEMORY, step_ns=more_ns, is_replanned=True),
     ]
 
 

@@ -10,7 +10,7 @@ from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement
-from bapipe.planner.schedule_placement import merged, moved, place
+from bapipe.planner.schedule_placement import merge_stages, permute_compiled, permute_ranks
 from bapipe.schedules.table import Phase, Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import peak_memory
@@ -122,7 +122,7 @@ class Problem:
                 order = [rank for _, rank in sorted({(s.place, own[0]) for s, own in zip(slots, ranks, strict=True)})]
             table, program = self._made(slots, len(order))
             num_ranks = len(self.cluster.devices)
-            self._tables[slots] = place(table, order, num_ranks), moved(program, order, num_ranks)
+            self._tables[slots] = permute_ranks(table, order, num_ranks), permute_compiled(program, order, num_ranks)
         return self._tables[slots]
 
     def _made(self, slots: Sequence[StagePlacement], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
@@ -132,7 +132,7 @@ class Problem:
             table = self.slots.table(num_devices)
             if slots[0].place is None:
                 ends = list(accumulate(sizes, initial=0))
-                table = merged(table, [tuple(range(a, b)) for a, b in pairwise(ends)], num_devices)
+                table = merge_stages(table, [tuple(range(a, b)) for a, b in pairwise(ends)], num_devices)
             self._programs[sizes, num_devices] = table, compile_schedule(table)
         return self._programs[sizes, num_devices]
 

@@ -1,178 +1,188 @@
-"""Pipelines over devices that are not alike, in the cluster's order, as a `LoadProblem`.
+"""Pipelines over devices that differ, in the cluster's order, as a `LoadProblem`.
 
-A state is the devices of a stage with those of the stages before and after: what its transfers take depends on them.
-Two stages' devices exchange over the slowest link between them. Memory is counted as if every later device took part.
+A state is the devices of a stage together with those of the stages before and after it, because the time of a stage's
+transfers depends on both. Two stages' devices exchange over the slowest link between them. Memory is counted as if
+every later device took part, which is safe: it overestimates the micro-batches in flight.
 """
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.planner.throughput.loads import NOTHING_FITS, Cuts, Runs, most_ns, transfer_ns
+from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, transfer_ns
 from bapipe.planner.throughput.problem import END
 
-MAX_GAPS = 8
-"""Up to how many devices some between others may be left out."""
+if TYPE_CHECKING:
+    from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
 
-MAX_COUNTS = 16
+MAX_DEVICES_WITH_GAPS = 8
+"""Up to how many devices a plan may leave out some between others."""
+
+MAX_DEVICES_WITH_ALL_COUNTS = 16
 """Up to how many devices a stage may have any number of them; beyond, powers of two."""
 
 Group = tuple[int, int]
-"""First device, and how many."""
+"""Consecutive devices of the cluster: the first, and how many."""
 
-NONE: Group = (-1, 0)
+State = tuple[Group, Group, Group]
+"""The devices of the stage before, of a stage itself, and of the stage after it."""
+
+NO_GROUP: Group = (-1, 0)
+"""The stage before the first one, or after the last one."""
 
 
-class UnlikeDevices:
-    """See `LoadProblem`. `runs` are figures of the layers by (kind, speed) of device."""
+class HeterogeneousDevices:
+    """See `LoadProblem`. `sums` are the costs of the layers by (kind, speed) of device."""
 
     def __init__(
         self,
-        cuts: Cuts,
-        runs: Mapping[tuple[str, float], Runs],
+        boundaries: Boundaries,
+        sums: Mapping[tuple[str, float], StageCostSums],
         cluster: Cluster,
         *,
         num_microbatches: int,
         memory_bytes: Sequence[int],
     ) -> None:
-        self._cuts, self._cluster, self._memory, self._num_microbatches = cuts, cluster, memory_bytes, num_microbatches
-        self.num_boundaries = cuts.num_boundaries
-        self._runs = [runs[device.kind, device.speed] for device in cluster.devices]
-        self._bytes = self._runs[0]
-        total = len(cluster.devices)
-        counts = [c for c in range(1, min(total, num_microbatches) + 1) if total <= MAX_COUNTS or c & (c - 1) == 0]
-        groups = [(start, count) for start in range(total) for count in counts if start + count <= total]
-        self._after: dict[Group, list[Group]] = {
-            group: [o for o in groups if (o[0] >= sum(group) if total <= MAX_GAPS else o[0] == sum(group))]
-            for group in groups
-        }
-        first = groups if total <= MAX_GAPS else [group for group in groups if group[0] == 0]
-        self._after[NONE] = first
+        self._boundaries, self._cluster, self._num_microbatches = boundaries, cluster, num_microbatches
+        self._memory_bytes = memory_bytes
+        self.num_boundaries = boundaries.num_boundaries
+        self._sums = [sums[device.kind, device.speed] for device in cluster.devices]  # by rank
+        self._groups_after = _groups_after(len(cluster.devices), num_microbatches)
         states = [
-            (before, own, after)
-            for before in [NONE, *groups]
-            for own in self._after[before]
-            for after in [*self._after[own], NONE]
+            (before, group, after)
+            for before in self._groups_after
+            for group in self._groups_after[before]
+            for after in [*self._groups_after[group], NO_GROUP]
         ]
-        self.states = sorted(states, key=lambda state: (state[1], state[0], state[2]))
+        # Sorted by the stage's own devices: every successor begins at a later device, hence has a larger number.
+        self.states: list[State] = sorted(states, key=lambda state: (state[1], state[0], state[2]))
         self._number = {state: i for i, state in enumerate(self.states)}
         self.num_states = len(states)
-        self.starts = [i for i, state in enumerate(self.states) if state[0] == NONE]
+        self.starts = [i for i, state in enumerate(self.states) if state[0] == NO_GROUP]
         self._links: dict[tuple[Group, Group], Bandwidth] = {}
-        self._transfers: dict[tuple[bool, Bandwidth], Any] = {}
-        everywhere = np.arange(self.num_boundaries)
-        last = self.num_boundaries - 1
-        slack = 2 * total
-        if len({device.kind for device in cluster.devices}) == 1:
-            rates = [Fraction(str(device.speed)) for device in cluster.devices]
-            unit = max(rates)
-            fastest = self._runs[rates.index(unit)]
-            self._rates = np.array([float(rate / unit) for rate in rates])
-            self._before_ns = np.maximum(fastest.microbatch_ns(0, everywhere) - slack, 0)
-            self._after_ns = np.maximum(fastest.microbatch_ns(everywhere, last) - slack, 0)
-        else:  # each layer may be fastest on another kind, so sums over layers bound nothing
-            self._rates = np.ones(total)
-            self._before_ns = self._after_ns = np.zeros(self.num_boundaries)
+        self._transfer_ns: dict[tuple[bool, Bandwidth], IntArray] = {}
+        self._set_bounds()
+
+    def _set_bounds(self) -> None:
+        """Sets each device's rate, and the time of the layers before and after each boundary at rate 1; [boundaries].
+
+        With one kind of device, a group of devices finishes at most the sum of its rates, so it needs that much time.
+        With several kinds each layer may be fastest on another kind, so sums over layers bound nothing.
+        """
+        devices = self._cluster.devices
+        everywhere, last, rounding_ns = np.arange(self.num_boundaries), self.num_boundaries - 1, 2 * len(devices)
+        self._rates = np.ones(len(devices))
+        self._before_ns = self._after_ns = np.zeros(self.num_boundaries)
+        if len({device.kind for device in devices}) == 1:
+            rates = [Fraction(str(device.speed)) for device in devices]
+            max_rate = max(rates)
+            fastest = self._sums[rates.index(max_rate)]
+            self._rates = np.array([float(rate / max_rate) for rate in rates])
+            self._before_ns = np.maximum(fastest.microbatch_ns(0, everywhere) - rounding_ns, 0)
+            self._after_ns = np.maximum(fastest.microbatch_ns(everywhere, last) - rounding_ns, 0)
 
     @property
     def bound_ns(self) -> float:
-        """All micro-batches shared out among all devices in proportion to their speeds."""
+        """A lower bound on the load: all micro-batches shared out among all devices in proportion to their speeds."""
         return float(max(0.0, self._num_microbatches * self._before_ns[-1] / self._rates.sum()))
 
     @property
     def ceiling_ns(self) -> float:
-        """A load that every plan is below."""
+        """An upper bound on the load of every plan."""
         total = len(self._cluster.devices)
-        everything = (0, total)
-        return most_ns(self._cuts, self._runs, self._num_microbatches, total, [self._slowest(everything, everything)])
+        slowest = self._slowest_link((0, total), (0, total))
+        return load_ceiling_ns(self._boundaries, self._sums, self._num_microbatches, total, [slowest])
 
-    def load_alone(self, ranks: Sequence[int]) -> int:
-        """Returns the load of one stage that holds everything, whether it fits or not."""
+    def single_stage_load(self, ranks: Sequence[int]) -> int:
+        """Returns the load of one stage that holds everything, whether it fits in memory or not."""
         loads = [0]
-        group = (ranks[0], len(ranks))
+        state = (NO_GROUP, (ranks[0], len(ranks)), NO_GROUP)
         everything = np.array([0]), np.array([self.num_boundaries - 1])
-        for place, rank in enumerate(ranks):
-            times = -(-(self._num_microbatches - place) // len(ranks))
-            loads.append(int(self._unlimited(rank, times, NONE, group, NONE, *everything)[0, 0]))
+        for position, rank in enumerate(ranks):
+            times = -(-(self._num_microbatches - position) // len(ranks))
+            loads.append(int(self._load_without_memory(rank, times, state, *everything)[0, 0]))
         return max(loads)
 
-    def followers(self, state: int) -> list[int]:
-        _, own, after = self.states[state]
-        if after == NONE:
+    def successors(self, state: int) -> list[int]:
+        _, group, after = self.states[state]
+        if after == NO_GROUP:
             return [END]
-        return [self._number[own, after, later] for later in [*self._after[after], NONE]]
+        return [self._number[group, after, later] for later in [*self._groups_after[after], NO_GROUP]]
 
-    def beginnings(self, state: int, limit: float) -> Any:
+    def begins(self, state: int, limit: float) -> "BoolArray":
         start = self.states[state][1][0]
         return self._possible(self._rates[:start].sum(), self._rates[start:].sum(), limit)
 
-    def endings(self, state: int, limit: float) -> Any:
-        _, own, after = self.states[state]
-        stop = sum(own)
+    def ends(self, state: int, limit: float) -> "BoolArray":
+        _, group, after = self.states[state]
+        stop = sum(group)
         possible = self._possible(self._rates[:stop].sum(), self._rates[stop:].sum(), limit)
-        possible[-1] = after == NONE
-        possible[:-1] &= after != NONE
+        possible[-1] = after == NO_GROUP
+        possible[:-1] &= after != NO_GROUP
         return possible
 
-    def _possible(self, before: float, after: float, limit: float) -> Any:
+    def _possible(self, rate_before: float, rate_after: float, limit: float) -> "BoolArray":
+        """Boundaries whose layers on each side the devices on that side can run below the limit; [boundaries]."""
         room = limit / self._num_microbatches * (1 + 1e-9)
-        return (self._before_ns <= before * room) & (self._after_ns <= after * room)
+        return (self._before_ns <= rate_before * room) & (self._after_ns <= rate_after * room)
 
-    def load(self, state: int, begin: Any, end: Any, limit: float) -> Any:
-        before, own, after = self.states[state]
-        loads = np.where(self._cuts.nested[np.ix_(begin, end)], np.int64(0), NOTHING_FITS)
-        seen = set()
-        for place in range(own[1]):
-            rank = own[0] + place
+    def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "IntArray":
+        group = self.states[state][1]
+        loads: IntArray = np.where(self._boundaries.nested[np.ix_(begin, end)], np.int64(0), INFEASIBLE_LOAD)
+        seen = set()  # devices of the group that differ in nothing that matters here are computed once
+        for position in range(group[1]):
+            rank = group[0] + position
             device = self._cluster.devices[rank]
-            times = -(-(self._num_microbatches - place) // own[1])
-            key = (device.kind, device.speed, device.overlaps_transfers, self._memory[rank], times)
+            times = -(-(self._num_microbatches - position) // group[1])
+            key = (device.kind, device.speed, device.overlaps_transfers, self._memory_bytes[rank], times)
             if key not in seen:
                 seen.add(key)
-                np.maximum(loads, self._load(rank, times, before, own, after, begin, end), out=loads)
+                np.maximum(loads, self._device_load(rank, times, self.states[state], begin, end), out=loads)
         return loads
 
-    def _load(self, rank: int, times: int, before: Group, own: Group, after: Group, begin: Any, end: Any) -> Any:
-        load = self._unlimited(rank, times, before, own, after, begin, end)
-        width = len(self._cluster.devices) - own[0]
-        in_flight = min(-(-width // own[1]), times)
-        fits = self._runs[rank].fits(begin[:, None], end[None, :], in_flight, times, self._memory[rank])
-        return np.where(fits, load, NOTHING_FITS)
+    def _device_load(self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray") -> "IntArray":
+        """Returns the load of one device that runs `times` micro-batches; [begins, ends]."""
+        load = self._load_without_memory(rank, times, state, begin, end)
+        start, count = state[1]
+        in_flight = min(-(-(len(self._cluster.devices) - start) // count), times)
+        fits = self._sums[rank].fits(begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank])
+        return np.where(fits, load, INFEASIBLE_LOAD)
 
-    def _unlimited(self, rank: int, times: int, before: Group, own: Group, after: Group, begin: Any, end: Any) -> Any:
-        runs = self._runs[rank]
+    def _load_without_memory(
+        self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray"
+    ) -> "IntArray":
+        sums, (before, group, after) = self._sums[rank], state
         begin, end = begin[:, None], end[None, :]
-        ring = self._slowest(own, own)
-        load = times * runs.microbatch_ns(begin, end) + runs.once_ns(begin, end, own[1], ring)
+        ring = self._slowest_link(group, group)
+        load = times * sums.microbatch_ns(begin, end) + sums.per_step_ns(begin, end, group[1], ring)
         transfers = []
-        if before != NONE:
-            transfers += [
-                times * self._sent(before, own)[begin],
-                times * self._back(own, before)[begin],
-            ]
-        if after != NONE:
-            transfers += [times * self._sent(own, after)[end], times * self._back(after, own)[end]]
+        if before != NO_GROUP:
+            transfers += [times * self._send_ns(before, group)[begin], times * self._return_ns(group, before)[begin]]
+        if after != NO_GROUP:
+            transfers += [times * self._send_ns(group, after)[end], times * self._return_ns(after, group)[end]]
         for transfer in transfers:
             load = np.maximum(load, transfer) if self._cluster.devices[rank].overlaps_transfers else load + transfer
         return load
 
-    def _sent(self, source: Group, target: Group) -> Any:
-        link = self._slowest(source, target)
-        if (True, link) not in self._transfers:
-            self._transfers[True, link] = transfer_ns(self._bytes.send_bytes, link)
-        return self._transfers[True, link]
+    def _send_ns(self, source: Group, target: Group) -> "IntArray":
+        """Returns the time of one micro-batch's activations at each boundary; [boundaries]."""
+        link = self._slowest_link(source, target)
+        if (True, link) not in self._transfer_ns:
+            self._transfer_ns[True, link] = transfer_ns(self._sums[0].send_bytes, link)
+        return self._transfer_ns[True, link]
 
-    def _back(self, source: Group, target: Group) -> Any:
-        link = self._slowest(source, target)
-        if (False, link) not in self._transfers:
-            self._transfers[False, link] = transfer_ns(self._bytes.grad_bytes, link)
-        return self._transfers[False, link]
+    def _return_ns(self, source: Group, target: Group) -> "IntArray":
+        """Returns the time of one micro-batch's gradients at each boundary; [boundaries]."""
+        link = self._slowest_link(source, target)
+        if (False, link) not in self._transfer_ns:
+            self._transfer_ns[False, link] = transfer_ns(self._sums[0].grad_bytes, link)
+        return self._transfer_ns[False, link]
 
-    def _slowest(self, source: Group, target: Group) -> Bandwidth:
-        """Least bandwidth and most latency of the links from one group to another, or within one."""
+    def _slowest_link(self, source: Group, target: Group) -> Bandwidth:
+        """Returns the minimal bandwidth and maximal latency of the links from one group to another, or within one."""
         if (source, target) not in self._links:
             links = [
                 self._cluster.link(a, b)
@@ -184,3 +194,23 @@ class UnlikeDevices:
                 bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
             )
         return self._links[source, target]
+
+
+def _groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[Group]]:
+    """Returns, for the devices of a stage, the devices that the next stage can have; for `NO_GROUP` the first stage's.
+
+    Small clusters may leave out devices between stages; large ones restrict the numbers of devices, because the number
+    of states grows with the cube of the number of groups.
+    """
+    has_gaps = num_devices <= MAX_DEVICES_WITH_GAPS
+    counts = [
+        count
+        for count in range(1, min(num_devices, num_microbatches) + 1)
+        if num_devices <= MAX_DEVICES_WITH_ALL_COUNTS or count & (count - 1) == 0
+    ]
+    groups = [(start, count) for start in range(num_devices) for count in counts if start + count <= num_devices]
+    after: dict[Group, list[Group]] = {NO_GROUP: [group for group in groups if has_gaps or group[0] == 0]}
+    for group in groups:
+        stop = sum(group)
+        after[group] = [other for other in groups if (other[0] >= stop if has_gaps else other[0] == stop)]
+    return after

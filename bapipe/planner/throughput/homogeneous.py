@@ -1,125 +1,113 @@
-"""The least largest load where all devices are alike: the fewest devices that do, for a falling limit.
+"""Pipelines over devices that are all the same, as a `HomogeneousLoadProblem`."""
 
-With devices alike, a stage asks nothing of what runs before it, and of what runs after it only on how many devices it
-does: the more, the more micro-batches the stage must keep meanwhile. So of all ways to run what lies after a boundary,
-one with the fewest devices is as good as any, and one number a boundary is the whole table of the dynamic programme.
-"""
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapipe.planner.throughput.problem import LeastLoad, StagePath
+from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums, load_ceiling_ns, transfer_ns
 
 if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import Indices, Numbers
-
-BLOCK = 1 << 21
-"""Most stages priced at once; bounds the memory."""
-
-GROWTH = (1.0, 1.02, 1.1, 1.3, 2.0, 4.0, 16.0, 256.0)
-"""How far above the bound a plan is looked for, in turn; a low limit leaves few stages to look at."""
-
-Tell = Callable[[float, float], None]
-"""(best load found, or the limit that none was found below; bound)"""
+    from bapipe.planner.throughput.loads import Counts, Positions
+    from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
 
 
-class AlikeProblem(Protocol):
-    """What a stage asks for. States of its `StagePath` are numbers of devices."""
+class HomogeneousDevices:
+    """See `HomogeneousLoadProblem`; the devices share one kind, speed and memory, and one link joins any two."""
+
+    def __init__(
+        self,
+        boundaries: Boundaries,
+        sums: StageCostSums,
+        *,
+        num_devices: int,
+        num_microbatches: int,
+        link: Bandwidth,
+        overlaps: bool,
+        memory_bytes: int,
+        max_replicas: int | None = None,
+    ) -> None:
+        self._boundaries, self._sums, self._link = boundaries, sums, link
+        self._overlaps, self._memory_bytes = overlaps, memory_bytes
+        self.num_boundaries, self._num_microbatches = boundaries.num_boundaries, num_microbatches
+        # A device beyond the number of micro-batches would have nothing to do.
+        self.num_devices, self._max_replicas = num_devices, min(max_replicas or num_devices, num_microbatches)
+        self._last = boundaries.num_boundaries - 1
+        self._send_ns = transfer_ns(sums.send_bytes, link)  # [boundaries]
+        self._return_ns = transfer_ns(sums.grad_bytes, link)  # [boundaries]
+        # If every device can hold everything, memory excludes nothing and later devices do not matter.
+        self.depends_on_later_devices = sums.max_bytes(self.num_devices, num_microbatches) > memory_bytes
+        self._rounding_ns = 2 * num_devices
+        """F and B of each stage are rounded, so the stages' sum may be this much below the whole model's time."""
 
     @property
-    def num_boundaries(self) -> int: ...
+    def bound_ns(self) -> float:
+        """A lower bound on the load: the micro-batches' F and B shared out evenly among all devices."""
+        total = int(self._sums.microbatch_ns(0, self._last)) - self._rounding_ns
+        return max(0.0, self._num_microbatches * total / self.num_devices)
 
     @property
-    def num_devices(self) -> int: ...
+    def ceiling_ns(self) -> float:
+        """An upper bound on the load of every plan."""
+        return load_ceiling_ns(self._boundaries, [self._sums], self._num_microbatches, self.num_devices, [self._link])
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether `fewest` depends on `after`."""
-        ...
+    def loads(self, devices: "Counts", begin: "Positions", end: "Positions") -> "IntArray":
+        """Returns the loads of stages; the arguments broadcast."""
+        times = -(-self._num_microbatches // devices)
+        once = self._sums.per_step_ns(begin, end, devices, self._link)
+        compute = times * self._sums.microbatch_ns(begin, end) + once
+        transfers = [times * cut for cut in self._transfers_ns(begin, end)]
+        if self._overlaps:
+            largest: IntArray = np.maximum.reduce([compute, *np.broadcast_arrays(compute, *transfers)[1:]])
+            return largest
+        return compute + sum(transfers)
 
-    def fewest(self, begin: "Indices", end: "Indices", after: "Numbers", room: "Numbers", limit: float) -> "Numbers":
-        """On how many devices, at least, stages from each of `begin` to each of `end` have loads below the limit.
-
-        More than there are where `room` devices will not do. `after[e]` devices run what follows `end[e]`.
-        """
-        ...
-
-    def devices_around(self, limit: float) -> "tuple[Numbers, Numbers]":
-        """On how many devices, at least, what lies before and what lies after each boundary must run."""
-        ...
+    def _transfers_ns(self, begin: "Positions", end: "Positions") -> "tuple[IntArray, ...]":
+        """Per micro-batch: activations in, gradients back, activations out, gradients in."""
+        return self._send_ns[begin], self._return_ns[begin], self._send_ns[end], self._return_ns[end]
 
     def load(self, devices: int, begin: int, end: int) -> float:
-        """The load of one stage."""
-        ...
+        return int(self.loads(devices, begin, end))
 
+    def fits(self, devices: "Counts", begin: "Positions", end: "Positions", after: "Counts") -> "BoolArray":
+        """Returns whether a stage fits in memory if `after` more devices run what follows."""
+        times = -(-self._num_microbatches // devices)
+        in_flight = np.minimum(-(-(after + devices) // devices), times)
+        return self._sums.fits(begin, end, in_flight, times, self._memory_bytes)
 
-def least_load_alike(
-    problem: AlikeProblem, *, bound: float, ceiling: float, best: StagePath | None = None, tell: Tell | None = None
-) -> LeastLoad:
-    """Returns the plan of least largest load, proven.
+    def min_devices(
+        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", room: "IntArray", limit: float
+    ) -> "IntArray":
+        """Starts from a lower bound on the devices of each stage, and adds one until its load is below the limit."""
+        result: IntArray = np.full((begin.size, end.size), self.num_devices + 1, dtype=np.int64)
+        rows, columns = np.nonzero(self._boundaries.nested[np.ix_(begin, end)] & (room > 0))
+        # From here on everything has shape [stages still undecided].
+        first, last, later = begin[rows], end[columns], np.broadcast_to(after, result.shape)[rows, columns]
+        most = np.minimum(self._max_replicas, room[rows, columns])
+        # F + B, and each transfer, takes M / r times per device: r must be at least M times each over the limit.
+        each = self._sums.microbatch_ns(first, last)
+        for cut in self._transfers_ns(first, last):
+            each = np.maximum(each, cut)
+        devices = np.maximum((each * (self._num_microbatches / limit) * (1 - 1e-9)).astype(np.int64), 1)
+        while True:
+            possible = devices <= most
+            rows, columns, first, last, later, most, devices = (
+                values[possible] for values in (rows, columns, first, last, later, most, devices)
+            )
+            if not devices.size:
+                return result
+            good = self.loads(devices, first, last) < limit
+            if self.depends_on_later_devices:
+                good[good] = self.fits(devices[good], first[good], last[good], later[good])
+            result[rows[good], columns[good]] = devices[good]
+            devices = np.where(good, self.num_devices + 1, devices + 1)
 
-    Args:
-        bound: a load that no plan is below.
-        ceiling: a load that every plan is below.
-        best: a plan that is known already.
-    """
-    for limit in sorted({min(ceiling, bound * growth * (1 + 1e-9)) for growth in GROWTH} | {ceiling}):
-        if best is not None:
-            break
-        best = below(problem, limit)
-        if best is None:
-            bound = limit
-            if tell:
-                tell(limit, bound)
-    halves = True
-    while best is not None and bound < best.load:  # below the middle, and below the best load, in turn
-        limit = (best.load + bound) / 2 if halves else best.load
-        found = below(problem, limit)
-        if found is None:
-            bound = limit
-        else:
-            best = found
-        halves = not halves
-        if tell:
-            tell(best.load, bound)
-    return LeastLoad(best=best, bound=bound)
-
-
-def below(problem: AlikeProblem, limit: float) -> StagePath | None:
-    """Returns a plan with every load below the limit, None where there is none. O(boundaries**2) stages."""
-    if limit <= 0:
-        return None
-    last, most = problem.num_boundaries - 1, problem.num_devices
-    before, after = problem.devices_around(limit)
-    places = np.nonzero((before + after <= most) & (before < most))[0]
-    fewest = np.full(last + 1, most + 1, dtype=np.int64)
-    fewest[last] = after[last] = 0
-    devices_at = np.zeros(last + 1, dtype=np.int64)
-    end_at = np.zeros(last + 1, dtype=np.int64)
-    rows = 1 if problem.looks_ahead else max(1, BLOCK // (last + 1))
-    position = places.size
-    while position > 0:
-        some = places[max(0, position - rows) : position]
-        position -= some.size
-        ends = np.concatenate([places[places > some[0]], [last]])
-        follow = fewest[ends] if problem.looks_ahead else after[ends]
-        room = most - before[some][:, None] - follow[None, :]
-        asked = problem.fewest(some, ends, follow, room, limit)
-        for row in np.nonzero((asked <= most).any(axis=1))[0][::-1].tolist():
-            begin = int(some[row])
-            total = asked[row] + fewest[ends]
-            choice = int(total.argmin())
-            if total[choice] <= most - before[begin]:
-                fewest[begin] = total[choice]
-                devices_at[begin], end_at[begin] = asked[row, choice], ends[choice]
-    if fewest[0] > most:
-        return None
-    boundaries, states, load = [0], [], 0.0
-    while boundaries[-1] < last:
-        begin = boundaries[-1]
-        states.append(int(devices_at[begin]))
-        boundaries.append(int(end_at[begin]))
-        load = max(load, problem.load(states[-1], begin, boundaries[-1]))
-    return StagePath(load=load, boundaries=tuple(boundaries), states=tuple(states))
+    def min_devices_around(self, limit: float) -> "tuple[IntArray, IntArray]":
+        """The devices that the compute on each side needs, and the transfers at the boundary."""
+        everywhere = np.arange(self.num_boundaries)
+        needs = self._num_microbatches / limit * (1 - 1e-9)
+        across = np.maximum(self._send_ns, self._return_ns)
+        before = np.maximum(self._sums.microbatch_ns(0, everywhere) - self._rounding_ns, across)
+        after = np.maximum(self._sums.microbatch_ns(everywhere, self._last) - self._rounding_ns, across)
+        counts = np.ceil(np.stack([before, after]) * needs).clip(0).astype(np.int64)
+        return counts[0], counts[1]

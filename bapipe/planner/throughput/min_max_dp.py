@@ -1,142 +1,151 @@
-"""Exact dynamic programme for the least largest load over all boundaries and states of a problem."""
+"""Exact dynamic programme for a `LoadProblem`: the minimal largest load over all boundaries and states.
 
-from collections.abc import Callable
+Bellman's equation, over (boundary b, state x), for the minimal largest load R of all stages that end at or before b:
+
+    R(b, x') = min over states x with successor x' and boundaries a < b of  max(R(a, x), load(x, a, b))
+
+It is solved for a limit: only boundaries that a plan below the limit can use are priced. The limit starts just above
+the lower bound and grows until a plan is found; that plan is optimal, because the programme is exact below a limit.
+"""
+
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapipe.planner.throughput.problem import END, LeastLoad, LoadProblem, StagePath
+from bapipe.planner.throughput.problem import (
+    END,
+    LIMIT_GROWTH,
+    MAX_STAGES_PER_BLOCK,
+    LoadProblem,
+    MinMaxLoad,
+    StagePath,
+)
+from bapipe.progress import LoadProgress
 
 if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import Indices, Numbers
-
-BLOCK = 1 << 21
-"""Most stages priced at once; bounds the memory."""
-
-GROWTH = (1.0, 1.02, 1.1, 1.3, 2.0, 4.0, 16.0, 256.0)
-"""How far above the bound a plan is looked for, in turn; a low limit leaves few boundaries to look at."""
-
-Tell = Callable[[float, float], None]
-"""(best load found, or the limit that none was found below; bound)"""
+    from bapipe.planner.throughput.problem import IndexArray, LoadArray
 
 
-def least_load(
-    problem: LoadProblem, *, bound: float, ceiling: float, dtype: type = float, tell: Tell | None = None
-) -> LeastLoad:
-    """Returns the plan of least largest load, proven.
+def min_max_load(
+    problem: LoadProblem, *, bound: float, ceiling: float, dtype: type = float, progress: LoadProgress | None = None
+) -> MinMaxLoad:
+    """Returns the plan with the minimal largest load, proven optimal.
 
     Args:
-        bound: a load that no plan is below.
-        ceiling: a load that every plan is below.
+        bound: a lower bound on the largest load of every plan.
+        ceiling: an upper bound on it: every plan is below.
+        dtype: int if loads are integers, else float.
     """
-    limits = sorted({min(ceiling, bound * growth + 1e-9 * bound + (dtype is int)) for growth in GROWTH} | {ceiling})
-    for limit in limits:
-        if tell:
-            tell(limit, bound)
-        found = least_below(problem, limit, dtype)
-        if found is not None:
-            return LeastLoad(best=found, bound=found.load)
-        bound = limit
-    return LeastLoad(best=None, bound=ceiling)
+    # The additions make each limit strictly larger than the load of a plan that attains the bound.
+    slack = 1e-9 * bound + (dtype is int)
+    for limit in sorted({min(ceiling, bound * growth + slack) for growth in LIMIT_GROWTH} | {ceiling}):
+        if progress:
+            progress(limit, bound)
+        best = min_max_load_below(problem, limit, dtype)
+        if best is not None:
+            return MinMaxLoad(best=best, bound=best.load)
+        bound = limit  # no plan is below the limit, so the limit is a lower bound
+    return MinMaxLoad(best=None, bound=ceiling)
 
 
-def least_below(problem: LoadProblem, limit: float, dtype: type = float) -> StagePath | None:
-    """Returns the plan of least largest load, or None where none is below the limit.
+def min_max_load_below(problem: LoadProblem, limit: float, dtype: type = float) -> StagePath | None:
+    """Returns the plan with the minimal largest load, or None if none is below the limit.
 
-    Bellman's equation over (boundary, state): the least load with which a plan reaches it. Only what can be part of a
-    plan below the limit is looked at. O(states * boundaries**2) stages at worst.
+    O(states * boundaries**2) stage loads in the worst case.
     """
     if problem.num_boundaries < 2:
         return None
     number = np.int64 if dtype is int else np.float64
-    limit = ceil(limit) if dtype is int else limit
-    table = _Table(problem.num_boundaries, limit, number)
+    table = _Table(problem.num_boundaries, ceil(limit) if dtype is int else limit, number)
     for state in problem.starts:
-        table.reach(state)[0] = 0
+        table.loads_before(state)[0] = 0
+    # States are numbered topologically, so the loads before a state are final when it is reached.
     for state in range(problem.num_states):
-        if state not in table.least:
+        if state not in table.before:
             continue
-        reached = table.least[state]
-        begin = np.nonzero((reached < limit) & problem.beginnings(state, limit))[0]
-        end = np.nonzero(problem.endings(state, limit))[0]
+        begin = np.nonzero((table.before[state] < table.limit) & problem.begins(state, table.limit))[0]
+        end = np.nonzero(problem.ends(state, table.limit))[0]
         if begin.size and end.size:
-            table.fill(problem, state, begin, end)
-    return table.path(problem)
+            table.add_stage(problem, state, begin, end)
+    return table.best_path(problem)
 
 
 @dataclass(slots=True)
-class _Reached:
-    """How a plan reached each boundary by the end of a stage in some state: its load, and where the stage began."""
+class _StageEnds:
+    """The best plan that ends a stage of one state at each boundary: its load, and the stage's begin; [boundaries]."""
 
-    load: "Numbers"
-    begin: "Indices"
+    load: "LoadArray"
+    begin: "IndexArray"
 
 
 class _Table:
-    """The programme's table: it fills as the states are gone through, first to last."""
+    """The table of the dynamic programme, filled state by state."""
 
     def __init__(self, num_boundaries: int, limit: float, number: type) -> None:
         self.limit = limit
-        self.least: dict[int, Numbers] = {}
+        self.before: dict[int, LoadArray] = {}
+        """By state: R, the minimal largest load of the stages before one that begins at each boundary; [boundaries]."""
         self._number = number
         self._num_boundaries = num_boundaries
-        self._before: dict[int, Indices] = {}
-        self._ended: dict[int, _Reached] = {}
+        self._previous_state: dict[int, IndexArray] = {}  # by state, of the best stage before each boundary
+        self._ends: dict[int, _StageEnds] = {}
 
-    def reach(self, state: int) -> "Numbers":
-        """Returns the least load with which a stage in this state can begin at each boundary."""
-        if state not in self.least:
-            self.least[state] = np.full(self._num_boundaries, self.limit, dtype=self._number)
-            self._before[state] = np.full(self._num_boundaries, -1, dtype=np.intp)
-        return self.least[state]
+    def loads_before(self, state: int) -> "LoadArray":
+        """Returns R of a state, initially the limit at every boundary; [boundaries]."""
+        if state not in self.before:
+            self.before[state] = np.full(self._num_boundaries, self.limit, dtype=self._number)
+            self._previous_state[state] = np.full(self._num_boundaries, -1, dtype=np.intp)
+        return self.before[state]
 
-    def fill(self, problem: LoadProblem, state: int, begin: "Indices", end: "Indices") -> None:
-        """Goes on from every beginning to every end of a stage, and from there to what can follow it."""
-        ended = self._end(problem, state, begin, end)
-        at = np.nonzero(ended.load < self.limit)[0]
-        if not at.size:
+    def add_stage(self, problem: LoadProblem, state: int, begin: "IndexArray", end: "IndexArray") -> None:
+        """Extends every plan by a stage of one state, and updates R of the successors."""
+        ends = self._best_ends(problem, state, begin, end)
+        feasible = np.nonzero(ends.load < self.limit)[0]
+        if not feasible.size:
             return
-        self._ended[state] = ended
-        for follower in problem.followers(state):
-            places = at[at == self._num_boundaries - 1] if follower == END else at[at < self._num_boundaries - 1]
-            if not places.size:
+        self._ends[state] = ends
+        last = self._num_boundaries - 1
+        for successor in problem.successors(state):
+            boundaries = feasible[feasible == last] if successor == END else feasible[feasible < last]
+            if not boundaries.size:
                 continue
-            load = ended.load[places]
-            least = self.reach(follower)
-            better = load < least[places]
+            load = ends.load[boundaries]
+            before = self.loads_before(successor)
+            better = load < before[boundaries]
             if better.any():
-                least[places[better]] = load[better]
-                self._before[follower][places[better]] = state
+                before[boundaries[better]] = load[better]
+                self._previous_state[successor][boundaries[better]] = state
 
-    def _end(self, problem: LoadProblem, state: int, begin: "Indices", end: "Indices") -> _Reached:
-        reached = self.least[state]
-        load: Numbers = np.full(self._num_boundaries, self.limit, dtype=self._number)
-        origin: Indices = np.full(self._num_boundaries, -1, dtype=np.intp)
-        rows = max(1, BLOCK // end.size)
+    def _best_ends(self, problem: LoadProblem, state: int, begin: "IndexArray", end: "IndexArray") -> _StageEnds:
+        """Minimises max(R(a, x), load(x, a, b)) over a, for every b, in blocks of beginnings a."""
+        before = self.before[state]
+        load: LoadArray = np.full(self._num_boundaries, self.limit, dtype=self._number)
+        origin: IndexArray = np.full(self._num_boundaries, -1, dtype=np.intp)
+        rows = max(1, MAX_STAGES_PER_BLOCK // end.size)
         for first in range(0, begin.size, rows):
             some = begin[first : first + rows]
             later = end[end > some[0]]
             if not later.size:
                 break
-            block = np.maximum(problem.load(state, some, later, self.limit), reached[some][:, None])
+            block = np.maximum(problem.load(state, some, later, self.limit), before[some][:, None])  # [some, later]
             choice = block.argmin(axis=0)
-            least = block[choice, np.arange(later.size)]
-            better = least < load[later]
-            load[later[better]] = least[better]
+            minimum = block[choice, np.arange(later.size)]
+            better = minimum < load[later]
+            load[later[better]] = minimum[better]
             origin[later[better]] = some[choice[better]]
-        return _Reached(load, origin)
+        return _StageEnds(load, origin)
 
-    def path(self, problem: LoadProblem) -> StagePath | None:
-        """Returns the best plan, read from its end to its beginning."""
+    def best_path(self, problem: LoadProblem) -> StagePath | None:
+        """Returns the best plan, traced back from the last boundary to the first."""
         last = self._num_boundaries - 1
-        if END not in self.least or self.least[END][last] >= self.limit:
+        if END not in self.before or self.before[END][last] >= self.limit:
             return None
-        load = self.least[END][last].item()
+        load = self.before[END][last].item()
         boundaries, states, state = [last], [], END
         while boundaries[-1] > 0:
-            state = int(self._before[state][boundaries[-1]])
+            state = int(self._previous_state[state][boundaries[-1]])
             states.append(state)
-            boundaries.append(int(self._ended[state].begin[boundaries[-1]]))
+            boundaries.append(int(self._ends[state].begin[boundaries[-1]]))
         return StagePath(load=load, boundaries=tuple(reversed(boundaries)), states=tuple(reversed(states)))

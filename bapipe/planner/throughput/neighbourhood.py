@@ -1,33 +1,41 @@
-"""Downsets near others: where a graph has too many, those around the best cuts so far are searched next."""
+"""The neighbourhood of a plan: downsets that differ by a node from those at its cuts, and so on outwards.
+
+Used if a graph has too many downsets to search them all: the cuts of the best plan are then searched again among
+their neighbours, until that no longer helps.
+"""
 
 from collections.abc import Iterator, Sequence
 
 from bapipe.graph.layer_graph import Graph
 
 
-def near(graph: Graph, sets: Sequence[int], most: int) -> list[int]:
-    """Returns some downsets, and those that differ from them by few nodes, the nearest first, then by size."""
-    found = dict.fromkeys(sets)
-    ring = list(sets)
-    while ring and len(found) < most:
-        following: list[int] = []
-        for nodes in ring:
-            for other in _next_to(graph, nodes):
-                if other not in found and len(found) < most:
-                    found[other] = None
-                    following.append(other)
-        ring = following
-    return sorted(found, key=lambda nodes: (nodes.bit_count(), nodes))
+def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: int) -> list[int]:
+    """Returns at most `max_downsets` downsets, the nearest to the given ones, sorted by size.
+
+    A breadth-first search in the lattice of downsets; the given ones are always included. With a large enough
+    `max_downsets` it returns all downsets of the graph, because adding and removing single nodes connects the lattice.
+    """
+    reached = dict.fromkeys(downsets)
+    frontier = list(downsets)
+    while frontier and len(reached) < max_downsets:
+        next_frontier: list[int] = []
+        for nodes in frontier:
+            for neighbour in _adjacent_downsets(graph, nodes):
+                if neighbour not in reached and len(reached) < max_downsets:
+                    reached[neighbour] = None
+                    next_frontier.append(neighbour)
+        frontier = next_frontier
+    return sorted(reached, key=lambda nodes: (nodes.bit_count(), nodes))
 
 
-def _next_to(graph: Graph, nodes: int) -> Iterator[int]:
-    """Yields the downsets with one node more or less."""
-    needed = 0
+def _adjacent_downsets(graph: Graph, nodes: int) -> Iterator[int]:
+    """Yields the downsets with one node more, then those with one node less."""
+    predecessors = 0  # of the nodes inside: these cannot be removed
     for node, before in enumerate(graph.before):
         if nodes >> node & 1:
-            needed |= before
+            predecessors |= before
         elif before & ~nodes == 0:
             yield nodes | 1 << node
     for node in range(graph.num_nodes):
-        if nodes >> node & 1 and not needed >> node & 1:
+        if nodes >> node & 1 and not predecessors >> node & 1:
             yield nodes & ~(1 << node)

@@ -1,7 +1,11 @@
-"""Where to cut so that the largest load is least: one question, whatever a load is.
+"""The min-max load problem: cut layers into stages so that the largest load of a device is minimal, whatever a load is.
 
-*Boundaries* are sets of nodes that may lie before a cut, in an order in which smaller sets come first: the first holds
-nothing, the last everything. A plan goes from the first to the last one. What lies between two boundaries is a stage.
+A *boundary* is a set of nodes that may lie before a cut (a downset of the graph of layers). Boundaries are numbered so
+that smaller sets come first: boundary 0 is empty, the last one holds everything. A plan is a path from the first to the
+last boundary; a stage holds the nodes between two consecutive boundaries of the path.
+
+`LoadProblem` is the general problem, solved by `min_max_dp`; `HomogeneousLoadProblem` is the one whose devices are all
+the same, solved by `min_devices_dp` with a much smaller table.
 """
 
 from collections.abc import Sequence
@@ -12,20 +16,27 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Numbers = NDArray[Any]
-    """Loads, 64-bit integers or floats."""
-    Indices = NDArray[np.intp]
-    Flags = NDArray[np.bool_]
+    LoadArray = NDArray[Any]
+    """Loads: 64-bit integers (nanoseconds) or floats."""
+    IntArray = NDArray[np.int64]
+    IndexArray = NDArray[np.intp]
+    BoolArray = NDArray[np.bool_]
 
 END = -1
-"""What follows the last stage."""
+"""The successor of a state whose stage is the last."""
+
+MAX_STAGES_PER_BLOCK = 1 << 21
+"""Stages whose loads are computed in one numpy call; bounds the memory of a search."""
+
+LIMIT_GROWTH = (1.0, 1.02, 1.1, 1.3, 2.0, 4.0, 16.0, 256.0)
+"""Multiples of the lower bound that are tried as limits, ascending: a low limit excludes most boundaries and stages."""
 
 
 class LoadProblem(Protocol):
-    """What loads stages, and which devices may follow which.
+    """What the stages' loads are, and which devices may follow which.
 
-    A *state* is a number that says where a stage runs, before its layers are chosen. A state comes after every state
-    that can be followed by it.
+    A *state* is a number that says on which devices a stage runs, before its layers are chosen. States are numbered
+    topologically: every successor of a state has a larger number.
     """
 
     @property
@@ -36,32 +47,69 @@ class LoadProblem(Protocol):
 
     @property
     def starts(self) -> Sequence[int]:
-        """The states of a first stage."""
+        """The states that a first stage can have."""
         ...
 
-    def followers(self, state: int) -> Sequence[int]:
-        """The states of the next stage; `END` where this one can be the last."""
+    def successors(self, state: int) -> Sequence[int]:
+        """The states that the next stage can have; `END` among them if this stage can be the last."""
         ...
 
-    def beginnings(self, state: int, limit: float) -> "Flags":
-        """Boundaries at which a stage in this state can begin where all loads are below a limit; more do no harm."""
-        ...
+    def begins(self, state: int, limit: float) -> "BoolArray":
+        """Boundaries at which a stage in this state can begin in a plan below the limit; a superset does no harm."""
+        ...  # [boundaries]
 
-    def endings(self, state: int, limit: float) -> "Flags":
-        """Boundaries at which it can end."""
-        ...
+    def ends(self, state: int, limit: float) -> "BoolArray":
+        """Boundaries at which a stage in this state can end in a plan below the limit; a superset does no harm."""
+        ...  # [boundaries]
 
-    def load(self, state: int, begin: "Indices", end: "Indices", limit: float) -> "Numbers":
-        """The loads of stages from each of `begin` to each of `end`, as a table.
+    def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "LoadArray":
+        """The loads of the stages from each of `begin` to each of `end`, of shape [begins, ends].
 
-        At least the limit where there is no such stage, or it does not fit.
+        At least the limit if the boundaries are not nested or the stage does not fit in memory.
         """
+        ...
+
+
+class HomogeneousLoadProblem(Protocol):
+    """How many devices a stage needs if all devices are the same. A state of a `StagePath` is a number of devices."""
+
+    @property
+    def num_boundaries(self) -> int: ...
+
+    @property
+    def num_devices(self) -> int: ...
+
+    @property
+    def depends_on_later_devices(self) -> bool:
+        """Whether `min_devices` depends on `after`: then stages must be computed from the last boundary backwards."""
+        ...
+
+    def min_devices(
+        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", room: "IntArray", limit: float
+    ) -> "IntArray":
+        """The fewest devices with which the stages from each of `begin` to each of `end` have loads below the limit.
+
+        Args:
+            after: devices that run what follows each `end`, of shape [ends].
+            room: devices that the stage may have, of shape [begins, ends].
+
+        Returns:
+            Shape [begins, ends]; more than `num_devices` if `room` devices are not enough.
+        """
+        ...
+
+    def min_devices_around(self, limit: float) -> "tuple[IntArray, IntArray]":
+        """Lower bounds on the devices that must run what lies before, and after, each boundary; [boundaries] each."""
+        ...
+
+    def load(self, devices: int, begin: int, end: int) -> float:
+        """The load of one stage."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePath:
-    """A plan: the boundaries from first to last, the states between them, and its largest load."""
+    """A plan: its boundaries from first to last, the states of the stages between them, and its largest load."""
 
     load: float
     boundaries: tuple[int, ...]
@@ -69,8 +117,8 @@ class StagePath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastLoad:
-    """The best plan found, None where none fits, and a load that no plan is below."""
+class MinMaxLoad:
+    """The best plan, None if none fits, and a proven lower bound on the largest load of every plan."""
 
     best: StagePath | None
     bound: float

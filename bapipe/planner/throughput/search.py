@@ -1,16 +1,16 @@
-"""Plans for throughput: the least load of any device once the pipeline is full, whatever its first step takes."""
+"""Plans for throughput: the minimal load of any device once the pipeline is full, whatever its first step takes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
 
-import msgspec
+from msgspec.structs import replace as replace_struct
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import THROUGHPUT, Alternative, Plan, StagePlan, certify
+from bapipe.formats.plan import THROUGHPUT, Alternative, Plan, Prediction, StagePlan, certify
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import (
     Graph,
@@ -22,38 +22,40 @@ from bapipe.graph.layer_graph import (
     topological_order,
 )
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.throughput.heterogeneous import MAX_COUNTS, MAX_GAPS, UnlikeDevices
-from bapipe.planner.throughput.homogeneous import least_load_alike
-from bapipe.planner.throughput.loads import AlikeDevices, Cuts, Runs
-from bapipe.planner.throughput.min_max_dp import least_load
-from bapipe.planner.throughput.neighbourhood import near
-from bapipe.planner.throughput.problem import LeastLoad
+from bapipe.planner.throughput.heterogeneous import (
+    MAX_DEVICES_WITH_ALL_COUNTS,
+    MAX_DEVICES_WITH_GAPS,
+    HeterogeneousDevices,
+)
+from bapipe.planner.throughput.homogeneous import HomogeneousDevices
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums
+from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
+from bapipe.planner.throughput.min_max_dp import min_max_load
+from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
+from bapipe.planner.throughput.problem import MinMaxLoad
 from bapipe.planner.validation import check_inputs, microbatch_sizes
+from bapipe.progress import LoadProgress
 from bapipe.schedules.one_f_one_b import one_rank
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 
 MAX_DOWNSETS = 3000
-"""Up to how many downsets all of them are looked at."""
+"""Up to how many downsets of a graph all of them are boundaries."""
 
-MAX_NEAR = 800
-"""How many downsets are looked at around the best cuts, where not all of them are."""
+MAX_NEIGHBOURS = 800
+"""Boundaries of one neighbourhood search, if a graph has more downsets than that."""
 
-WORTH = 0.9998
-"""Cuts near the best are looked for again where they made its load less than this share of what it was."""
-
-Tell = Callable[[float, float], None]
-"""(best load so far, or the limit that none was found below; bound), in nanoseconds."""
-
+MIN_IMPROVEMENT = 0.9998
+"""The neighbourhood search goes on while it lowers the load below this share of what it was."""
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers, and ranks of the devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The stages of least load at one micro-batch size, none where nothing fits; no plan's load is below the bound."""
+class LoadSolution:
+    """The stages of minimal load at one micro-batch size, none if nothing fits; no plan's load is below the bound."""
 
     microbatch_size: int
     load_ns: int
@@ -62,45 +64,47 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """What is searched: `whole` says whether the cuts are all there are."""
+class ThroughputSearch:
+    """What is searched. `has_all_downsets` says whether the boundaries are all downsets, so that bounds are proofs."""
 
     profiles: Mapping[str, ModelProfile]
     cluster: Cluster
-    cuts: Cuts
-    whole: bool
+    boundaries: Boundaries
+    has_all_downsets: bool
     minibatch_size: int
 
-    def answer(self, microbatch_size: int, limits: Sequence[int], tell: Tell | None) -> Answer:
-        """Returns the best stages with micro-batches of a size, where devices may hold so much."""
-        if _alike(self.cluster, limits):
-            alike = self.alike(microbatch_size, limits[0])
-            bound_ns, ceiling_ns = alike.bound_ns, alike.ceiling_ns
-            found = least_load_alike(alike, bound=bound_ns, ceiling=ceiling_ns, tell=tell)
-            groups = _in_turn(found)
+    def solve(self, microbatch_size: int, limits: Sequence[int], progress: LoadProgress | None) -> LoadSolution:
+        """Returns the best stages with micro-batches of one size, if each device may hold `limits` bytes."""
+        if is_homogeneous(self.cluster, limits):
+            homogeneous = self.homogeneous(microbatch_size, limits[0])
+            bound_ns, ceiling_ns = homogeneous.bound_ns, homogeneous.ceiling_ns
+            result = min_max_load_homogeneous(homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=progress)
+            groups = _consecutive_groups(result)
         else:
-            unlike = self.unlike(microbatch_size, limits)
-            bound_ns, ceiling_ns = unlike.bound_ns, unlike.ceiling_ns
-            found = least_load(unlike, bound=bound_ns, ceiling=ceiling_ns, dtype=int, tell=tell)
-            groups = [unlike.states[state][1] for state in found.best.states] if found.best else []
-        if found.best is None:
-            return Answer(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())
-        ends = pairwise(found.best.boundaries)
-        return Answer(
+            heterogeneous = self.heterogeneous(microbatch_size, limits)
+            bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
+            result = min_max_load(heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress)
+            groups = [heterogeneous.states[state][1] for state in result.best.states] if result.best else []
+        if result.best is None:
+            return LoadSolution(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())
+        intervals = pairwise(result.best.boundaries)
+        return LoadSolution(
             microbatch_size=microbatch_size,
-            load_ns=int(found.best.load),
-            bound_ns=ceil(found.bound) if self.whole else ceil(bound_ns),
+            load_ns=int(result.best.load),
+            # With some of the boundaries only, the search's own bound says nothing about the others.
+            bound_ns=ceil(result.bound) if self.has_all_downsets else ceil(bound_ns),
             stages=tuple(
-                (tuple(self.cuts.layers(begin, end)), tuple(range(start, start + count)))
-                for (begin, end), (start, count) in zip(ends, groups, strict=True)
+                (tuple(self.boundaries.layers(begin, end)), tuple(range(start, start + count)))
+                for (begin, end), (start, count) in zip(intervals, groups, strict=True)
             ),
         )
 
-    def alike(self, microbatch_size: int, limit_bytes: int) -> AlikeDevices:
+    def homogeneous(self, microbatch_size: int, limit_bytes: int) -> HomogeneousDevices:
+        """Returns the problem if all devices are the same."""
         device = self.cluster.devices[0]
-        return AlikeDevices(
-            self.cuts,
-            Runs(self.cuts, self.profiles[device.kind], microbatch_size, device.speed),
+        return HomogeneousDevices(
+            self.boundaries,
+            StageCostSums(self.boundaries, self.profiles[device.kind], microbatch_size, device.speed),
             num_devices=len(self.cluster.devices),
             num_microbatches=self.minibatch_size // microbatch_size,
             link=self.cluster.link(0, len(self.cluster.devices) - 1),
@@ -108,11 +112,15 @@ class Search:
             memory_bytes=limit_bytes,
         )
 
-    def unlike(self, microbatch_size: int, limits: Sequence[int]) -> UnlikeDevices:
+    def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:
+        """Returns the problem for any devices."""
         keys = sorted({(device.kind, device.speed) for device in self.cluster.devices})
-        return UnlikeDevices(
-            self.cuts,
-            {(kind, speed): Runs(self.cuts, self.profiles[kind], microbatch_size, speed) for kind, speed in keys},
+        return HeterogeneousDevices(
+            self.boundaries,
+            {
+                (kind, speed): StageCostSums(self.boundaries, self.profiles[kind], microbatch_size, speed)
+                for kind, speed in keys
+            },
             self.cluster,
             num_microbatches=self.minibatch_size // microbatch_size,
             memory_bytes=limits,
@@ -126,7 +134,7 @@ def plan_throughput(
     minibatch_size: int,
     microbatch_size: int | None = None,
     memory_limit_bytes: int | None = None,
-    tell: Tell | None = None,
+    progress: LoadProgress | None = None,
 ) -> Plan:
     """Returns the plan of `explore_throughput` over all micro-batch sizes that divide the mini-batch, or for one.
 
@@ -141,7 +149,7 @@ def plan_throughput(
         minibatch_size=minibatch_size,
         microbatch_sizes=microbatch_sizes(profiles, cluster, options),
         limits=[min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices],
-        tell=tell,
+        progress=progress,
     )
 
 
@@ -152,7 +160,9 @@ def explore_throughput(
     minibatch_size: int,
     microbatch_sizes: Sequence[int],
     limits: Sequence[int],
-    tell: Tell | None = None,
+    progress: LoadProgress | None = None,
+    max_downsets: int = MAX_DOWNSETS,
+    max_neighbours: int = MAX_NEIGHBOURS,
 ) -> Plan:
     """Returns the plan whose most loaded device has the least to do in a step.
 
@@ -162,73 +172,40 @@ def explore_throughput(
     Args:
         profiles: one for each kind of device in the cluster, all of one model.
         limits: what each device may hold.
+        max_downsets: a graph with more downsets is cut along some linear orders, then near the best cuts.
+        max_neighbours: boundaries of each neighbourhood search; 0 leaves it out.
 
     Raises:
         Infeasible: nothing fits; the message says how much memory would do.
     """
     first = profiles[cluster.devices[0].kind]
     graph = of_layers(first)
-    place = {layer.name: i for i, layer in enumerate(first.layers)}
-    together = [(i, *(place[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
-    small, parts = contract(graph, together)
-    cuts, whole, where = _cuts(small, parts, num_layers=graph.num_nodes)
-    search = Search(profiles=profiles, cluster=cluster, cuts=cuts, whole=whole, minibatch_size=minibatch_size)
-    answers = [search.answer(size, limits, tell) for size in microbatch_sizes]
-    fitting = [answer for answer in answers if answer.stages]
-    if not fitting:
-        raise Infeasible(_lack(search, microbatch_sizes, limits))
-    best = min(fitting, key=lambda answer: (answer.load_ns, -answer.microbatch_size))
-    if not whole:
-        best = _improved(search, small, parts, best, limits, tell)
-    bound_ns = min(best.load_ns, *(answer.bound_ns for answer in answers))
-    alike = _alike(cluster, limits)
-    devices = (
-        f"any number of {len(cluster.devices)} devices for a stage"
-        if alike or len(cluster.devices) <= MAX_COUNTS
-        else f"1, 2, 4, 8 and so on of {len(cluster.devices)} devices for a stage"
+    index = {layer.name: i for i, layer in enumerate(first.layers)}
+    tied = [(i, *(index[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
+    contracted, layers_of_node = contract(graph, tied)
+    node_sets, has_all_downsets = _node_sets(contracted, max_downsets)
+    search = ThroughputSearch(
+        profiles=profiles,
+        cluster=cluster,
+        boundaries=Boundaries(node_sets, layers_of_node, graph.num_nodes),
+        has_all_downsets=has_all_downsets,
+        minibatch_size=minibatch_size,
     )
-    skipped = "" if alike or len(cluster.devices) <= MAX_GAPS else ", without gaps"
-    space = (
-        f"the largest load of a device, for {where} of {graph.num_nodes} layers; {devices}, in the cluster's order"
-        f"{skipped}; micro-batches of {', '.join(map(str, microbatch_sizes))}; no recomputation"
-    )
-    plan = _plan(profiles, cluster, best, minibatch_size)
-    others = _others(search, plan, best, limits)
-    return msgspec.structs.replace(plan, certificate=certify(best.load_ns, bound_ns, space), alternatives=tuple(others))
+    solutions = [search.solve(size, limits, progress) for size in microbatch_sizes]
+    feasible = [solution for solution in solutions if solution.stages]
+    if not feasible:
+        raise Infeasible(_shortfall(search, microbatch_sizes, limits))
+    # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
+    best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
+    if not has_all_downsets and max_neighbours:
+        best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress)
+    bound_ns = min(best.load_ns, *(solution.bound_ns for solution in solutions))
+    space = _space_in_words(search, limits, microbatch_sizes, max_downsets)
+    return _plan(search, best, bound_ns, space, limits)
 
 
-def _cuts(graph: Graph, parts: Sequence[Sequence[int]], num_layers: int) -> tuple[Cuts, bool, str]:
-    """Returns all downsets and True, or where these are too many those of some orders, and which in words."""
-    found = downsets(graph, MAX_DOWNSETS)
-    if found is not None:
-        return Cuts(found, parts, num_layers), True, f"all cuts, at {len(found)} downsets,"
-    orders = [topological_order(graph), depth_first_order(graph), depth_first_order(graph, reverse=True)]
-    some = sorted({nodes for order in orders for nodes in prefixes(order)}, key=lambda n: (n.bit_count(), n))
-    words = f"cuts along 3 orders and near the best, of more than {MAX_DOWNSETS} downsets (the bound holds for all),"
-    return Cuts(some, parts, num_layers), False, words
-
-
-def _improved(
-    search: Search,
-    graph: Graph,
-    parts: Sequence[Sequence[int]],
-    answer: Answer,
-    limits: Sequence[int],
-    tell: Tell | None,
-) -> Answer:
-    """Returns the best answer with cuts near those of an answer, near those of that one, and so on."""
-    node_of = {layer: node for node, layers in enumerate(parts) for layer in layers}
-    while True:
-        ends = accumulate((sum({1 << node_of[layer] for layer in layers}) for layers, _ in answer.stages), initial=0)
-        cuts = Cuts(near(graph, list(ends), MAX_NEAR), parts, search.cuts.inside.shape[1])
-        found = replace(search, cuts=cuts).answer(answer.microbatch_size, limits, tell)
-        if found.load_ns >= WORTH * answer.load_ns or not found.stages:
-            return answer
-        answer = found
-
-
-def _alike(cluster: Cluster, limits: Sequence[int]) -> bool:
-    """Whether nothing but their names tells the devices apart."""
+def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
+    """Returns whether devices differ in nothing but their names, so that only their number matters."""
     kinds = {
         (device.kind, device.speed, device.overlaps_transfers, limit)
         for device, limit in zip(cluster.devices, limits, strict=True)
@@ -238,39 +215,86 @@ def _alike(cluster: Cluster, limits: Sequence[int]) -> bool:
     return len(kinds) == 1 and one_link and not cluster.links
 
 
-def _in_turn(found: LeastLoad) -> list[tuple[int, int]]:
-    """The devices of stages that take as many as they need, one after another."""
-    counts = found.best.states if found.best else ()
-    return list(zip(accumulate(counts[:-1], initial=0), counts, strict=True)) if counts else []
-
-
-def deep_one_f_one_b(devices: Sequence[Sequence[int]], num_microbatches: int, num_ranks: int) -> Schedule:
+def one_f_one_b_with_replicas(devices: Sequence[Sequence[int]], num_microbatches: int, num_ranks: int) -> Schedule:
     """Returns 1F1B over stages of several devices, with as many micro-batches in flight as devices run them.
 
-    Stage s begins with one F for each device of stage s and later, dealt to its own devices in turn.
+    Stage s begins with one F for each device of stage s and later, dealt to its own devices round robin.
     """
     order: list[tuple[Action, ...]] = [()] * num_ranks
     for s, ranks in enumerate(devices):
-        whole = one_rank(s, sum(map(len, devices[s:])), num_microbatches)
-        for place, rank in enumerate(ranks):
-            order[rank] = tuple(action for action in whole if action.microbatch % len(ranks) == place)
+        stage_order = one_rank(s, sum(map(len, devices[s:])), num_microbatches)
+        for position, rank in enumerate(ranks):
+            order[rank] = tuple(action for action in stage_order if action.microbatch % len(ranks) == position)
     return Schedule(devices=tuple(map(tuple, devices)), num_microbatches=num_microbatches, order=tuple(order))
 
 
-def _plan(profiles: Mapping[str, ModelProfile], cluster: Cluster, answer: Answer, minibatch_size: int) -> Plan:
-    """The plan of an answer, its certificate and alternatives still empty."""
-    first = profiles[cluster.devices[0].kind]
-    stages = tuple(
-        StagePlan(
-            layers=tuple(first.layers[i].name for i in layers),
-            devices=tuple(cluster.devices[rank].name for rank in ranks),
+def _node_sets(graph: Graph, max_downsets: int) -> tuple[list[int], bool]:
+    """Returns all downsets and True, or the prefixes of three linear orders and False if there are too many."""
+    every = downsets(graph, max_downsets)
+    if every is not None:
+        return every, True
+    orders = [topological_order(graph), depth_first_order(graph), depth_first_order(graph, reverse=True)]
+    some = {nodes for order in orders for nodes in prefixes(order)}
+    return sorted(some, key=lambda nodes: (nodes.bit_count(), nodes)), False
+
+
+def _improve(
+    search: ThroughputSearch,
+    graph: Graph,
+    layers_of_node: Sequence[Sequence[int]],
+    solution: LoadSolution,
+    limits: Sequence[int],
+    max_neighbours: int,
+    progress: LoadProgress | None,
+) -> LoadSolution:
+    """Returns a local optimum: the exact search repeated among the downsets next to the best cuts so far."""
+    node_of = {layer: node for node, layers in enumerate(layers_of_node) for layer in layers}
+    while True:
+        node_sets = (sum({1 << node_of[layer] for layer in layers}) for layers, _ in solution.stages)
+        cuts = list(accumulate(node_sets, initial=0))  # the downset before the first stage, and after each stage
+        near = Boundaries(
+            neighbouring_downsets(graph, cuts, max_neighbours), layers_of_node, search.boundaries.num_layers
         )
-        for layers, ranks in answer.stages
+        better = replace(search, boundaries=near).solve(solution.microbatch_size, limits, progress)
+        if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
+            return solution
+        solution = better
+
+
+def _consecutive_groups(result: MinMaxLoad) -> list[tuple[int, int]]:
+    """Returns (first device, count) of each stage of a homogeneous plan: states are counts."""
+    counts = result.best.states if result.best else ()
+    return list(zip(accumulate(counts[:-1], initial=0), counts, strict=True)) if counts else []
+
+
+def _space_in_words(
+    search: ThroughputSearch, limits: Sequence[int], microbatch_sizes: Sequence[int], max_downsets: int
+) -> str:
+    """Returns the searched space as the certificate states it."""
+    num_devices, num_layers = len(search.cluster.devices), search.boundaries.num_layers
+    homogeneous = is_homogeneous(search.cluster, limits)
+    where = (
+        f"all cuts, at {search.boundaries.num_boundaries} downsets,"
+        if search.has_all_downsets
+        else f"cuts along 3 orders and near the best, of more than {max_downsets} downsets (the bound holds for all),"
     )
-    num_microbatches = minibatch_size // answer.microbatch_size
-    table = deep_one_f_one_b([ranks for _, ranks in answer.stages], num_microbatches, len(cluster.devices))
-    costs = build_stages(stages, profiles, cluster, answer.microbatch_size)
-    prediction = simulate_schedule(table, costs, cluster).prediction(minibatch_size)
+    devices = (
+        f"any number of {num_devices} devices for a stage"
+        if homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS
+        else f"1, 2, 4, 8 and so on of {num_devices} devices for a stage"
+    )
+    gaps = "" if homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS else ", without gaps"
+    return (
+        f"the largest load of a device, for {where} of {num_layers} layers; {devices}, in the cluster's order"
+        f"{gaps}; micro-batches of {', '.join(map(str, microbatch_sizes))}; no recomputation"
+    )
+
+
+def _plan(search: ThroughputSearch, best: LoadSolution, bound_ns: int, space: str, limits: Sequence[int]) -> Plan:
+    """Returns the plan of a solution, with its simulated prediction, its certificate and the alternatives."""
+    profiles, cluster = search.profiles, search.cluster
+    first = profiles[cluster.devices[0].kind]
+    table, prediction = _simulate(search, best)
     return Plan(
         model=first.model,
         factory=first.factory,
@@ -278,63 +302,84 @@ def _plan(profiles: Mapping[str, ModelProfile], cluster: Cluster, answer: Answer
         profiles={kind: fingerprint(profile) for kind, profile in sorted(profiles.items())},
         cluster=cluster,
         objective=THROUGHPUT,
-        minibatch_size=minibatch_size,
-        microbatch_size=answer.microbatch_size,
-        num_microbatches=num_microbatches,
+        minibatch_size=search.minibatch_size,
+        microbatch_size=best.microbatch_size,
+        num_microbatches=table.num_microbatches,
         schedule="1f1b",
-        stages=stages,
+        stages=_stage_plans(search, best),
         order=tuple(tuple(map(str, actions)) for actions in table.order),
-        prediction=msgspec.structs.replace(prediction, load_ns=answer.load_ns),
-        certificate=certify(answer.load_ns, answer.load_ns, ""),
-        alternatives=(),
+        prediction=replace_struct(prediction, load_ns=best.load_ns),
+        certificate=certify(best.load_ns, bound_ns, space),
+        alternatives=tuple(_alternatives(search, best, limits)),
     )
 
 
-def _others(search: Search, plan: Plan, best: Answer, limits: Sequence[int]) -> list[Alternative]:
-    """One device, and data parallelism over all of them, at the plan's micro-batch size."""
-    num_devices, num_layers = len(search.cluster.devices), len(search.cuts.layers(0, search.cuts.num_boundaries - 1))
-    unlike = search.unlike(best.microbatch_size, limits)
-    found = []
+def _stage_plans(search: ThroughputSearch, solution: LoadSolution) -> tuple[StagePlan, ...]:
+    devices = search.cluster.devices
+    layers = search.profiles[devices[0].kind].layers
+    return tuple(
+        StagePlan(layers=tuple(layers[i].name for i in numbers), devices=tuple(devices[rank].name for rank in ranks))
+        for numbers, ranks in solution.stages
+    )
+
+
+def _simulate(search: ThroughputSearch, solution: LoadSolution) -> tuple[Schedule, Prediction]:
+    """Returns a solution's order, and what the simulator predicts for it."""
+    table = one_f_one_b_with_replicas(
+        [ranks for _, ranks in solution.stages],
+        search.minibatch_size // solution.microbatch_size,
+        len(search.cluster.devices),
+    )
+    stages = _stage_plans(search, solution)
+    costs = build_stages(stages, search.profiles, search.cluster, solution.microbatch_size)
+    return table, simulate_schedule(table, costs, search.cluster).prediction(search.minibatch_size)
+
+
+def _alternatives(search: ThroughputSearch, best: LoadSolution, limits: Sequence[int]) -> list[Alternative]:
+    """Returns one device, and data parallelism over all of them, at the plan's micro-batch size."""
+    num_devices = len(search.cluster.devices)
+    heterogeneous = search.heterogeneous(best.microbatch_size, limits)
+    alternatives = []
     for name, ranks in {"one-device": (0,), "data-parallel": tuple(range(num_devices))}.items():
-        if len(ranks) > plan.num_microbatches or (name == "data-parallel" and num_devices == 1):
+        num_microbatches = search.minibatch_size // best.microbatch_size
+        if len(ranks) > num_microbatches or (name == "data-parallel" and num_devices == 1):
             continue
-        load_ns = unlike.load_alone(ranks)
-        answer = Answer(
+        load_ns = heterogeneous.single_stage_load(ranks)
+        solution = LoadSolution(
             microbatch_size=best.microbatch_size,
             load_ns=load_ns,
             bound_ns=0,
-            stages=((tuple(range(num_layers)), ranks),),
+            stages=((tuple(range(search.boundaries.num_layers)), ranks),),
         )
-        judged = _plan(search.profiles, search.cluster, answer, plan.minibatch_size).prediction
-        lack = max(judged.ranks[rank].peak_bytes - limits[rank] for rank in ranks)
-        more = load_ns / best.load_ns - 1 if best.load_ns else 0.0
-        found.append(
+        _, prediction = _simulate(search, solution)
+        lack_bytes = max(prediction.ranks[rank].peak_bytes - limits[rank] for rank in ranks)
+        alternatives.append(
             Alternative(
                 name=name,
-                step_ns=judged.step_ns,
-                peak_bytes=max(rank.peak_bytes for rank in judged.ranks),
-                feasible=lack <= 0,
-                why_not=_why_not(lack, more),
+                step_ns=prediction.step_ns,
+                peak_bytes=max(rank.peak_bytes for rank in prediction.ranks),
+                feasible=lack_bytes <= 0,
+                why_not=_why_not(lack_bytes, load_ns / best.load_ns - 1 if best.load_ns else 0.0),
             )
         )
-    return sorted(found, key=lambda a: (not a.feasible, a.step_ns))
+    return sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns))
 
 
-def _why_not(lack_bytes: int, more: float) -> str:
+def _why_not(lack_bytes: int, extra_load: float) -> str:
     if lack_bytes > 0:
         return f"a device lacks {lack_bytes:,} bytes"
-    return f"its largest load is {more:.1%} larger" if more else "as small a load as this plan's"
+    return f"its largest load is {extra_load:.1%} larger" if extra_load else "as small a load as this plan's"
 
 
-def _lack(search: Search, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> str:
-    """Says with how much more memory on each device something would fit, found by halving."""
+def _shortfall(search: ThroughputSearch, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> str:
+    """Returns a sentence that says with how much more memory per device something would fit, found by bisection."""
     size = microbatch_sizes[0]
     enough, short = max(limits), 0
-    while not search.answer(size, [limit + enough for limit in limits], None).stages:
+    while not search.solve(size, [limit + enough for limit in limits], None).stages:
         short, enough = enough, 2 * enough
     while enough - short > max(1, enough // 1000):
         middle = (enough + short) // 2
-        if search.answer(size, [limit + middle for limit in limits], None).stages:
+        if search.solve(size, [limit + middle for limit in limits], None).stages:
             enough = middle
         else:
             short = middle
