@@ -96,7 +96,7 @@ def _ends(problem: OrderProblem, parts: Sequence[tuple[int, int]], begin_ns: Seq
     `begin_ns[s]`.
     """
     stages = range(problem.num_stages)
-    alone = [len(problem.build_stages(rank)) == 1 for rank in problem.rank_of]
+    alone = [len(problem.stages_on(rank)) == 1 for rank in problem.rank_of]
     rows = [
         _Row(
             [problem.ns[3 * s + phase] for phase, _ in parts],

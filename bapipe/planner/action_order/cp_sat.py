@@ -166,7 +166,7 @@ class _Model:
     def add_memory(self) -> None:
         problem = self.problem
         for rank in range(problem.num_ranks):
-            own = problem.build_stages(rank)
+            own = problem.stages_on(rank)
             if len(own) == 1 and not problem.whole_bytes[own[0]]:
                 first, last, depth = 3 * own[0] + F, 3 * own[0] + W, problem.depth(own[0])
                 for k in range(depth, problem.num_microbatches):

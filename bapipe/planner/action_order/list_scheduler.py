@@ -82,7 +82,7 @@ class _State:
 
     def __init__(self, problem: OrderProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
-        self.own = [problem.build_stages(rank) for rank in range(problem.num_ranks)]
+        self.own = [problem.stages_on(rank) for rank in range(problem.num_ranks)]
         self.alone = [len(own) == 1 for own in self.own]
         self.done = [0] * (3 * problem.num_stages)
         self.arrived: list[list[int]] = [[] for _ in problem.ns]

@@ -67,7 +67,7 @@ class OrderProblem:
     def num_actions(self) -> int:
         return 3 * self.num_stages * self.num_microbatches
 
-    def build_stages(self, rank: int) -> tuple[int, ...]:
+    def stages_on(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a device, ascending."""
         return tuple(s for s, own in enumerate(self.rank_of) if own == rank)
 
