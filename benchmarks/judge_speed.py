@@ -68,7 +68,7 @@ def measure(table: Schedule, stages: list[Stage], where: Cluster, seconds: float
         simulate_schedule(table, stages, where)
 
     return (
-        best_s(lambda: finish_ns(table, program, stages, where), seconds),
+        best_s(lambda: finish_ns(program, stages, where), seconds),
         best_s(lambda: simulate_schedule(table, stages, where), seconds),
         best_s(anew, seconds),
     )

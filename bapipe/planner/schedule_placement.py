@@ -60,8 +60,8 @@ def permute_compiled(program: CompiledSchedule, ranks: Sequence[int], num_ranks:
     return replace(
         program,
         ranks=tuple([ranks[rank] for rank in program.ranks]),
-        all_flows=tuple(
-            flow._replace(source=ranks[flow.source], target=ranks[flow.target]) for flow in program.all_flows
+        channels=tuple(
+            channel._replace(source=ranks[channel.source], target=ranks[channel.target]) for channel in program.channels
         ),
         num_ranks=num_ranks,
     )

@@ -1,0 +1,13 @@
+"""The simulator: what a pipeline's step costs in time and memory. All searches and reports take their figures from it.
+
+Begin with `simulate.simulate`; `simulate.simulate_schedule` states the rules. A simulation goes through these files:
+
+    stage_cost      layers of a profile -> times and bytes of a stage; `tied_weights`: layers that share parameters
+    compiled        schedule -> lanes, messages and channels, as columns of integers
+    longest_path    the times of all actions, if no transfer has to queue and every device computes while it transfers
+    fifo_links      the same, if transfers queue on links
+    event_driven    the same on any device
+    memory          the bytes of every device, from the order of its actions
+    allreduce       the sums of gradients over the replicas of a stage
+    timeline        the result: actions, transfers, all-reduces and updates over time, and what a plan predicts
+"""

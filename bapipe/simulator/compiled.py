@@ -1,14 +1,17 @@
-"""A legal table as lists of integers, compiled once and timed many times, and the times that come out.
+"""Schedules compiled to columns of integers: compiled once, timed many times by the three engines.
 
-An action gives one thing and needs at most one: what it gives fills a slot, what it needs is a slot that another action
-of the same micro-batch fills. The slot of what stage s of S sends on, forwards and backwards, of M micro-batches:
+Every F, B and I produces one message per micro-batch, and every F, B and I consumes at most one: the activations that
+a stage sends forwards, and the gradients that it sends backwards. With M micro-batches, the messages are numbered
 
-    F of stage s gives 2s * M + m; F of stage s + 1 needs it, or where s is the last stage, its own B or I
-    B or I of stage s gives (2s + 1) * M + m; B or I of stage s - 1 needs it
+    2s * M + m          produced by F of stage s; consumed by F of stage s + 1 or, for the last stage, by its own B or I
+    (2s + 1) * M + m    produced by B or I of stage s; consumed by B or I of stage s - 1
 
-So slots ascend as transfers take precedence on a link: lower stage, then forward first, then lower micro-batch.
-Everything else that an action needs comes before it in the order of its line: a device that runs one action at a time
-is one line, and one that runs forward and backward side by side is two.
+so the numbers ascend in the order in which transfers that become ready at once take a link: lower stage first, then
+forward before backward, then lower micro-batch.
+
+Everything else that an action depends on (`bapipe.schedules.table.dependencies`) comes before it on its lane. A lane is
+a sequence of actions that run one at a time: a device has one lane, or two if it runs forward and backward side by
+side. Lanes 0 to R - 1 are those of the ranks; behind them come the backward lanes of the ranks that have two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +23,13 @@ from typing import Any, NamedTuple
 from bapipe.errors import InvalidSchedule
 from bapipe.schedules.table import Action, Phase, Schedule, check
 
-_PHASE = {phase: i for i, phase in enumerate(Phase)}
-NUM_PHASES = len(_PHASE)
+_PHASE_INDEX = {phase: i for i, phase in enumerate(Phase)}
+NUM_PHASES = len(_PHASE_INDEX)
+NUM_SPECIAL_MESSAGES = 3
+"""Behind the real messages: one that is there from the start, one that never comes, and one that nobody consumes."""
 
 
-class Flow(NamedTuple):
+class Channel(NamedTuple):
     """The transfers of one stage, in one direction, between two ranks."""
 
     source: int
@@ -33,192 +38,195 @@ class Flow(NamedTuple):
     forward: bool
 
 
-class Row(NamedTuple):
-    """An action of a line as the clockworks read it.
+class Op(NamedTuple):
+    """An action of a lane as the engines read it.
 
     Attributes:
-        place: its place in the program.
-        cost: the place of its time among those of every phase of every device of every stage.
-        need, give: slots.
-        flow: the flow that carries what it gives, -1 where it stays or nothing is given.
-        taker: the line that needs what it gives; -1 where none does, or its own.
+        action: its index among the actions of the compiled schedule.
+        duration: the index of its time among those of every phase of every replica of every stage.
+        consumes, produces: messages.
+        channel: the channel that carries what it produces; -1 if that stays on the device or nothing is produced.
+        consumer: the lane that consumes what it produces; -1 if none does, or the same lane.
     """
 
-    place: int
-    cost: int
-    need: int
-    give: int
-    flow: int
-    taker: int
+    action: int
+    duration: int
+    consumes: int
+    produces: int
+    channel: int
+    consumer: int
 
 
-class Sent(NamedTuple):
-    """All transfers: the flow of each, the slot it fills, and the first five fields of a `Transfer`, in columns."""
+class TransferColumns(NamedTuple):
+    """All transfers: the channel and the message of each, and the first five fields of a `Transfer`, in columns."""
 
-    flows: tuple[int, ...]
-    gives: tuple[int, ...]
-    columns: tuple[Sequence[Any], ...]
+    channels: tuple[int, ...]
+    messages: tuple[int, ...]
+    fields: tuple[Sequence[Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledSchedule:
-    """A legal table in an order in which every action comes after what it needs.
+    """A legal schedule in a sequence in which every action comes after all that it depends on.
 
     Attributes:
-        actions, ranks: the actions, and where each runs.
-        costs, needs, gives, flows: as in `Row`, of each action.
-        all_flows: what the flows are.
-        num_ranks: ranks; line r is rank r's.
-        beside: the ranks whose backwards have a line of their own, in the order of those, which come behind.
-        lines_beside: the line of each action where there are such ranks, else empty.
-        num_slots: slots; the last three are always filled, never filled, and never looked at.
+        actions, ranks: the actions, and the rank of each.
+        durations, consumes, produces, channel_of: of each action, as in `Op`.
+        channels: the channels, in the order in which actions first use them.
+        num_ranks: ranks of the schedule.
+        num_messages: messages, with the special ones.
+        side_by_side: the ranks that have a lane of their own for backwards, in the order of these lanes.
+        lanes_side_by_side: the lane of each action if there are such ranks, else empty.
     """
 
     actions: tuple[Action, ...]
     ranks: tuple[int, ...]
-    costs: tuple[int, ...]
-    needs: tuple[int, ...]
-    gives: tuple[int, ...]
-    flows: tuple[int, ...]
-    all_flows: tuple[Flow, ...]
+    durations: tuple[int, ...]
+    consumes: tuple[int, ...]
+    produces: tuple[int, ...]
+    channel_of: tuple[int, ...]
+    channels: tuple[Channel, ...]
     num_ranks: int
-    num_slots: int
-    beside: tuple[int, ...] = ()
-    lines_beside: tuple[int, ...] = ()
+    num_messages: int
+    side_by_side: tuple[int, ...] = ()
+    lanes_side_by_side: tuple[int, ...] = ()
 
     @property
-    def lines(self) -> tuple[int, ...]:
-        """The line of each action."""
-        return self.lines_beside or self.ranks
+    def lanes(self) -> tuple[int, ...]:
+        """The lane of each action."""
+        return self.lanes_side_by_side or self.ranks
 
     @property
-    def line_ranks(self) -> tuple[int, ...]:
-        """The rank of each line."""
-        return (*range(self.num_ranks), *self.beside)
-
-    @cached_property
-    def flow_links(self) -> tuple[int, ...]:
-        """The link of each flow, numbered as in `links`."""
-        return tuple(self.links.index((flow.source, flow.target)) for flow in self.all_flows)
+    def lane_ranks(self) -> tuple[int, ...]:
+        """The rank of each lane."""
+        return (*range(self.num_ranks), *self.side_by_side)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """The ordered pairs of ranks between which something flows."""
-        return tuple(dict.fromkeys((flow.source, flow.target) for flow in self.all_flows))
+        """The ordered pairs of ranks between which transfers go."""
+        return tuple(dict.fromkeys((channel.source, channel.target) for channel in self.channels))
 
     @cached_property
-    def shared(self) -> tuple[bool, ...]:
-        """For each flow, whether its transfers may have to queue behind others.
+    def channel_links(self) -> tuple[int, ...]:
+        """The link of each channel, an index of `links`."""
+        return tuple(self.links.index((channel.source, channel.target)) for channel in self.channels)
 
-        Those of a flow alone on its link become ready in the order of its line; if micro-batches ascend there, ties
-        fall so too, and nothing can change places.
+    @cached_property
+    def may_queue(self) -> tuple[bool, ...]:
+        """For each channel, whether its transfers may have to queue behind others.
+
+        The transfers of a channel alone on its link become ready in the order of its lane. If micro-batches ascend in
+        that order, then so do the messages of transfers that become ready at once, and no transfer overtakes another.
         """
         latest: dict[int, int] = {}
         descends = set()
-        for flow, give in zip(self.flows, self.gives, strict=True):
-            if flow >= 0 and give < latest.get(flow, 0):
-                descends.add(flow)
-            latest[flow] = give
-        return tuple(self.flow_links.count(link) > 1 or flow in descends for flow, link in enumerate(self.flow_links))
+        for channel, message in zip(self.channel_of, self.produces, strict=True):
+            if channel >= 0 and message < latest.get(channel, 0):
+                descends.add(channel)
+            latest[channel] = message
+        links = self.channel_links
+        return tuple(links.count(link) > 1 or channel in descends for channel, link in enumerate(links))
 
     @cached_property
-    def shared_costs(self) -> frozenset[int]:
-        """The costs of the actions whose transfers may have to queue."""
-        return frozenset(
-            cost for cost, flow in zip(self.costs, self.flows, strict=True) if flow >= 0 and self.shared[flow]
+    def durations_before_queues(self) -> frozenset[int]:
+        """The durations of the actions whose transfers may have to queue."""
+        columns = zip(self.durations, self.channel_of, strict=True)
+        return frozenset(duration for duration, channel in columns if channel >= 0 and self.may_queue[channel])
+
+    @cached_property
+    def message_channels(self) -> list[int]:
+        """The channel that carries each message, -1 if none does."""
+        channels = [-1] * self.num_messages
+        for channel, message in zip(self.channel_of, self.produces, strict=True):
+            channels[message] = channel
+        return channels
+
+    @cached_property
+    def consumer_lanes(self) -> list[int]:
+        """The lane that consumes each message, -1 if none does."""
+        consumers = [-1] * self.num_messages
+        for lane, message in zip(self.lanes, self.consumes, strict=True):
+            consumers[message] = lane
+        return consumers
+
+    @cached_property
+    def lane_ops(self) -> tuple[tuple[Op, ...], ...]:
+        """The actions of each lane; the last one is a sentinel that never starts."""
+        available, never, unused = range(self.num_messages - NUM_SPECIAL_MESSAGES, self.num_messages)
+        ops: list[list[Op]] = [[] for _ in self.lane_ranks]
+        columns = zip(self.lanes, self.durations, self.consumes, self.produces, self.channel_of, strict=True)
+        for index, (lane, duration, consumes, produces, channel) in enumerate(columns):
+            consumer = self.consumer_lanes[produces] if produces < available else -1
+            ops[lane].append(Op(index, duration, consumes, produces, channel, consumer if consumer != lane else -1))
+        return tuple((*lane, Op(-1, 0, never, unused, -1, -1)) for lane in ops)
+
+    @cached_property
+    def lane_durations(self) -> tuple[tuple[int, ...], ...]:
+        """The durations of each lane's actions, in its order."""
+        return tuple(tuple(op.duration for op in lane[:-1]) for lane in self.lane_ops)
+
+    @cached_property
+    def transfers(self) -> TransferColumns:
+        """All transfers, in columns."""
+        ops = zip(self.channel_of, self.produces, self.actions, strict=True)
+        rows = [
+            (channel, message, *self.channels[channel], action.microbatch)
+            for channel, message, action in ops
+            if channel >= 0
+        ]
+        channels, messages, sources, targets, stages, forward, microbatches = (
+            zip(*rows, strict=True) if rows else ((),) * 7
         )
+        phases = tuple(Phase.FORWARD if is_forward else Phase.BACKWARD for is_forward in forward)
+        return TransferColumns(channels, messages, (sources, targets, stages, phases, microbatches))
 
     @cached_property
-    def slot_flows(self) -> list[int]:
-        """The flow that fills each slot, -1 where none does."""
-        flows = [-1] * self.num_slots
-        for flow, give in zip(self.flows, self.gives, strict=True):
-            flows[give] = flow
-        return flows
-
-    @cached_property
-    def takers(self) -> list[int]:
-        """The line that needs each slot, -1 where none does."""
-        takers = [-1] * self.num_slots
-        for line, need in zip(self.lines, self.needs, strict=True):
-            takers[need] = line
-        return takers
-
-    @cached_property
-    def rows(self) -> tuple[tuple[Row, ...], ...]:
-        """The actions of each line; a last one that nothing ever lets start."""
-        always, never, nowhere = range(self.num_slots - 3, self.num_slots)
-        rows: list[list[Row]] = [[] for _ in self.line_ranks]
-        columns = zip(self.lines, self.costs, self.needs, self.gives, self.flows, strict=True)
-        for place, (line, cost, need, give, flow) in enumerate(columns):
-            taker = self.takers[give] if give < always else -1
-            rows[line].append(Row(place, cost, need, give, flow, taker if taker != line else -1))
-        return tuple((*line, Row(-1, 0, never, nowhere, -1, -1)) for line in rows)
-
-    @cached_property
-    def line_costs(self) -> tuple[tuple[int, ...], ...]:
-        """The costs of each line, in its order."""
-        return tuple(tuple(row.cost for row in line[:-1]) for line in self.rows)
-
-    @cached_property
-    def sent(self) -> Sent:
-        """What flows, in columns."""
-        rows = zip(self.flows, self.gives, self.actions, strict=True)
-        columns = [(flow, give, *self.all_flows[flow], action.microbatch) for flow, give, action in rows if flow >= 0]
-        flows, gives, sources, targets, stages, forward, microbatches = (
-            zip(*columns, strict=True) if columns else ((),) * 7
-        )
-        phases = tuple(Phase.FORWARD if ahead else Phase.BACKWARD for ahead in forward)
-        return Sent(flows, gives, (sources, targets, stages, phases, microbatches))
-
-    @cached_property
-    def by_place(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
-        """For each action its line, its slot, its transfer's link (-1 without), and the lines that its end wakes."""
-        rows = sorted((row.place, line, row) for line, rows in enumerate(self.rows) for row in rows[:-1])
+    def action_ends(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """For each action its lane, its message, its transfer's link (-1 without), and the lanes that its end wakes."""
+        ops = sorted((op.action, lane, op) for lane, ops in enumerate(self.lane_ops) for op in ops[:-1])
         return [
             (
-                line,
-                row.give,
-                self.flow_links[row.flow] if row.flow >= 0 else -1,
-                (line,) if row.taker < 0 else (line, row.taker),
+                lane,
+                op.produces,
+                self.channel_links[op.channel] if op.channel >= 0 else -1,
+                (lane,) if op.consumer < 0 else (lane, op.consumer),
             )
-            for _, line, row in rows
+            for _, lane, op in ops
         ]
 
     @cached_property
-    def slot_links(self) -> list[tuple[int, tuple[int, ...]]]:
-        """For each slot the link of the transfer that fills it, and the lines that this wakes."""
+    def transfer_ends(self) -> list[tuple[int, tuple[int, ...]]]:
+        """For each message the link of its transfer (-1 without), and the lanes that the end of the transfer wakes."""
         return [
-            (self.flow_links[flow], (taker, self.all_flows[flow].source)) if flow >= 0 else (-1, ())
-            for flow, taker in zip(self.slot_flows, self.takers, strict=True)
+            (self.channel_links[channel], (consumer, self.channels[channel].source)) if channel >= 0 else (-1, ())
+            for channel, consumer in zip(self.message_channels, self.consumer_lanes, strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """When each action of a program ends, each slot is filled, and each line has run its actions."""
+class ActionTimes:
+    """When each action of a compiled schedule ends, each message arrives, and each lane has run its actions."""
 
     ends_ns: list[int]
     arrivals_ns: list[int]
-    lines_ns: list[int]
+    lane_ends_ns: list[int]
 
-    def ranks_ns(self, program: CompiledSchedule) -> list[int]:
+    def rank_ends_ns(self, compiled: CompiledSchedule) -> list[int]:
         """Returns when each rank has run its actions."""
-        ranks = self.lines_ns[:]
-        for line in range(len(ranks) - 1, -1, -1):
-            rank = program.line_ranks[line]
-            if rank != line:
-                ranks[rank] = max(ranks[rank], ranks.pop())
-        return ranks
+        ends_ns = self.lane_ends_ns[:]
+        for lane in range(len(ends_ns) - 1, compiled.num_ranks - 1, -1):
+            rank = compiled.lane_ranks[lane]
+            ends_ns[rank] = max(ends_ns[rank], ends_ns.pop())
+        return ends_ns
 
 
-_Entry = tuple[Action, int, int, int, int, int]
-"""An action, its line, cost, need, give and flow."""
+_Row = tuple[Action, int, int, int, int, int]
+"""An action, its lane, its duration, the messages it consumes and produces, and its channel."""
 
 
 @lru_cache(maxsize=8)
 def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> CompiledSchedule:
-    """Returns the program of a schedule on ranks of which those named run forward and backward side by side.
+    """Returns a schedule as columns; the ranks in `side_by_side` run forward and backward on two lanes.
 
     O(n) for n actions.
 
@@ -227,82 +235,94 @@ def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> 
     """
     check(schedule)
     num_ranks = len(schedule.order)
-    beside = {rank: num_ranks + i for i, rank in enumerate(sorted(side_by_side))}
-    line_ranks = (*range(num_ranks), *beside)
-    num_slots = 2 * schedule.num_stages * schedule.num_microbatches + 3
-    flows: dict[Flow, int] = {}
-    lines: list[list[_Entry]] = [[] for _ in range(num_ranks + len(beside))]
+    backward_lanes = {rank: num_ranks + i for i, rank in enumerate(sorted(side_by_side))}
+    lane_ranks = (*range(num_ranks), *backward_lanes)
+    num_messages = 2 * schedule.num_stages * schedule.num_microbatches + NUM_SPECIAL_MESSAGES
+    channels: dict[Channel, int] = {}
+    lanes: list[list[_Row]] = [[] for _ in lane_ranks]
     for rank in range(num_ranks):
-        for entry in _entries(schedule, rank, beside.get(rank, rank), flows):
-            lines[entry[1]].append(entry)
-    entries = _in_sequence(lines, line_ranks, num_slots)
-    columns = tuple(zip(*entries, strict=True)) if entries else ((),) * 6
+        for row in _rows(schedule, rank, backward_lanes.get(rank, rank), channels):
+            lanes[row[1]].append(row)
+    rows = _in_sequence(lanes, lane_ranks, num_messages)
+    columns = tuple(zip(*rows, strict=True)) if rows else ((),) * 6
     return CompiledSchedule(
         actions=columns[0],
-        ranks=tuple(map(line_ranks.__getitem__, columns[1])),
-        costs=columns[2],
-        needs=columns[3],
-        gives=columns[4],
-        flows=columns[5],
-        all_flows=tuple(flows),
+        ranks=tuple(map(lane_ranks.__getitem__, columns[1])),
+        durations=columns[2],
+        consumes=columns[3],
+        produces=columns[4],
+        channel_of=columns[5],
+        channels=tuple(channels),
         num_ranks=num_ranks,
-        beside=tuple(beside),
-        lines_beside=columns[1] if beside else (),
-        num_slots=num_slots,
+        num_messages=num_messages,
+        side_by_side=tuple(backward_lanes),
+        lanes_side_by_side=columns[1] if backward_lanes else (),
     )
 
 
-def _entries(schedule: Schedule, rank: int, backward_line: int, flows: dict[Flow, int]) -> Iterator[_Entry]:
-    """Yields what a rank runs, and numbers the flows it meets."""
+def _rows(schedule: Schedule, rank: int, backward_lane: int, channels: dict[Channel, int]) -> Iterator[_Row]:
+    """Yields the actions of a rank, and numbers the channels that it meets.
+
+    The compiled form of `bapipe.schedules.table.dependencies`: the message that an action consumes is what its
+    dependency on another stage produces; on the last stage, a backward consumes what its own F produces.
+    """
     num, last, devices = schedule.num_microbatches, schedule.num_stages - 1, schedule.devices
-    always, nowhere = 2 * num * (last + 1), 2 * num * (last + 1) + 2
-    first_cost = list(accumulate((NUM_PHASES * len(ranks) for ranks in devices), initial=0))
-    place = {s: first_cost[s] + NUM_PHASES * ranks.index(rank) for s, ranks in enumerate(devices) if rank in ranks}
+    available = 2 * num * (last + 1)
+    unused = available + 2
+    first_duration = list(accumulate((NUM_PHASES * len(ranks) for ranks in devices), initial=0))
+    duration_of = {
+        s: first_duration[s] + NUM_PHASES * ranks.index(rank) for s, ranks in enumerate(devices) if rank in ranks
+    }
     for action in schedule.order[rank]:
         s, phase, m = action
         if phase is Phase.FORWARD:
-            need, give, to, line, cost = (2 * s - 2) * num + m if s else always, 2 * s * num + m, s + 1, rank, 0
+            consumes, produces = (2 * s - 2) * num + m if s else available, 2 * s * num + m
+            target_stage, lane, phase_index = s + 1, rank, 0
         elif phase is Phase.WEIGHT_GRAD:
-            need, give, to, line, cost = always, nowhere, -1, backward_line, _PHASE[phase]
+            consumes, produces = available, unused
+            target_stage, lane, phase_index = -1, backward_lane, _PHASE_INDEX[phase]
         else:
-            need, give, to = (2 * s + 3 if s < last else 2 * s) * num + m, (2 * s + 1) * num + m, s - 1
-            line, cost = backward_line, _PHASE[phase]
-        flow = -1
-        if 0 <= to <= last:
-            ranks = devices[to]
-            target = ranks[m % len(ranks)]
+            consumes, produces = (2 * s + 3 if s < last else 2 * s) * num + m, (2 * s + 1) * num + m
+            target_stage, lane, phase_index = s - 1, backward_lane, _PHASE_INDEX[phase]
+        channel = -1
+        if 0 <= target_stage <= last:
+            replicas = devices[target_stage]
+            target = replicas[m % len(replicas)]
             if target != rank:
-                flow = flows.setdefault(Flow(rank, target, s, to > s), len(flows))
-        yield action, line, place[s] + cost, need, give, flow
+                channel = channels.setdefault(Channel(rank, target, s, target_stage > s), len(channels))
+        yield action, lane, duration_of[s] + phase_index, consumes, produces, channel
 
 
-def _in_sequence(lines: Sequence[Sequence[_Entry]], ranks: Sequence[int], num_slots: int) -> list[_Entry]:
-    """Returns the entries of all lines, each after what it needs.
+def _in_sequence(lanes: Sequence[Sequence[_Row]], lane_ranks: Sequence[int], num_messages: int) -> list[_Row]:
+    """Returns the rows of all lanes, each after what it consumes (Kahn 1962, one lane as far as it goes).
 
     Raises:
         InvalidSchedule: they deadlock.
     """
-    filled = bytearray(num_slots)
-    filled[num_slots - 3] = 1
-    waiting: dict[int, int] = {}
-    rest = [iter(line) for line in lines]
-    heads = [next(line, None) for line in rest]
-    ready = list(range(len(lines)))
-    entries: list[_Entry] = []
+    produced = bytearray(num_messages)
+    produced[num_messages - NUM_SPECIAL_MESSAGES] = 1
+    waiting: dict[int, int] = {}  # the lane that waits for each message
+    remaining = [iter(lane) for lane in lanes]
+    heads = [next(lane, None) for lane in remaining]
+    ready = list(range(len(lanes)))
+    rows: list[_Row] = []
     while ready:
-        line = ready.pop()
-        head = heads[line]
+        lane = ready.pop()
+        head = heads[lane]
         while head is not None:
-            if not filled[head[3]]:
-                waiting[head[3]] = line
+            _, _, _, consumes, produces, _ = head
+            if not produced[consumes]:
+                waiting[consumes] = lane
                 break
-            entries.append(head)
-            filled[head[4]] = 1
-            if head[4] in waiting:
-                ready.append(waiting.pop(head[4]))
-            head = next(rest[line], None)
-        heads[line] = head
+            rows.append(head)
+            produced[produces] = 1
+            if produces in waiting:
+                ready.append(waiting.pop(produces))
+            head = next(remaining[lane], None)
+        heads[lane] = head
     if waiting:
-        stuck = ", ".join(f"rank {ranks[line]} at {head[0]}" for line, head in enumerate(heads) if head is not None)
+        stuck = ", ".join(
+            f"rank {lane_ranks[lane]} at {head[0]}" for lane, head in enumerate(heads) if head is not None
+        )
         raise InvalidSchedule(f"deadlock: each waits for another: {stuck}")
-    return entries
+    return rows

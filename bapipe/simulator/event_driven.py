@@ -1,7 +1,7 @@
-"""The judge's general clockwork, event after event: for devices that cannot compute while they transfer.
+"""The general engine, a discrete-event simulation: exact on any device, also one that stalls while it transfers.
 
-An event is one integer, its time in the high bits; below it the place of the action that ends, or beyond all places
-the slot that a transfer fills.
+An event is one integer: its time in the high bits; in the low bits the index of the action that ends or, beyond the
+indices of all actions, the message whose transfer ends.
 """
 
 from collections.abc import Sequence
@@ -9,98 +9,109 @@ from functools import reduce
 from heapq import heappop, heappush
 from operator import or_
 
-from bapipe.simulator.compiled import CompiledSchedule, Times
+from bapipe.simulator.compiled import NUM_SPECIAL_MESSAGES, ActionTimes, CompiledSchedule
 
 
 def run_event_driven(
-    program: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int], overlaps: Sequence[bool]
-) -> Times:
-    """Returns when everything ends, as `recurrence.run` does, on any device and any link.
+    compiled: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int], overlaps: Sequence[bool]
+) -> ActionTimes:
+    """Returns when everything ends, as `run_longest_path` does.
 
     `overlaps` says of each rank whether it computes while it transfers. At each instant: first all that ends, then
     transfers that can start, then actions that can start, until nothing changes.
     """
-    num_actions, num_slots, num_lines = len(program.actions), program.num_slots, len(program.line_ranks)
-    by_place, slot_links = program.by_place, program.slot_links
-    bits = (num_actions + num_slots).bit_length()
-    low = (1 << bits) - 1
-    transfer_of = [transfer_ns[flow] if flow >= 0 else 0 for flow in program.slot_flows]
-    bit_of, need_of, frees = _masks(program, overlaps)
+    num_actions, num_messages, num_lanes = len(compiled.actions), compiled.num_messages, len(compiled.lane_ranks)
+    action_ends, transfer_ends = compiled.action_ends, compiled.transfer_ends
+    event_bits = (num_actions + num_messages).bit_length()
+    event_mask = (1 << event_bits) - 1
+    transfer_of = [transfer_ns[channel] if channel >= 0 else 0 for channel in compiled.message_channels]
+    link_bit, link_needs, frees = _masks(compiled, overlaps)
     never = 1 << 200
-    ends, arrivals = [0] * num_actions, [never] * num_slots
-    arrivals[num_slots - 3] = 0
-    queues: list[list[int]] = [[] for _ in need_of]  # ready time in the high bits, then the slot
-    links_in: dict[int, list[int]] = {}  # links by their bits
-    rest = [iter(line) for line in program.rows]
-    heads = [next(line) for line in rest]
+    ends, arrivals = [0] * num_actions, [never] * num_messages
+    arrivals[num_messages - NUM_SPECIAL_MESSAGES] = 0
+    queues: list[list[int]] = [[] for _ in link_needs]  # per link: ready time in the high bits, then the message
+    links_of: dict[int, list[int]] = {}  # links by their bits
+    remaining = [iter(lane) for lane in compiled.lane_ops]
+    heads = [next(lane) for lane in remaining]
     events = [never]
-    woken, now, busy, queued = tuple(range(num_lines)), 0, 0, 0
+    # `busy` has the bits of the lanes and links that are in use, `queued` those of the links with a queue.
+    woken, now, busy, queued = tuple(range(num_lanes)), 0, 0, 0
     while True:
-        for line in woken:
-            if not busy >> line & 1:
-                place, cost, need, _, _, _ = heads[line]
-                if arrivals[need] <= now:
-                    busy |= 1 << line
-                    ends[place] = end_ns = now + duration_ns[cost]
-                    heappush(events, end_ns << bits | place)
-                    heads[line] = next(rest[line])
+        # Actions that can start.
+        for lane in woken:
+            if not busy >> lane & 1:
+                index, duration, consumes, _, _, _ = heads[lane]
+                if arrivals[consumes] <= now:
+                    busy |= 1 << lane
+                    ends[index] = end_ns = now + duration_ns[duration]
+                    heappush(events, end_ns << event_bits | index)
+                    heads[lane] = next(remaining[lane])
         first = heappop(events)
         if first == never:
-            return Times(ends, arrivals, _last_ends(program, ends))
-        now, ended, woken, freed = first >> bits, first & low, (), 0
+            return ActionTimes(ends, arrivals, _lane_ends(compiled, ends))
+        # All that ends at the next instant.
+        now, ended, woken, freed = first >> event_bits, first & event_mask, (), 0
         while True:
             if ended < num_actions:
-                line, give, link, wakes = by_place[ended]
-                busy ^= 1 << line
-                freed |= frees[line]
+                lane, message, link, wakes = action_ends[ended]
+                busy ^= 1 << lane
+                freed |= frees[lane]
                 woken += wakes
-                if transfer_of[give]:
-                    heappush(queues[link], now << bits | give)
-                    queued |= bit_of[link]
-                    freed |= bit_of[link]
+                if transfer_of[message]:
+                    heappush(queues[link], now << event_bits | message)
+                    queued |= link_bit[link]
+                    freed |= link_bit[link]
                 else:
-                    arrivals[give] = now
+                    arrivals[message] = now
             else:
-                link, wakes = slot_links[ended - num_actions]
-                busy ^= need_of[link]
-                freed |= frees[num_lines + link]
+                link, wakes = transfer_ends[ended - num_actions]
+                busy ^= link_needs[link]
+                freed |= frees[num_lanes + link]
                 woken += wakes
-            if events[0] > first | low:
+            if events[0] > first | event_mask:
                 break
-            ended = heappop(events) & low
+            ended = heappop(events) & event_mask
+        # Transfers that can start, the one that became ready first before the others.
         freed &= queued
         if freed:
-            if freed not in links_in:
-                links_in[freed] = [k for k, bit in enumerate(bit_of) if freed & bit]
-            links = [k for k in links_in[freed] if not busy & need_of[k]]
+            if freed not in links_of:
+                links_of[freed] = [link for link, bit in enumerate(link_bit) if freed & bit]
+            links = [link for link in links_of[freed] if not busy & link_needs[link]]
             if len(links) > 1:
                 links.sort(key=queues.__getitem__)
-            for k in links:
-                if not busy & need_of[k]:
-                    queue = queues[k]
-                    slot = heappop(queue) & low
+            for link in links:
+                if not busy & link_needs[link]:
+                    queue = queues[link]
+                    message = heappop(queue) & event_mask
                     if not queue:
-                        queued ^= bit_of[k]
-                    busy |= need_of[k]
-                    arrivals[slot] = end_ns = now + transfer_of[slot]
-                    heappush(events, end_ns << bits | num_actions + slot)
+                        queued ^= link_bit[link]
+                    busy |= link_needs[link]
+                    arrivals[message] = end_ns = now + transfer_of[message]
+                    heappush(events, end_ns << event_bits | num_actions + message)
 
 
-def _last_ends(program: CompiledSchedule, ends_ns: Sequence[int]) -> list[int]:
-    """Returns when each line has run its actions, 0 for one without."""
-    return [ends_ns[line[-2].place] if len(line) > 1 else 0 for line in program.rows]
+def _lane_ends(compiled: CompiledSchedule, ends_ns: Sequence[int]) -> list[int]:
+    """Returns when each lane has run its actions, 0 for one without."""
+    return [ends_ns[lane[-2].action] if len(lane) > 1 else 0 for lane in compiled.lane_ops]
 
 
-def _masks(program: CompiledSchedule, overlaps: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
-    """Returns the bit of each link, what each link needs, and the links that the end of something may set free.
+def _masks(compiled: CompiledSchedule, overlaps: Sequence[bool]) -> tuple[list[int], list[int], list[int]]:
+    """Returns the bit of each link, the bits of what each link needs, and the links that an end may set free.
 
-    A bit is a line's or a link's. A link needs itself and those of its ends that do not overlap. What ends is an action
-    on a line, or a transfer on a link, which stand behind the lines.
+    Bits 0 to L - 1 are those of the lanes, the links' bits follow. A transfer needs its link, and the lane of each of
+    its two ranks that cannot compute meanwhile. The third list is by what ends: an action on a lane, or behind the
+    lanes a transfer on a link.
     """
-    num_lines = len(program.line_ranks)
-    bit_of = [1 << num_lines + k for k in range(len(program.links))]
-    stalls = [[rank for rank in link if not overlaps[rank]] for link in program.links]
-    need_of = [bit + sum(1 << rank for rank in held) for bit, held in zip(bit_of, stalls, strict=True)]
-    touching = [sum(bit for bit, need in zip(bit_of, need_of, strict=True) if need >> n & 1) for n in range(num_lines)]
-    after = [bit | reduce(or_, (touching[n] for n in held), 0) for bit, held in zip(bit_of, stalls, strict=True)]
-    return bit_of, need_of, [*touching, *after]
+    num_lanes = len(compiled.lane_ranks)
+    link_bit = [1 << num_lanes + link for link in range(len(compiled.links))]
+    stalled = [[rank for rank in ranks if not overlaps[rank]] for ranks in compiled.links]
+    link_needs = [bit + sum(1 << rank for rank in ranks) for bit, ranks in zip(link_bit, stalled, strict=True)]
+    links_of_lane = [
+        sum(bit for bit, needs in zip(link_bit, link_needs, strict=True) if needs >> lane & 1)
+        for lane in range(num_lanes)
+    ]
+    links_of_link = [
+        bit | reduce(or_, (links_of_lane[rank] for rank in ranks), 0)
+        for bit, ranks in zip(link_bit, stalled, strict=True)
+    ]
+    return link_bit, link_needs, [*links_of_lane, *links_of_link]

@@ -1,70 +1,77 @@
-"""The judge's clockwork for links that several flows share, between devices that compute while they transfer.
+"""The engine for links that several channels share, if every device computes while it transfers.
 
-Nothing but a queue needs to know what time it is. So every line runs on as far as its inputs are known, without
-regard to the others, and hands its transfers to one heap, the earliest ready first. When no line can go on, the first
-in the heap is the next of its link: whatever is still to come waits for some transfer of the heap, and is ready later
-than that one, for no transfer takes no time.
+A link carries one transfer at a time, in the order in which they become ready. Only these queues need a common clock.
+So every lane runs as far as the messages it consumes are known, without regard to the other lanes, and puts its
+transfers into one heap ordered by ready time. When no lane can go on, the first transfer of the heap is the next of its
+link: whatever is still to come consumes, directly or not, the message of some transfer in the heap, and becomes ready
+later than that one, because no transfer takes zero time.
 """
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from bapipe.simulator.compiled import CompiledSchedule, Times
+from bapipe.simulator.compiled import NUM_SPECIAL_MESSAGES, ActionTimes, CompiledSchedule
 
 
-def run_fifo_links(program: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> Times:
-    """Returns when everything ends, as `recurrence.run` does; about a million actions a second.
+def run_fifo_links(compiled: CompiledSchedule, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> ActionTimes:
+    """Returns when everything ends, as `run_longest_path` does; about a million actions per second.
 
-    Exact only where every action takes time whose transfer may have to queue: at one instant it would make a
-    difference which transfers have become ready and which are about to.
+    Exact only if every action takes time whose transfer may have to queue: with an action of zero time, the transfers
+    that become ready at one instant would not all be in the heap when the first of them is taken.
     """
-    num_slots, shared, flow_links, takers = program.num_slots, program.shared, program.flow_links, program.takers
-    bits, rows = num_slots.bit_length(), program.rows
-    slot_bits = (1 << bits) - 1
-    arrivals = [-1] * num_slots
-    arrivals[num_slots - 3] = 0
-    lines = [0] * len(rows)
-    places = [0] * len(rows)
-    blocked = [-1] * len(rows)  # the slot each line waits for
-    links = [0] * len(program.links)
-    ends = [0] * len(program.actions)
-    transfer_of = [*transfer_ns, 0]  # the last one is of what stays where it is
+    num_messages, may_queue = compiled.num_messages, compiled.may_queue
+    channel_links, consumer_lanes = compiled.channel_links, compiled.consumer_lanes
+    # A heap entry is one integer: the ready time in the high bits, the message in the low bits (the order of ties).
+    message_bits = num_messages.bit_length()
+    message_mask = (1 << message_bits) - 1
+    arrivals = [-1] * num_messages
+    arrivals[num_messages - NUM_SPECIAL_MESSAGES] = 0
+    lane_ops = compiled.lane_ops
+    lane_ends = [0] * len(lane_ops)
+    next_op = [0] * len(lane_ops)
+    awaited = [-1] * len(lane_ops)  # the message each lane waits for
+    link_ends = [0] * len(compiled.links)
+    ends = [0] * len(compiled.actions)
+    transfer_of = [*transfer_ns, 0]  # channel -1, the last one: what stays on its device
     heap: list[int] = []
-    ready = list(range(len(rows)))
+    ready = list(range(len(lane_ops)))
     while True:
+        # Run every lane until it lacks a message.
         while ready:
-            line = ready.pop()
-            own, at, end = rows[line], places[line], lines[line]
+            lane = ready.pop()
+            ops, position, end = lane_ops[lane], next_op[lane], lane_ends[lane]
             while True:
-                place, cost, need, give, flow, taker = own[at]
-                arrival = arrivals[need]
+                index, duration, consumes, produces, channel, consumer = ops[position]
+                arrival = arrivals[consumes]
                 if arrival < 0:
-                    blocked[line] = need
+                    awaited[lane] = consumes
                     break
                 if arrival > end:
                     end = arrival
-                end += duration_ns[cost]
-                ends[place] = end
-                at += 1
-                if not transfer_of[flow]:
-                    arrivals[give] = end
-                elif shared[flow]:
-                    heappush(heap, end << bits | give)
+                end += duration_ns[duration]
+                ends[index] = end
+                position += 1
+                if not transfer_of[channel]:
+                    arrivals[produces] = end
+                elif may_queue[channel]:
+                    heappush(heap, end << message_bits | produces)
                     continue
                 else:
-                    link, free = flow_links[flow], links[flow_links[flow]]
-                    links[link] = arrivals[give] = (free if free > end else end) + transfer_of[flow]
-                if taker >= 0 and blocked[taker] == give:
-                    ready.append(taker)
-            places[line], lines[line] = at, end
+                    link = channel_links[channel]
+                    free = link_ends[link]
+                    link_ends[link] = arrivals[produces] = (free if free > end else end) + transfer_of[channel]
+                if consumer >= 0 and awaited[consumer] == produces:
+                    ready.append(consumer)
+            next_op[lane], lane_ends[lane] = position, end
         if not heap:
-            return Times(ends, arrivals, lines)
+            return ActionTimes(ends, arrivals, lane_ends)
+        # The transfer that is ready first goes next on its link.
         first = heappop(heap)
-        slot, end = first & slot_bits, first >> bits
-        flow = program.slot_flows[slot]
-        link = flow_links[flow]
-        free = links[link]
-        links[link] = arrivals[slot] = (free if free > end else end) + transfer_of[flow]
-        line = takers[slot]
-        if blocked[line] == slot:
-            ready.append(line)
+        message, end = first & message_mask, first >> message_bits
+        channel = compiled.message_channels[message]
+        link = channel_links[channel]
+        free = link_ends[link]
+        link_ends[link] = arrivals[message] = (free if free > end else end) + transfer_of[channel]
+        lane = consumer_lanes[message]
+        if awaited[lane] == message:
+            ready.append(lane)

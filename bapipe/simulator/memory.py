@@ -1,4 +1,4 @@
-"""What every device holds at its peak, from the order of its actions alone."""
+"""The memory of every device, from the order of its actions alone."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,132 +16,139 @@ from bapipe.simulator.timeline import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank holds: at its peak, and of stashes and workspace during each of its actions."""
+class RankMemory:
+    """The memory of a rank at its peak, and the bytes of its stashes and workspaces during each of its actions."""
 
     peak: Memory
     usage: tuple[tuple[int, int], ...]
 
 
-def hold(
-    schedule: Schedule, stages: Sequence[Stage], program: CompiledSchedule, lines: Sequence[Sequence[Span]] = ()
-) -> tuple[Held, ...]:
-    """Returns what each rank holds in the order of its actions; the peak is at the first action where it is largest.
+def rank_memory(
+    schedule: Schedule, stages: Sequence[Stage], compiled: CompiledSchedule, lanes: Sequence[Sequence[Span]] = ()
+) -> tuple[RankMemory, ...]:
+    """Returns the memory of each rank; the peak is at the first action at which it is largest.
 
-    What a rank holds follows from its order alone, unless it runs forward and backward side by side: then `lines` says
-    when the actions of each line of the program run, and their order is that of their starts, forwards first.
+    A stash lives from the start of its F to the end of its B or W. With recomputation, only the stage's input lives so
+    long, and a whole stash from the start of B or I to the end of B or W. What I leaves for W lives from the start of I
+    to the end of W. Receive buffers, one for each micro-batch that comes from another device, live all through the step
+    (torch 2.13 keeps them; pytorch#136380).
 
-    A stash lives from the start of its F to the end of its B or W. With recompute, only the stage's input does, and a
-    whole stash from the start of B or I to the end of B or W. What I leaves for W lives from the start of I to the end
-    of W. Receive buffers, one for each micro-batch that comes from
-    another device, live all through (torch 2.13 keeps them; pytorch#136380). O(n) for n actions.
+    These bytes follow from the order of the rank's actions alone, unless the rank runs forward and backward side by
+    side: then `lanes` says when the actions of each lane run, and their order is that of their starts, forwards first.
+    O(n) for n actions.
     """
-    takes, works, returns = _changes(stages)
-    beside = {program.line_ranks[line]: line for line in range(program.num_ranks, len(program.line_ranks))}
-    held = []
-    for rank, costs in enumerate(program.line_costs[: program.num_ranks]):
-        taken = accumulate(map(takes.__getitem__, costs))
-        returned = accumulate(map(returns.__getitem__, costs), initial=0)
+    takes, workspaces, returns = _changes(stages)
+    backward_lane = {compiled.lane_ranks[lane]: lane for lane in range(compiled.num_ranks, len(compiled.lane_ranks))}
+    memory = []
+    for rank, durations in enumerate(compiled.lane_durations[: compiled.num_ranks]):
+        # During an action live all that it and the actions before it took, less what those before it returned.
+        taken = accumulate(map(takes.__getitem__, durations))
+        returned = accumulate(map(returns.__getitem__, durations), initial=0)
         stashes = list(map(sub, taken, returned))
-        work = list(map(works.__getitem__, costs))
-        if rank in beside:
-            both = _by_start([(lines[lane], program.line_costs[lane]) for lane in (rank, beside[rank])])
+        work = list(map(workspaces.__getitem__, durations))
+        if rank in backward_lane:
+            both = _by_start([(lanes[lane], compiled.lane_durations[lane]) for lane in (rank, backward_lane[rank])])
             stashes = _stashes_at_starts(both, takes, returns)
-            work = _works_at_starts(both, works)
+            work = _workspaces_at_starts(both, workspaces)
         totals = list(map(add, stashes, work))
-        most = totals.index(max(totals)) if totals else None
-        peak = msgspec.structs.replace(
-            _held(rank, schedule, stages),
-            stash=0 if most is None else stashes[most],
-            workspace=0 if most is None else work[most],
+        peak = totals.index(max(totals)) if totals else None
+        at_peak = msgspec.structs.replace(
+            _constant_memory(rank, schedule, stages),
+            stash=0 if peak is None else stashes[peak],
+            workspace=0 if peak is None else work[peak],
         )
-        held.append(Held(peak, tuple(zip(stashes, work, strict=True))))
-    return tuple(held)
+        memory.append(RankMemory(at_peak, tuple(zip(stashes, work, strict=True))))
+    return tuple(memory)
+
+
+def peak_memory(schedule: Schedule, stages: Sequence[Stage]) -> tuple[Memory, ...]:
+    """Returns the memory of each rank at its peak; see `rank_memory`."""
+    return tuple(memory.peak for memory in rank_memory(schedule, stages, compile_schedule(schedule)))
+
+
+def kept_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
+    """Returns the bytes that live from the start of a micro-batch's F to the end of its B or W.
+
+    It is the stash or, with recomputation, the stage's input: nothing for the first stage, whose input is not counted.
+    """
+    if not stages[stage].recompute:
+        return stages[stage].costs[replica].stash_bytes
+    return stages[stage - 1].send_bytes if stage > 0 else 0
+
+
+def recomputed_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
+    """Returns the bytes that live besides `kept_bytes` from the start of B or I to the end of B or W."""
+    return stages[stage].costs[replica].stash_bytes if stages[stage].recompute else 0
+
+
+def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
+    """Returns the bytes that an action takes at its start, its workspace, and the bytes that it returns at its end.
+
+    The lists are indexed as durations in `CompiledSchedule`: every phase of every replica of every stage.
+    """
+    takes, workspaces, returns = [], [], []
+    for s, stage in enumerate(stages):
+        for replica, cost in enumerate(stage.costs):
+            kept, recomputed = kept_bytes(stages, s, replica), recomputed_bytes(stages, s, replica)
+            left_for_w = cost.gradient_stash_bytes
+            takes += [kept, recomputed, recomputed + left_for_w, 0]  # F, B, I, W
+            workspaces += [cost.workspace_bytes] * 4
+            returns += [0, kept + recomputed, 0, kept + recomputed + left_for_w]
+    return takes, workspaces, returns
 
 
 def _by_start(lanes: Sequence[tuple[Sequence[Span], Sequence[int]]]) -> list[tuple[Span, int]]:
-    """Returns the actions of both lanes with their costs, in the order of their starts."""
-    both = [ran for spans, costs in lanes for ran in zip(spans, costs, strict=True)]
-    return sorted(both, key=lambda ran: ran[0].start_ns)
+    """Returns the actions of both lanes with their durations' indices, in the order of their starts."""
+    both = [action for spans, durations in lanes for action in zip(spans, durations, strict=True)]
+    return sorted(both, key=lambda action: action[0].start_ns)
 
 
 def _stashes_at_starts(both: Sequence[tuple[Span, int]], takes: Sequence[int], returns: Sequence[int]) -> list[int]:
-    """Returns the stashes that a device holds when each action of its lanes starts."""
+    """Returns the bytes of the stashes that live on a device when each action of its lanes starts."""
     starts_ns = [span.start_ns for span, _ in both]
-    taken = list(accumulate((takes[cost] for _, cost in both), initial=0))
-    ends = sorted((span.end_ns, returns[cost]) for span, cost in both)
+    taken = list(accumulate((takes[duration] for _, duration in both), initial=0))
+    ends = sorted((span.end_ns, returns[duration]) for span, duration in both)
     returned = list(accumulate((num_bytes for _, num_bytes in ends), initial=0))
     return [
         taken[bisect_right(starts_ns, start_ns)]
         - returned[bisect_right(ends, start_ns, key=itemgetter(0))]
-        + (returns[cost] if end_ns == start_ns else 0)  # an action of no length holds its own
-        for (_, _, start_ns, end_ns), cost in both
+        + (returns[duration] if end_ns == start_ns else 0)  # what an action of zero time returns lives during it
+        for (_, _, start_ns, end_ns), duration in both
     ]
 
 
-def _works_at_starts(both: Sequence[tuple[Span, int]], works: Sequence[int]) -> list[int]:
-    """Returns the workspaces of each action and of what the other lane runs when it starts."""
-    found = [works[cost] for _, cost in both]
+def _workspaces_at_starts(both: Sequence[tuple[Span, int]], workspaces: Sequence[int]) -> list[int]:
+    """Returns for each action its workspace and that of the action that the other lane runs when it starts."""
+    total = [workspaces[duration] for _, duration in both]
     lanes: tuple[list[int], list[int]] = ([], [])
-    for place, (span, _) in enumerate(both):
-        lanes[span.action.phase is Phase.FORWARD].append(place)
-    for own, other in (lanes, lanes[::-1]):
-        starts_ns = [both[place][0].start_ns for place in other]
-        for place in own:
-            start_ns = both[place][0].start_ns
-            latest = bisect_right(starts_ns, start_ns) - 1
-            if latest >= 0 and both[other[latest]][0].end_ns > start_ns:
-                found[place] += works[both[other[latest]][1]]
-    return found
+    for index, (span, _) in enumerate(both):
+        lanes[span.action.phase is Phase.FORWARD].append(index)
+    for lane, other_lane in (lanes, lanes[::-1]):
+        other_starts_ns = [both[index][0].start_ns for index in other_lane]
+        for index in lane:
+            start_ns = both[index][0].start_ns
+            latest = bisect_right(other_starts_ns, start_ns) - 1
+            if latest >= 0 and both[other_lane[latest]][0].end_ns > start_ns:
+                total[index] += workspaces[both[other_lane[latest]][1]]
+    return total
 
 
-def peak_memory(schedule: Schedule, stages: Sequence[Stage]) -> tuple[Memory, ...]:
-    """Returns what each rank holds at its peak; see `hold`."""
-    return tuple(rank.peak for rank in hold(schedule, stages, compile_schedule(schedule)))
-
-
-def memory_over_time(schedule: Schedule, stages: Sequence[Stage]) -> tuple[tuple[Memory, ...], ...]:
-    """Returns what each rank holds during each of its actions; see `hold`."""
-    return tuple(
-        tuple(msgspec.structs.replace(rank.peak, stash=stash, workspace=work) for stash, work in rank.usage)
-        for rank in hold(schedule, stages, compile_schedule(schedule))
-    )
-
-
-def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
-    """Returns by cost the stash that an action takes when it starts, its workspace, and what it gives back at its end.
-
-    Costs are numbered as in `CompiledSchedule`: every phase of every device of every stage.
-    """
-    takes, works, returns = [], [], []
-    for s, stage in enumerate(stages):
-        for cost in stage.costs:
-            whole, kept = 0, cost.stash_bytes
-            if stage.recompute:
-                whole, kept = kept, stages[s - 1].send_bytes if s > 0 else 0
-            left = cost.gradient_stash_bytes
-            takes += [kept, whole, whole + left, 0]  # F, B, I, W
-            works += [cost.workspace_bytes] * 4
-            returns += [0, kept + whole, 0, kept + whole + left]
-    return takes, works, returns
-
-
-def _held(rank: int, schedule: Schedule, stages: Sequence[Stage]) -> Memory:
-    """What a rank holds all through the step."""
-    own = {s: stages[s].costs[ranks.index(rank)] for s, ranks in enumerate(schedule.devices) if rank in ranks}
-    params = sum(cost.param_bytes for cost in own.values())
+def _constant_memory(rank: int, schedule: Schedule, stages: Sequence[Stage]) -> Memory:
+    """Returns the memory of a rank that lives all through the step."""
+    costs = {s: stages[s].costs[ranks.index(rank)] for s, ranks in enumerate(schedule.devices) if rank in ranks}
+    params = sum(cost.param_bytes for cost in costs.values())
     return Memory(
         params=params,
         gradients=params,
-        optimizer=sum(cost.optimizer_bytes for cost in own.values()),
+        optimizer=sum(cost.optimizer_bytes for cost in costs.values()),
         stash=0,
         workspace=0,
-        buffers=sum(_buffer_bytes(rank, s, schedule, stages) for s in own),
+        buffers=sum(_buffer_bytes(rank, s, schedule, stages) for s in costs),
     )
 
 
 def _buffer_bytes(rank: int, stage: int, schedule: Schedule, stages: Sequence[Stage]) -> int:
-    """Receive buffers of a stage on a rank: activations from the stage before, gradients from the one after."""
+    """Returns a stage's receive buffers on a rank: activations from the stage before, gradients from the one after."""
     ranks = schedule.devices[stage]
     total = 0
     for microbatch in range(ranks.index(rank), schedule.num_microbatches, len(ranks)):

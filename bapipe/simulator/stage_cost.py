@@ -1,4 +1,4 @@
-"""What a stage costs: its layers summed up, on each of its devices and at each of its boundaries."""
+"""The cost of a stage: the sums over its layers on each of its replicas, and the bytes at each of its cuts."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeig
 from bapipe.units import at_speed, round_half_up
 
 BUCKET_BYTES = 25 * 2**20
-"""Least gradients in an all-reduce, but for the last one; the default of torch's DistributedDataParallel."""
+"""Minimum gradients in an all-reduce, except the last one; the default of torch's DistributedDataParallel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +26,12 @@ class StageCost:
 
     Attributes:
         forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F.
-        whole_backward_ns: B, a recomputed F in it; None where it is I + W.
+        whole_backward_ns: B, with a recomputed F; None if it is I + W.
         update_ns: the optimizer's update, once a step.
-        param_bytes, optimizer_bytes: held all through; gradients take `param_bytes` more.
-        stash_bytes: kept from F to the end of the backward of a micro-batch.
-        gradient_stash_bytes: kept beside it from I to the end of W.
-        workspace_bytes: the most that one of its layers needs while it runs.
+        param_bytes, optimizer_bytes: they live all through the step; gradients take `param_bytes` more.
+        stash_bytes: activations kept from F to the end of the backward of a micro-batch.
+        gradient_stash_bytes: what I leaves for W, kept besides from I to the end of W.
+        workspace_bytes: the maximum that one of its layers needs while it runs.
         gradient_done_ns: for each bucket, when its last gradient is done after the start of the stage's last B, and
             after the start of its last W.
     """
@@ -76,11 +76,11 @@ class Stage:
     """A stage of a pipeline.
 
     Attributes:
-        costs: its cost on each of its devices, in the order of `Schedule.devices`.
+        costs: its cost on each of its replicas, in the order of `Schedule.devices`.
         send_bytes, grad_bytes: activations of a micro-batch sent to the next stage, and their gradients sent back; 0
             for the last stage.
         bucket_bytes: gradients in each all-reduce, in the order in which they are done; empty for a single device.
-        tied_gradients: gradients that it has in common with other stages.
+        tied_gradients: gradients of tied weights that it sums with other stages.
         recompute: only the stage's input is kept; a whole stash lives during each backward.
     """
 
@@ -100,12 +100,12 @@ def build_stages(
     Sizes of tensors and of buckets come from the profile of the stage's first device.
 
     Raises:
-        InvalidModel: the stages do not hold exactly the profiles' layers, or a tensor would flow to an earlier stage.
+        InvalidModel: the stages do not have exactly the profiles' layers, or a tensor would flow to an earlier stage.
         BapipeError: a device kind without a profile, or a micro-batch size outside the measured ones.
     """
     index = cluster.index
     devices = [[cluster.devices[index[name]] for name in stage.devices] for stage in stages]
-    views: dict[str, _View] = {}
+    views: dict[str, _ProfileView] = {}
     for device in (device for group in devices for device in group):
         if device.kind not in profiles:
             raise BapipeError(
@@ -113,16 +113,16 @@ def build_stages(
             )
         if device.kind not in views:
             check_layers(stages, profiles[device.kind])
-            views[device.kind] = _View(profiles[device.kind], microbatch_size)
-    costs = tuple(
+            views[device.kind] = _ProfileView(profiles[device.kind], microbatch_size)
+    costed = tuple(
         _stage(stage, group, views, _cut_bytes(stages, views[group[0].kind], after=s))
         for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
     )
-    return _with_lanes(costs, devices) if any(d.side_by_side for d in cluster.devices) else costs
+    return _with_lanes(costed, devices) if any(d.side_by_side for d in cluster.devices) else costed
 
 
 def _with_lanes(stages: Sequence[Stage], devices: Sequence[Sequence[Device]]) -> tuple[Stage, ...]:
-    """Returns the stages with their costs as they are on the lanes of devices that run side by side."""
+    """Returns the stages with the costs on the lanes of the devices that run side by side."""
     forward_ns: Counter[str] = Counter()
     backward_ns: Counter[str] = Counter()
     for stage, group in zip(stages, devices, strict=True):
@@ -166,21 +166,23 @@ def cost_on_lanes(cost: StageCost, forward_ns: int, backward_ns: int) -> StageCo
     )
 
 
-class _View:
+class _ProfileView:
     """A profile at one micro-batch size."""
 
     def __init__(self, profile: ModelProfile, microbatch_size: int) -> None:
         self.layers = tuple(zip(profile.layers, profile.at(microbatch_size), strict=True))
         self.by_name = {layer.name: (layer, measured) for layer, measured in self.layers}
-        self.shares = TiedWeights(profile.layers)
+        self.tied_weights = TiedWeights(profile.layers)
 
 
-def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _View], cut: tuple[int, int]) -> Stage:
+def _stage(
+    stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _ProfileView], cut: tuple[int, int]
+) -> Stage:
     names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
     buckets = fill_buckets([layer.param_bytes for layer in layers]) if len(devices) > 1 else ()
     ends = tuple(end for end, _ in buckets)
-    sharing = {device.kind: views[device.kind].shares.of(set(stage.layers)) for device in devices}
+    tied = {device.kind: views[device.kind].tied_weights.cost_of(set(stage.layers)) for device in devices}
     return Stage(
         costs=tuple(
             stage_cost(
@@ -188,14 +190,14 @@ def _stage(stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _Vie
                 device.speed,
                 stage.recompute,
                 ends,
-                sharing[device.kind],
+                tied[device.kind],
             )
             for device in devices
         ),
         send_bytes=cut[0],
         grad_bytes=cut[1],
         bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
-        tied_gradients=sharing[devices[0].kind].gradients,
+        tied_gradients=tied[devices[0].kind].gradients,
         recompute=stage.recompute,
     )
 
@@ -206,14 +208,14 @@ def fill_buckets(param_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     The bucket is full when the first `end` of the given layers have their gradients.
     """
     buckets: list[tuple[int, int]] = []
-    end = held = 0
-    for place, num_bytes in enumerate(param_bytes, start=1):
+    end = filled = 0
+    for num_layers, num_bytes in enumerate(param_bytes, start=1):
         if num_bytes:
-            end, held = place, held + num_bytes
-        if held >= BUCKET_BYTES:
-            buckets.append((end, held))
-            held = 0
-    return (*buckets, (end, held)) if held else tuple(buckets)
+            end, filled = num_layers, filled + num_bytes
+        if filled >= BUCKET_BYTES:
+            buckets.append((end, filled))
+            filled = 0
+    return (*buckets, (end, filled)) if filled else tuple(buckets)
 
 
 def stage_cost(
@@ -221,7 +223,7 @@ def stage_cost(
     speed: float,
     recompute: bool,
     bucket_ends: Sequence[int],
-    sharing: TiedWeightCost,
+    tied: TiedWeightCost,
 ) -> StageCost:
     """Returns the cost of layers, given last to first, on a device of some speed.
 
@@ -231,27 +233,27 @@ def stage_cost(
     def total(values: Iterable[int]) -> int:
         return at_speed(sum(values), speed)
 
-    def whole_backward(some: Sequence[LayerMeasurement]) -> int | None:
-        if all(m.backward_ns is UNSET for m in some):
+    def whole_backward(last_layers: Sequence[LayerMeasurement]) -> int | None:
+        if all(m.backward_ns is UNSET for m in last_layers):
             return None
-        return total(m.whole_backward_ns for m in some) + again
+        return total(m.whole_backward_ns for m in last_layers) + recomputed
 
     measured = [m for _, m in layers]
     forward = total(m.forward_ns for _, m in layers)
-    again = forward if recompute else 0
+    recomputed = forward if recompute else 0
     return StageCost(
         forward_ns=forward,
-        input_grad_ns=total(m.input_grad_ns for _, m in layers) + again,
+        input_grad_ns=total(m.input_grad_ns for _, m in layers) + recomputed,
         weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
         whole_backward_ns=whole_backward(measured),
-        update_ns=at_speed(sum(layer.update_ns for layer, _ in layers) + sharing.update_ns, speed),
-        param_bytes=sum(layer.param_bytes for layer, _ in layers) + sharing.param_bytes,
-        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers) + sharing.optimizer_bytes,
+        update_ns=at_speed(sum(layer.update_ns for layer, _ in layers) + tied.update_ns, speed),
+        param_bytes=sum(layer.param_bytes for layer, _ in layers) + tied.param_bytes,
+        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers) + tied.optimizer_bytes,
         stash_bytes=sum(m.stash_bytes for _, m in layers),
         gradient_stash_bytes=sum(m.left_by_input_grad_bytes for _, m in layers),
         workspace_bytes=max(m.workspace_bytes for _, m in layers),
         gradient_done_ns=tuple(
-            (again + total(m.input_grad_ns for m in measured[:end]) + weight if whole is None else whole, weight)
+            (recomputed + total(m.input_grad_ns for m in measured[:end]) + weight if whole is None else whole, weight)
             for end in bucket_ends
             for weight in [total(m.weight_grad_ns for m in measured[:end])]
             for whole in [whole_backward(measured[:end])]
@@ -260,7 +262,7 @@ def stage_cost(
 
 
 def check_layers(stages: Sequence[StagePlan], profile: ModelProfile) -> None:
-    """Raises InvalidModel unless the stages hold exactly the profile's layers and no tensor flows backwards."""
+    """Raises InvalidModel unless the stages have exactly the profile's layers and no tensor flows backwards."""
     stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
     known = {layer.name for layer in profile.layers}
     for name in stage_of:
@@ -279,7 +281,7 @@ def check_layers(stages: Sequence[StagePlan], profile: ModelProfile) -> None:
 
 
 class Layer(Protocol):
-    """What the flow of tensors needs to know of a layer, profiled or traced."""
+    """A layer, profiled or traced, with the tensors that it uses and makes."""
 
     @property
     def name(self) -> str: ...
@@ -290,19 +292,19 @@ class Layer(Protocol):
 
 
 def check_flow(layers: Iterable[Layer], stage_of: Mapping[str, int]) -> None:
-    """Raises InvalidModel where a tensor would flow to an earlier stage; layers come in topological order."""
-    made_in: dict[str, int] = {}
+    """Raises InvalidModel if a tensor would flow to an earlier stage; layers come in topological order."""
+    stage_of_tensor: dict[str, int] = {}
     for layer in layers:
         for tensor in layer.inputs:
-            if made_in.get(tensor, 0) > stage_of[layer.name]:
+            if stage_of_tensor.get(tensor, 0) > stage_of[layer.name]:
                 raise InvalidModel(
-                    f"tensor '{tensor}' is made in stage {made_in[tensor]} but used by '{layer.name}' "
+                    f"tensor '{tensor}' is made in stage {stage_of_tensor[tensor]} but used by '{layer.name}' "
                     f"in stage {stage_of[layer.name]}: stages must follow the flow of the model"
                 )
-        made_in |= dict.fromkeys(layer.outputs, stage_of[layer.name])
+        stage_of_tensor |= dict.fromkeys(layer.outputs, stage_of[layer.name])
 
 
-def _cut_bytes(stages: Sequence[StagePlan], view: _View, after: int) -> tuple[int, int]:
+def _cut_bytes(stages: Sequence[StagePlan], view: _ProfileView, after: int) -> tuple[int, int]:
     """Returns the activation and the gradient bytes of a micro-batch at the cut after stage `after`."""
     early = {name for stage in stages[: after + 1] for name in stage.layers}
     used_beyond = {tensor for layer, _ in view.layers if layer.name not in early for tensor in layer.inputs}

@@ -1,4 +1,4 @@
-"""Layers that share parameters, such as tied embeddings: what it costs to have them in different stages."""
+"""Tied weights, parameters that several layers share such as embeddings: their cost if the layers are in two stages."""
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from bapipe.formats.profile import LayerProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedGradient:
-    """A gradient that several stages each have a part of, to be summed before any of them updates.
+    """The gradient of tied weights of which several stages have a copy; they sum it before any of them updates.
 
     Attributes:
         owner: the layer that counts the parameters.
@@ -20,11 +20,11 @@ class TiedGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedWeightCost:
-    """What sharing adds to one stage.
+    """What tied weights add to one stage.
 
     Attributes:
-        gradients: those that it has in common with other stages.
-        param_bytes, optimizer_bytes, update_ns: of the copies it holds of what a layer of another stage counts.
+        gradients: those that it sums with other stages.
+        param_bytes, optimizer_bytes, update_ns: of its copies of parameters that a layer of another stage counts.
     """
 
     gradients: tuple[TiedGradient, ...] = ()
@@ -34,7 +34,7 @@ class TiedWeightCost:
 
 
 class TiedWeights:
-    """The layers of a model that share parameters, in groups: the one that counts them, and those that use them too."""
+    """The layers of a model that share parameters, in groups: the owner, which counts them, and the other users."""
 
     def __init__(self, layers: Sequence[LayerProfile]) -> None:
         self._layers = {layer.name: layer for layer in layers}
@@ -45,7 +45,7 @@ class TiedWeights:
                 self._users.setdefault(owner, []).append(layer)
 
     def copies(self) -> Iterator[tuple[LayerProfile, list[LayerProfile], TiedWeightCost]]:
-        """Yields each layer that counts shared parameters, who else uses them, and what a copy of them takes."""
+        """Yields each owner, the other users of its parameters, and the cost of a copy of them."""
         for name, users in self._users.items():
             owner, num_bytes = self._layers[name], max(user.shared_bytes for user in users)
             yield (
@@ -59,27 +59,31 @@ class TiedWeights:
                 ),
             )
 
-    def of(self, stage: Container[str]) -> TiedWeightCost:
-        """Returns what sharing adds to a stage of the given layers."""
+    def cost_of(self, stage: Container[str]) -> TiedWeightCost:
+        """Returns what tied weights add to a stage of the given layers.
+
+        A stage sums the gradient of a group that it has only some layers of; it has a copy of the parameters if the
+        owner is not among them.
+        """
         gradients: list[TiedGradient] = []
-        copied = []
+        copies = []
         for owner, users, copy in self.copies():
-            inside = [owner.name in stage, *(user.name in stage for user in users)]
-            if any(inside) and not all(inside):
+            in_stage = [owner.name in stage, *(user.name in stage for user in users)]
+            if any(in_stage) and not all(in_stage):
                 gradients += copy.gradients
-                copied += [] if inside[0] else [copy]
+                copies += [] if in_stage[0] else [copy]
         return TiedWeightCost(
             gradients=tuple(gradients),
-            param_bytes=sum(copy.param_bytes for copy in copied),
-            optimizer_bytes=sum(copy.optimizer_bytes for copy in copied),
-            update_ns=sum(copy.update_ns for copy in copied),
+            param_bytes=sum(copy.param_bytes for copy in copies),
+            optimizer_bytes=sum(copy.optimizer_bytes for copy in copies),
+            update_ns=sum(copy.update_ns for copy in copies),
         )
 
 
 def inseparable_layers(layers: Sequence[LayerProfile]) -> Iterator[tuple[int, int]]:
-    """Yields the places of layers that share parameters of which no layer says how large they are."""
-    place = {layer.name: i for i, layer in enumerate(layers)}
+    """Yields the indices of two layers that share parameters whose size neither says: no cut may part them."""
+    index_of = {layer.name: i for i, layer in enumerate(layers)}
     for i, layer in enumerate(layers):
         for name in layer.shares:
-            if i < place[name] and not (layer.shared_bytes or layers[place[name]].shared_bytes):
-                yield i, place[name]
+            if i < index_of[name] and not (layer.shared_bytes or layers[index_of[name]].shared_bytes):
+                yield i, index_of[name]

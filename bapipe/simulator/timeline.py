@@ -60,9 +60,8 @@ class Timeline:
     Attributes:
         devices: the name of each rank's device.
         spans: ordered by rank, then by time.
-        memory: what each rank holds at its peak.
-        usage: the bytes of stashes and of workspaces that each rank holds during each of its spans; empty where that is
-            not known.
+        memory: of each rank, at its peak.
+        usage: of each rank, the bytes of stashes and of workspaces during each of its spans; empty if not known.
     """
 
     devices: tuple[str, ...]
@@ -81,69 +80,69 @@ class Timeline:
 
     @property
     def memory_over_time(self) -> tuple[tuple[Memory, ...], ...]:
-        """What each rank holds during each of its spans; empty where it is not known."""
+        """The memory of each rank during each of its spans; empty if not known."""
         return tuple(
-            tuple(msgspec.structs.replace(held, stash=stash, workspace=workspace) for stash, workspace in usage)
-            for held, usage in zip(self.memory, self.usage, strict=False)
+            tuple(msgspec.structs.replace(peak, stash=stash, workspace=workspace) for stash, workspace in usage)
+            for peak, usage in zip(self.memory, self.usage, strict=False)
         )
 
     def peak_action(self, rank: int) -> Action | None:
-        """Returns the action during which a rank holds most, the first such one; None where that is not known."""
+        """Returns the first action during which the memory of a rank is at its peak; None if not known."""
         if not self.usage or not self.usage[rank]:
             return None
-        own = [span.action for span in self.spans if span.rank == rank]
-        held = list(map(sum, self.usage[rank]))
-        return own[held.index(max(held))]
+        actions = [span.action for span in self.spans if span.rank == rank]
+        totals = list(map(sum, self.usage[rank]))
+        return actions[totals.index(max(totals))]
 
     def lanes(self, rank: int) -> tuple[tuple[Span, ...], ...]:
-        """Returns the spans of a rank, or its forwards and its backwards where they run side by side."""
-        own = tuple(span for span in self.spans if span.rank == rank)
-        if all(a.end_ns <= b.start_ns for a, b in pairwise(own)):
-            return (own,)
-        forwards = tuple(span for span in own if span.action.phase is Phase.FORWARD)
-        return forwards, tuple(span for span in own if span.action.phase is not Phase.FORWARD)
+        """Returns the spans of a rank in one lane, or its forwards and its backwards if they run side by side."""
+        spans = tuple(span for span in self.spans if span.rank == rank)
+        if all(a.end_ns <= b.start_ns for a, b in pairwise(spans)):
+            return (spans,)
+        forwards = tuple(span for span in spans if span.action.phase is Phase.FORWARD)
+        return forwards, tuple(span for span in spans if span.action.phase is not Phase.FORWARD)
 
     def prediction(self, minibatch_size: int) -> Prediction:
-        """Returns the step's figures as a plan holds them."""
+        """Returns the step's figures as a plan stores them."""
         step_ns = self.step_ns
         ranks = tuple(self._rank(rank, step_ns) for rank in range(len(self.devices)))
         working = {span.rank for span in self.spans}
-        idle = sum(ranks[rank].idle_ns for rank in working)
+        idle_ns = sum(ranks[rank].idle_ns for rank in working)
         return Prediction(
             step_ns=step_ns,
             samples_per_s=minibatch_size * 1e9 / step_ns if step_ns else 0.0,
-            bubble=idle / (len(working) * step_ns) if step_ns else 0.0,
+            bubble=idle_ns / (len(working) * step_ns) if step_ns else 0.0,
             ranks=ranks,
         )
 
     def _rank(self, rank: int, step_ns: int) -> RankPrediction:
         spans = [s for s in self.spans if s.rank == rank]
         updates = [u for u in self.updates if u.rank == rank]
-        busy = _running_ns(spans) + sum(u.end_ns - u.start_ns for u in updates)
-        sync = _waiting(max((s.end_ns for s in spans), default=0), updates)
+        busy_ns = _running_ns(spans) + sum(u.end_ns - u.start_ns for u in updates)
+        sync_ns = _waiting_ns(max((s.end_ns for s in spans), default=0), updates)
         return RankPrediction(
             device=self.devices[rank],
-            busy_ns=busy,
-            idle_ns=step_ns - busy - sync,
-            sync_ns=sync,
+            busy_ns=busy_ns,
+            idle_ns=step_ns - busy_ns - sync_ns,
+            sync_ns=sync_ns,
             peak_bytes=self.memory[rank].total,
             memory=self.memory[rank],
         )
 
 
 def _running_ns(spans: Sequence[Span]) -> int:
-    """Returns how long something runs; a device that runs side by side may run two actions at once."""
-    running = until = 0
+    """Returns the time in which any action runs; a device that runs side by side may run two at once."""
+    running_ns = until_ns = 0
     for span in spans:
-        running += max(0, span.end_ns - max(span.start_ns, until))
-        until = max(until, span.end_ns)
-    return running
+        running_ns += max(0, span.end_ns - max(span.start_ns, until_ns))
+        until_ns = max(until_ns, span.end_ns)
+    return running_ns
 
 
-def _waiting(compute_end_ns: int, updates: Sequence[Update]) -> int:
+def _waiting_ns(compute_end_ns: int, updates: Sequence[Update]) -> int:
     """Returns how long a rank that has run its actions waits for all-reduces before its updates."""
-    waiting, now = 0, compute_end_ns
+    waiting_ns, now = 0, compute_end_ns
     for update in sorted(updates, key=lambda u: u.start_ns):
-        waiting += update.start_ns - now
+        waiting_ns += update.start_ns - now
         now = update.end_ns
-    return waiting
+    return waiting_ns

@@ -21,16 +21,16 @@ TIED = (
 
 def test_a_stage_that_holds_all_users_or_none_has_nothing_to_share() -> None:
     shares = TiedWeights(TIED)
-    assert shares.of({"embedding", "block", "decoder", "head"}) == TiedWeightCost()
-    assert shares.of({"block"}) == TiedWeightCost()
+    assert shares.cost_of({"embedding", "block", "decoder", "head"}) == TiedWeightCost()
+    assert shares.cost_of({"block"}) == TiedWeightCost()
 
 
 def test_a_stage_without_the_layer_that_counts_them_holds_a_copy() -> None:
     gradients = (TiedGradient(owner="embedding", num_bytes=100),)
-    assert TiedWeights(TIED).of({"embedding", "block"}) == TiedWeightCost(gradients=gradients)
+    assert TiedWeights(TIED).cost_of({"embedding", "block"}) == TiedWeightCost(gradients=gradients)
     copied = TiedWeightCost(gradients=gradients, param_bytes=100, optimizer_bytes=200, update_ns=100)
-    assert TiedWeights(TIED).of({"decoder", "head"}) == copied
-    assert TiedWeights(TIED).of({"head"}) == copied
+    assert TiedWeights(TIED).cost_of({"decoder", "head"}) == copied
+    assert TiedWeights(TIED).cost_of({"head"}) == copied
 
 
 def test_only_parameters_of_unknown_size_tie_layers_together() -> None:

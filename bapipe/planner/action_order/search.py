@@ -140,7 +140,7 @@ class _Search:
             program = compile_for_cluster(table, self.cluster)
         except InvalidSchedule:
             return None
-        done = finish_ns(table, program, self.stages, self.cluster)
+        done = finish_ns(program, self.stages, self.cluster)
         return max(ns + update_ns for ns, update_ns in zip(done, self.problem.update_ns, strict=True))
 
     @property

@@ -67,7 +67,7 @@ class Chain:
 
     def sharing(self, start: int, stop: int) -> TiedWeightCost:
         """Returns what sharing parameters with other stages adds to layers `start` to `stop`."""
-        return self._shares.of(frozenset(self._names[start:stop]))
+        return self._shares.cost_of(frozenset(self._names[start:stop]))
 
     def buckets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Returns the all-reduce buckets of layers `start` to `stop`, as `fill_buckets` does."""

@@ -11,10 +11,11 @@ from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement
 from bapipe.planner.schedule_placement import merge_stages, permute_compiled, permute_ranks
-from bapipe.schedules.table import Phase, Schedule
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.allreduce import LastBackward, reduce_buckets
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, ring_ns, simulate_schedule
+from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, simulate_schedule
 from bapipe.simulator.stage_cost import Stage
 from bapipe.simulator.timeline import Timeline
 
@@ -166,7 +167,7 @@ class Problem:
         stages = self.stages(layout)
         if any(stage.tied_gradients for stage in stages):
             return self.judge(layout).step_ns
-        done = finish_ns(table, program, stages, self.cluster)
+        done = finish_ns(program, stages, self.cluster)
         for stage, ranks in zip(stages, table.devices, strict=True):
             synced_ns = _synced_ns(stage, ranks, table, done, self.cluster)
             for cost, rank in zip(stage.costs, ranks, strict=True):
@@ -179,17 +180,14 @@ class Problem:
 
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequence[int], cluster: Cluster) -> int:
-    """When the all-reduces of a stage are done, whose devices have no other stage."""
-    end_ns, beside = 0, cluster.host_sum_link(ranks) is None
-    for bucket, num_bytes in enumerate(stage.bucket_bytes):
-        ready_ns = 0
-        for cost, rank in zip(stage.costs, ranks, strict=True):
-            if table.order[rank]:
-                phase = table.order[rank][-1].phase
-                after_ns = cost.gradient_done_ns[bucket][phase is Phase.WEIGHT_GRAD] if beside else cost.ns(phase)
-                ready_ns = max(ready_ns, done[rank] - cost.ns(phase) + after_ns)
-        end_ns = max(end_ns, ready_ns) + ring_ns(num_bytes, ranks, cluster)
-    return end_ns
+    """Returns when the all-reduces of a stage are done, whose devices have no other stage."""
+    if not stage.bucket_bytes:
+        return 0
+    last: list[LastBackward | None] = []
+    for cost, rank in zip(stage.costs, ranks, strict=True):
+        phase = table.order[rank][-1].phase if table.order[rank] else None
+        last.append(None if phase is None else (done[rank] - cost.ns(phase), phase))
+    return reduce_buckets(stage, ranks, last, cluster)[-1][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,57 @@
+"""The sum of a stage's gradients over its replicas: buckets, when each is ready, and how long a ring takes."""
+
+from collections.abc import Sequence
+
+from bapipe.formats.cluster import Cluster
+from bapipe.schedules.table import Phase
+from bapipe.simulator.stage_cost import Stage
+
+LastBackward = tuple[int, Phase]
+"""When a replica starts its last backward of a stage, and the phase of it: B, or W if backwards are split."""
+
+
+def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
+    """Returns the time of a ring all-reduce over the slowest link among `ranks`.
+
+    Each of r ranks sends 2 (r - 1) messages of a r-th of the bytes, rounded up (Patarasuk, Yuan 2009). If the ranks sum
+    with their own compute, a message takes no less than that.
+    """
+    message_bytes, host_sum = -(-num_bytes // len(ranks)), cluster.host_sum_link(ranks)
+    slowest_ns = max(cluster.link(a, b).transfer_ns(message_bytes) for a in ranks for b in ranks if a != b)
+    if host_sum is not None:
+        slowest_ns = max(slowest_ns, host_sum.transfer_ns(message_bytes))
+    return 2 * (len(ranks) - 1) * slowest_ns
+
+
+def reduce_buckets(
+    stage: Stage, ranks: Sequence[int], last_backwards: Sequence[LastBackward | None], cluster: Cluster
+) -> list[tuple[int, int]]:
+    """Returns the start and the end of the all-reduce of each bucket of a stage.
+
+    A bucket starts when it is ready on every replica and the bucket before it is done. `last_backwards` are those of
+    the replicas, None for one without micro-batches.
+    """
+    all_reduces = []
+    end_ns = 0
+    for bucket, num_bytes in enumerate(stage.bucket_bytes):
+        start_ns = max(end_ns, _ready_ns(stage, bucket, ranks, last_backwards, cluster))
+        end_ns = start_ns + ring_ns(num_bytes, ranks, cluster)
+        all_reduces.append((start_ns, end_ns))
+    return all_reduces
+
+
+def _ready_ns(
+    stage: Stage, bucket: int, ranks: Sequence[int], last_backwards: Sequence[LastBackward | None], cluster: Cluster
+) -> int:
+    """Returns when every replica has the gradients of a bucket.
+
+    That is during the last backward; if the ranks sum with their own compute, it is at the end of it.
+    """
+    overlaps = cluster.host_sum_link(ranks) is None
+    ready_ns = 0
+    for cost, last in zip(stage.costs, last_backwards, strict=True):
+        if last is not None:
+            start_ns, phase = last
+            after_b_ns, after_w_ns = cost.gradient_done_ns[bucket] if overlaps else (cost.ns(phase),) * 2
+            ready_ns = max(ready_ns, start_ns + (after_w_ns if phase is Phase.WEIGHT_GRAD else after_b_ns))
+    return ready_ns
