@@ -1,11 +1,23 @@
-"""What people look at: tables of plans and profiles, a text Gantt chart, a trace for Perfetto."""
+"""Everything that people look at: tables and pictures of plans, profiles, clusters, timelines and runs.
 
+Nothing here prints: `render_*` functions yield tables of rich and lines of text, `*_json` functions return plain
+values, and the others return strings or bytes. The command line writes them.
+
+- `formatting`: numbers, units and empty tables.
+- `plans`, `profiles`, `profile_diff`, `comparisons`, `runs`: what each of these shows, as tables and as JSON.
+- `text_gantt`, `timeline_svg`: a timeline drawn as text and as SVG.
+- `chrome_trace`: timelines written as a trace for Perfetto, and read back.
+- `layer_diagram`: the layers of a model with the tensors alive between them.
+- `html`: the page that puts tables and drawings together; `templates/` holds its document and style sheet.
+"""
+
+from bapipe.report.chrome_trace import encode_trace
 from bapipe.report.comparisons import comparison_json, render_comparison
 from bapipe.report.formatting import empty_table, mib, ms, number
 from bapipe.report.plans import pareto_table, plan_json, render_plan
 from bapipe.report.profiles import render_cluster, render_profile
 from bapipe.report.runs import evaluation_words, render_run, run_json
-from bapipe.report.text_gantt import PHASE_NAMES, encode_trace, gantt
+from bapipe.report.text_gantt import PHASE_NAMES, gantt
 
 __all__ = [
     "PHASE_NAMES",

@@ -13,10 +13,10 @@ from bapipe.report.plans import replica_counts
 def render_comparison(
     plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str]
 ) -> Iterator[Table | str]:
-    """Yields a row for each strategy that has a plan or was judged, then why the others have none."""
+    """Yields a row for each strategy that has a plan or was simulated, then why the others have none."""
     first = next(iter(plans.values()))
     yield f"{first.model}: mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
-    columns = "ms a step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"
+    columns = "ms per step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"
     table = empty_table("strategies; stages: devices of each, r: recomputes; of: micro-batches", "strategy", *columns)
     fastest = min(plan.prediction.step_ns for plan in plans.values())
 

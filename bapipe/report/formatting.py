@@ -1,4 +1,4 @@
-"""Figures and tables as people read them."""
+"""Numbers with units, and empty tables."""
 
 from math import floor, log10
 
@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def number(value: float) -> str:
-    """Returns a figure with three significant digits, all those before the point, three at most after it."""
+    """Returns a number with three significant digits: all digits before the point, at most three after it."""
     if value == 0:
         return "0"
     return f"{value:,.{min(max(0, 2 - floor(log10(abs(value)))), 3)}f}"
@@ -24,7 +24,7 @@ def mib(num_bytes: float) -> str:
 
 
 def empty_table(title: str, *columns: str) -> Table:
-    """An empty table; a column whose name ends in > is of numbers."""
+    """Returns a table without rows; a column whose name ends in > holds numbers, aligned to the right."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
     )

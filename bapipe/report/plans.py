@@ -1,4 +1,4 @@
-"""A plan in tables: stages, memory, alternatives, and the front of plans."""
+"""A plan as tables: stages, memory, alternatives, and the Pareto front of plans."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -12,17 +12,17 @@ from bapipe.simulator.timeline import Timeline
 
 
 def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
-    """Yields what a plan decides, promises and was compared with."""
+    """Yields the decisions of a plan, its prediction and certificate, and the alternatives it was compared with."""
     p = plan.prediction
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     batches = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
     yield (
         f"{plan.model}: {stages}, {plan.schedule}, {batches} of {plan.microbatch_size}\n"
-        f"{ms(p.step_ns)} a step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
+        f"{ms(p.step_ns)} per step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
     )
     if p.load_ns is not msgspec.UNSET:
         rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
-        yield f"once the pipeline is full: {ms(p.load_ns)} of work in a step on the busiest device, {rate} samples/s"
+        yield f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, {rate} samples/s"
     yield stage_table(plan)
     yield memory_table(plan, timeline)
     c = plan.certificate
@@ -33,7 +33,7 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
 
 
 def stage_table(plan: Plan) -> Table:
-    """Returns a row for each stage: its layers, its devices, and how long these compute and wait."""
+    """Returns a row for each device of each stage: the stage's layers, and how long the device computes and waits."""
     table = empty_table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
     ranks = {rank.device: rank for rank in plan.prediction.ranks}
     for s, stage in enumerate(plan.stages):
@@ -46,7 +46,7 @@ def stage_table(plan: Plan) -> Table:
 
 
 def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
-    """Returns a row for each device: what it holds at its peak, and during which action where a timeline tells."""
+    """Returns a row for each device: its memory at the peak, and with a timeline the action during which that is."""
     names = Memory.__struct_fields__
     heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
     table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
@@ -59,8 +59,8 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Returns the plan beside the other ways to train the same mini-batch."""
-    table = empty_table("alternatives", "strategy", "ms a step>", "samples/s>", "peak MiB>", "against this plan")
+    """Returns the plan beside other strategies that train the same mini-batch."""
+    table = empty_table("alternatives", "strategy", "ms per step>", "samples/s>", "peak MiB>", "against this plan")
     peak = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
     rows = [
         ("this plan", plan.prediction.step_ns, peak, ""),
@@ -73,7 +73,7 @@ def alternatives_table(plan: Plan) -> Table:
 
 
 class FrontPoint(Protocol):
-    """A plan on the front of step time, peak memory and number of devices."""
+    """A plan on the Pareto front of step time, peak memory and number of devices."""
 
     @property
     def step_ns(self) -> int: ...
@@ -90,7 +90,7 @@ class FrontPoint(Protocol):
 def pareto_table(front: Sequence[FrontPoint]) -> Table:
     """Returns a row for each plan on the front."""
     columns = (
-        "ms a step>",
+        "ms per step>",
         "peak MiB>",
         "devices>",
         "gap at most>",
@@ -108,13 +108,14 @@ def pareto_table(front: Sequence[FrontPoint]) -> Table:
 
 
 def replica_counts(plan: Plan) -> str:
-    """Returns how many devices each stage has, and r where it recomputes."""
-    each = [f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages]
-    return " + ".join(each) if len(set(each)) > 1 or len(each) < 3 else f"{len(each)} x {each[0]}"
+    """Returns how many devices each stage has, with an r if it recomputes: `2r + 1 + 1`, `4 x 1`."""
+    counts = [f"{len(stage.devices)}{'r' if stage.recompute else ''}" for stage in plan.stages]
+    equal = len(set(counts)) == 1 and len(counts) >= 3
+    return f"{len(counts)} x {counts[0]}" if equal else " + ".join(counts)
 
 
 def plan_json(plan: Plan, words: Sequence[str], front: Sequence[FrontPoint]) -> dict[str, object]:
-    """Returns what `bapipe plan --json` prints: prediction, certificate, alternatives, and what else was asked for."""
+    """Returns what `bapipe plan --json` prints: prediction, certificate, alternatives, explanation and Pareto front."""
     return {
         "prediction": msgspec.to_builtins(plan.prediction),
         "certificate": msgspec.to_builtins(plan.certificate),

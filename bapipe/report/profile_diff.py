@@ -1,4 +1,4 @@
-"""What changed from one profile of a model to another: which layers, and by how much."""
+"""The difference of two profiles of a model: which layers changed, and by how much."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from rich.table import Table
 from bapipe.formats.profile import LayerMeasurement, ModelProfile
 from bapipe.report import empty_table, mib, ms
 
-SURE = 0.02
-"""Relative change of a time that counts where a profile does not say how sure it is."""
+MIN_CHANGE = 0.02
+"""Relative change of a time that is significant if the profiles do not record a spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,23 +18,23 @@ class LayerChange:
     """A layer at one micro-batch size in both profiles.
 
     Attributes:
-        surely: whether F + B differ by more than the two profiles' own uncertainty.
+        is_significant: whether F + B differ by more than the spreads of the two measurements together.
     """
 
     name: str
     microbatch_size: int
     before: LayerMeasurement
     after: LayerMeasurement
-    surely: bool
+    is_significant: bool
 
     @property
-    def more_ns(self) -> int:
-        """What F + B take longer."""
-        return _ns(self.after) - _ns(self.before)
+    def added_ns(self) -> int:
+        """Time of F + B after, minus before."""
+        return _forward_backward_ns(self.after) - _forward_backward_ns(self.before)
 
     @property
-    def more_bytes(self) -> tuple[int, int, int]:
-        """What stash, workspace and outputs take more."""
+    def added_bytes(self) -> tuple[int, int, int]:
+        """Bytes of stash, workspace and outputs after, minus before."""
         a, b = self.before, self.after
         outputs = sum(b.output_bytes) - sum(a.output_bytes)
         return b.stash_bytes - a.stash_bytes, b.workspace_bytes - a.workspace_bytes, outputs
@@ -42,79 +42,87 @@ class LayerChange:
 
 def layer_changes(before: ModelProfile, after: ModelProfile, microbatch_size: int) -> tuple[LayerChange, ...]:
     """Returns the layers of both profiles at a size that both have, the largest change of time first."""
-    one = dict(zip((layer.name for layer in before.layers), before.at(microbatch_size), strict=True))
-    other = dict(zip((layer.name for layer in after.layers), after.at(microbatch_size), strict=True))
+    layers_before = dict(zip((layer.name for layer in before.layers), before.at(microbatch_size), strict=True))
+    layers_after = dict(zip((layer.name for layer in after.layers), after.at(microbatch_size), strict=True))
     changes = [
         LayerChange(
-            name=name, microbatch_size=microbatch_size, before=a, after=other[name], surely=_surely(a, other[name])
+            name=name,
+            microbatch_size=microbatch_size,
+            before=a,
+            after=layers_after[name],
+            is_significant=_is_significant(a, layers_after[name]),
         )
-        for name, a in one.items()
-        if name in other
+        for name, a in layers_before.items()
+        if name in layers_after
     ]
-    return tuple(sorted(changes, key=lambda change: -abs(change.more_ns)))
+    return tuple(sorted(changes, key=lambda change: -abs(change.added_ns)))
 
 
-def _ns(layer: LayerMeasurement) -> int:
+def _forward_backward_ns(layer: LayerMeasurement) -> int:
     return layer.forward_ns + layer.whole_backward_ns
 
 
-def _surely(a: LayerMeasurement, b: LayerMeasurement) -> bool:
-    unsure_ns = sum(_ns(m) * (SURE / 2 if m.spread is msgspec.UNSET else m.spread) for m in (a, b))
-    return abs(_ns(b) - _ns(a)) > unsure_ns
+def _is_significant(a: LayerMeasurement, b: LayerMeasurement) -> bool:
+    spreads = (MIN_CHANGE / 2 if m.spread is msgspec.UNSET else m.spread for m in (a, b))
+    uncertainty_ns = sum(_forward_backward_ns(m) * spread for m, spread in zip((a, b), spreads, strict=True))
+    return abs(_forward_backward_ns(b) - _forward_backward_ns(a)) > uncertainty_ns
 
 
 def render_profile_diff(before: ModelProfile, after: ModelProfile) -> Iterator[Table | str]:
-    """Yields how two profiles differ: how they were made, their layers, and at each common size times and bytes."""
+    """Yields the differences of two profiles: settings, layers, and times and bytes at each common size."""
     yield f"{before.model} on {before.device.name}, then {after.model} on {after.device.name}"
-    for name, a, b in _made(before, after):
+    for name, a, b in _setting_changes(before, after):
         yield f"{name}: {a}, then {b}"
-    names = [layer.name for layer in before.layers], [layer.name for layer in after.layers]
-    for what, own, other in (("only in the first", *names), ("only in the second", *reversed(names))):
-        if gone := [name for name in own if name not in set(other)]:
-            yield f"{what}: {', '.join(gone)}"
+    names_before, names_after = ([layer.name for layer in profile.layers] for profile in (before, after))
+    if removed := [name for name in names_before if name not in set(names_after)]:
+        yield f"only in the first: {', '.join(removed)}"
+    if added := [name for name in names_after if name not in set(names_before)]:
+        yield f"only in the second: {', '.join(added)}"
     sizes = [size for size in before.microbatch_sizes if size in after.microbatch_sizes]
     if not sizes:
         yield f"no common micro-batch size: {before.microbatch_sizes}, then {after.microbatch_sizes}"
     for size in sizes:
-        yield from _at(layer_changes(before, after, size), size)
+        yield from _render_size(layer_changes(before, after, size), size)
 
 
-def _made(before: ModelProfile, after: ModelProfile) -> Iterator[tuple[str, object, object]]:
-    one, other = (
+def _setting_changes(before: ModelProfile, after: ModelProfile) -> Iterator[tuple[str, object, object]]:
+    """Yields (name, before, after) of each setting and each value of the environment that differs."""
+    first, second = (
         {"dtype": p.dtype, "optimizer": p.optimizer}
         | ({} if p.settings is msgspec.UNSET else msgspec.to_builtins(p.settings))
         | {key: value for key, value in p.environment.items() if isinstance(value, str | int)}
         for p in (before, after)
     )
-    for name in dict.fromkeys((*one, *other)):
-        if one.get(name) != other.get(name):
-            yield name, one.get(name), other.get(name)
+    for name in dict.fromkeys((*first, *second)):
+        if first.get(name) != second.get(name):
+            yield name, first.get(name), second.get(name)
 
 
-def _at(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table | str]:
-    times = [sum(_ns(m) for m in side) for side in zip(*((c.before, c.after) for c in changes), strict=True)] or [0, 0]
-    relative = f" ({times[1] / times[0] - 1:+.1%})" if times[0] else ""
-    shown = [change for change in changes if change.surely or any(change.more_bytes)]
+def _render_size(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table | str]:
+    total_before_ns = sum(_forward_backward_ns(change.before) for change in changes)
+    total_after_ns = sum(_forward_backward_ns(change.after) for change in changes)
+    relative = f" ({total_after_ns / total_before_ns - 1:+.1%})" if total_before_ns else ""
+    shown = [change for change in changes if change.is_significant or any(change.added_bytes)]
     yield (
-        f"micro-batches of {size}: F + B {ms(times[0])}, then {ms(times[1])}{relative}; "
+        f"micro-batches of {size}: F + B {ms(total_before_ns)}, then {ms(total_after_ns)}{relative}; "
         f"{len(shown)} of {len(changes)} layers changed"
     )
     if not shown:
         return
     heads = "F + B ms>", "then>", "change>", "± %>", "stash>", "work>", "output>"
-    rows = empty_table(f"what changed at {size}, most first; sizes in MiB", "layer", *heads)
+    table = empty_table(f"changes at {size}, the largest first; sizes in MiB", "layer", *heads)
     for change in shown:
-        before_ns, after_ns = _ns(change.before), _ns(change.after)
+        before_ns, after_ns = _forward_backward_ns(change.before), _forward_backward_ns(change.after)
         spreads = [m.spread for m in (change.before, change.after) if m.spread is not msgspec.UNSET]
-        rows.add_row(
+        table.add_row(
             change.name,
             ms(before_ns).removesuffix(" ms"),
             ms(after_ns).removesuffix(" ms"),
-            f"{after_ns / before_ns - 1:+.1%}" if change.surely and before_ns else "",
+            f"{after_ns / before_ns - 1:+.1%}" if change.is_significant and before_ns else "",
             f"{100 * sum(spreads):.1f}" if spreads else "",
             *(
-                f"{'+' if more > 0 else '-'}{mib(abs(more)).removesuffix(' MiB')}" if more else ""
-                for more in change.more_bytes
+                f"{'+' if added > 0 else '-'}{mib(abs(added)).removesuffix(' MiB')}" if added else ""
+                for added in change.added_bytes
             ),
         )
-    yield rows
+    yield table

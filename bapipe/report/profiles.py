@@ -1,4 +1,4 @@
-"""A profile and a cluster in tables."""
+"""A profile and a cluster as tables."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         )
         table.add_row(layer.name, layer.kind, *row)
     yield table
-    columns = "F ms>", "I ms>", "W ms>", "B ms>", "F + B a sample>", "stash MiB>"
+    columns = "F ms>", "I ms>", "W ms>", "B ms>", "F + B per sample>", "stash MiB>"
     totals = empty_table("the whole model", "micro-batch>", *columns)
     for measured in sorted(profile.measurements, key=lambda m: m.microbatch_size):
         f = sum(m.forward_ns for m in measured.layers)
@@ -45,21 +45,21 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
 
 
 def shape_table(profile: ModelProfile) -> Table:
-    """What a cut after each layer would carry, beside the rails of the tensors that are alive."""
+    """Returns the bytes that cross a cut after each layer, beside the rails of the tensors that are alive there."""
     size = max(m.microbatch_size for m in profile.measurements)
-    found = layer_diagram.layer_rows(profile)
-    largest = max(row.cut_bytes for row in found)
+    rows = layer_diagram.layer_rows(profile)
+    max_cut_bytes = max(row.cut_bytes for row in rows)
     table = empty_table(
         f"shape, micro-batches of {size}", "", "layer", "F + B ms>", "a cut here carries MiB>", "", "tensors>"
     )
-    for row in found:
+    for row in rows:
         carried = number(row.cut_bytes / 2**20) if row.num_tensors else ""
         table.add_row(
             Text(row.rails, no_wrap=True),
             row.layer.name,
             number(row.forward_backward_ns / 1e6),
             carried,
-            layer_diagram.bar(row.cut_bytes, largest),
+            layer_diagram.bar(row.cut_bytes, max_cut_bytes),
             str(row.num_tensors or ""),
         )
     return table
@@ -87,7 +87,7 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     yield links
     if cluster.probe is not msgspec.UNSET:
         yield (
-            f"both ways at once, {cluster.probe.both_ways:.0%} of a link's speed is left; computing takes "
+            f"in both directions at once, a link has {cluster.probe.both_ways:.0%} of its speed; computing takes "
             f"{cluster.probe.compute_slowdown:.0%} longer while a device receives"
         )
         sums = empty_table("all-reduce over all devices", "KB>", "ms>")

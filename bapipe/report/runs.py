@@ -1,4 +1,4 @@
-"""What a run did, beside what was predicted."""
+"""A training run: losses, evaluations, and its measurements beside the prediction."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,18 @@ from bapipe.runtime.train_result import Evaluation, TrainResult
 
 
 def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
-    """Yields a run's losses, and its prediction beside what was measured."""
+    """Yields the losses of a run, and its prediction beside its measurements."""
     yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
     if result.evaluations:
         first, last = result.evaluations[0], result.evaluations[-1]
-        once = f"after {first.steps} steps: {evaluation_words(first)}"
-        again = f"; after {last.steps}: {evaluation_words(last)}" if last is not first else ""
-        yield f"{once}{again}, on {last.num_samples} samples that it was not trained on"
+        first_words = f"after {first.steps} steps: {evaluation_words(first)}"
+        last_words = f"; after {last.steps}: {evaluation_words(last)}" if last is not first else ""
+        yield f"{first_words}{last_words}, on {last.num_samples} held-out samples"
     smaller, steps = result.as_planned.count(False), len(result.as_planned)
     if smaller:
         rate = number(plan.minibatch_size * 1e9 / result.mean_step_ns)
-        rest = "; compared below are the others" if smaller < steps else ""
-        yield f"{smaller} of {steps} steps had shorter samples than planned for: {rate} samples/s on average{rest}"
+        rest = "; the table below is about the others" if smaller < steps else ""
+        yield f"{smaller} of {steps} steps had shorter samples than the plan assumes: {rate} samples/s on average{rest}"
     table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
     for name, (predicted, measured) in run_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
@@ -31,7 +31,7 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
 
 
 def evaluation_words(found: Evaluation) -> str:
-    """Returns loss and metrics on held-out data in a line; shares of samples in per cent, scores as they are."""
+    """Returns loss and metrics on held-out data in one line; `top-` metrics, shares of samples, in per cent."""
     shown = (
         f"{name} {value:.1%}" if name.startswith("top-") else f"{name} {value:.1f}" for name, value in found.metrics
     )
@@ -39,7 +39,7 @@ def evaluation_words(found: Evaluation) -> str:
 
 
 def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
-    """Returns (predicted, measured) of step time (ns), samples a second, and each device's peak memory (bytes)."""
+    """Returns (predicted, measured) of step time (ns), samples per second, and peak memory of each device (bytes)."""
     step_ns = result.typical_step_ns
     figures: dict[str, tuple[float, float | None]] = {
         "step": (plan.prediction.step_ns, step_ns),
@@ -55,7 +55,7 @@ _SHOW = {"step": ms, "samples/s": number, "peak": mib}
 
 
 def run_json(plan: Plan, result: TrainResult) -> dict[str, object]:
-    """Returns what `bapipe run --json` prints: losses, times in ns, memory in bytes, order; predicted and measured."""
+    """Returns what `bapipe run --json` prints: losses, evaluations, times (ns) and peaks (bytes) with predictions."""
     return {
         "losses": result.losses,
         "step_ns": result.step_ns,

@@ -92,4 +92,4 @@ def test_a_job_of_torchrun_is_probed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     check(read(tmp_path / "cluster.json", Cluster), 2)
     assert done.stdout.count("wrote cluster.json") == 1
-    assert "both ways at once" in done.stdout
+    assert "in both directions at once" in done.stdout

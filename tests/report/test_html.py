@@ -29,7 +29,7 @@ def planned(schedule: str, *, side_by_side: bool = False) -> tuple[Plan, Timelin
 
 
 @pytest.mark.parametrize(("schedule", "side_by_side"), [("zb-v", False), ("fbp-as", True)])
-def test_a_trace_gives_its_timeline_back(tmp_path: Path, schedule: str, side_by_side: bool) -> None:
+def test_a_written_trace_is_read_back(tmp_path: Path, schedule: str, side_by_side: bool) -> None:
     _, timeline = planned(schedule, side_by_side=side_by_side)
     path = tmp_path / "trace.json"
     path.write_bytes(encode_trace([("predicted", timeline), ("again", timeline)]))
@@ -44,7 +44,7 @@ def test_a_trace_gives_its_timeline_back(tmp_path: Path, schedule: str, side_by_
 
 
 @pytest.mark.parametrize(("schedule", "side_by_side"), [("zb-v", False), ("fbp-as", True)])
-def test_a_page_draws_every_action_and_asks_for_nothing(schedule: str, side_by_side: bool) -> None:
+def test_a_page_draws_every_action_and_loads_nothing(schedule: str, side_by_side: bool) -> None:
     found, timeline = planned(schedule, side_by_side=side_by_side)
     text = plan_page(found, [("predicted", timeline)]).decode()
     assert not any(word in text for word in ("http", "src=", "@import", "url("))
@@ -60,10 +60,10 @@ def test_a_page_draws_every_action_and_asks_for_nothing(schedule: str, side_by_s
     assert len(list(pictures[1].iter("polygon"))) == 3 * len(ranks)
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
+def test_errors_of_a_trace_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with pytest.raises(BapipeError, match=r"x\.json cannot be read: No such file or directory$"):
         read_trace(path)
     path.write_text('{"traceEvents": [{"ph": "X"}]}')
-    with pytest.raises(BapipeError, match=r"x\.json is no trace of bapipe \(.*name.*\): write one with --trace$"):
+    with pytest.raises(BapipeError, match=r"x\.json is not a trace of bapipe \(.*name.*\): write one with `trace`$"):
         read_trace(path)

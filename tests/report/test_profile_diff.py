@@ -53,8 +53,8 @@ BEFORE = profile(
 AFTER = profile(
     {
         "same": (10**6, 2 * 10**6, 0, 0.01),
-        "noisy": (10**6, 2_200_000, 0, 0.05),  # 0.2 ms more, where 0.15 + 0.16 are not sure
-        "slower": (10**6, 2_200_000, 0, 0.01),  # where 0.03 + 0.032 are not
+        "noisy": (10**6, 2_200_000, 0, 0.05),  # 0.2 ms more, within the spreads of 0.15 + 0.16
+        "slower": (10**6, 2_200_000, 0, 0.01),  # beyond the spreads of 0.03 + 0.032
         "faster": (10**6, 2 * 10**6, 0, None),
         "fatter": (10**6, 2 * 10**6, 3 * 2**20, 0.01),
         "new": (1, 1, 0, 0.0),
@@ -63,16 +63,16 @@ AFTER = profile(
 )
 
 
-def test_changes_beyond_what_is_not_sure() -> None:
+def test_changes_beyond_the_spreads_are_significant() -> None:
     changes = layer_changes(BEFORE, AFTER, 4)
-    assert [(c.name, c.more_ns, c.surely) for c in changes] == [
+    assert [(c.name, c.added_ns, c.is_significant) for c in changes] == [
         ("faster", -(10**6), True),
         ("noisy", 200_000, False),
         ("slower", 200_000, True),
         ("same", 0, False),
         ("fatter", 0, False),
     ]
-    assert changes[-1].more_bytes == (2 * 2**20, 0, 0)
+    assert changes[-1].added_bytes == (2 * 2**20, 0, 0)
 
 
 def shown(before: ModelProfile, after: ModelProfile) -> str:
@@ -83,14 +83,14 @@ def shown(before: ModelProfile, after: ModelProfile) -> str:
     return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
-def test_what_changed_is_drawn() -> None:
+def test_changes_are_shown_in_a_table() -> None:
     assert shown(BEFORE, AFTER) == (
         "small on here, then small on here\n"
         "threads: 1, then 2\n"
         "only in the first: gone\n"
         "only in the second: new\n"
         "micro-batches of 4: F + B 16.0 ms, then 15.4 ms (-3.7%); 3 of 5 layers changed\n"
-        "what changed at 4, most first; sizes in MiB\n"
+        "changes at 4, the largest first; sizes in MiB\n"
         "layer    F + B ms   then   change   ± %   stash   work   output\n"
         "───────────────────────────────────────────────────────────────\n"
         "faster       4.00   3.00   -25.0%\n"
