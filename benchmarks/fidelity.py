@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -60,7 +61,7 @@ def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         kept = run()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -70,7 +71,9 @@ def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int
     return held, most
 
 
-def memory(profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor], size: int):
+def memory(
+    profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor], size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes: (predicted, allocated) of the stash, and (predicted, what plans reckon with, allocated) of the peak."""
     measured = profile.at(size)
     cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, (), TiedWeightCost())
@@ -90,7 +93,7 @@ def memory(profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], 
     return (cost.stash_bytes, stash + loaded), (peak, reckoned, state + most + loaded)
 
 
-def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[dict[str, object]]:
+def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[dict[str, Any]]:
     """One row a micro-batch size."""
     example = build(resolve(name), MODELS[name][0])
     start = time.monotonic()
@@ -102,7 +105,7 @@ def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[di
     return [figures(example, profile, size, device) | {"measured_in_s": took_s} for size in sizes]
 
 
-def figures(example: Example, profile: ModelProfile, size: int, device: torch.device) -> dict[str, object]:
+def figures(example: Example, profile: ModelProfile, size: int, device: torch.device) -> dict[str, Any]:
     layers = profile.at(size)
     whole = sum(m.forward_ns + m.whole_backward_ns for m in layers)
     shares = [(m.forward_ns + m.whole_backward_ns) / whole for m in layers]
@@ -115,8 +118,8 @@ def figures(example: Example, profile: ModelProfile, size: int, device: torch.de
         "size": size,
         "step_ns": whole,
         "layers_over_step": profile.environment["sum_over_whole"][str(size)],
-        "mean_spread": sum(share * m.spread for share, m in zip(shares, layers, strict=True)),
-        "most_spread": max(m.spread for share, m in zip(shares, layers, strict=True) if share >= 0.005),
+        "mean_spread": sum(share * (m.spread or 0.0) for share, m in zip(shares, layers, strict=True)),
+        "most_spread": max((m.spread or 0.0) for share, m in zip(shares, layers, strict=True) if share >= 0.005),
         "passes": profile.environment["passes"][str(size)],
         "layers": len(layers),
         "kinds": profile.environment["kinds_of_layers"][str(size)],

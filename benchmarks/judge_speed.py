@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.planner.schedule_placement import spread
+from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import compile_schedule
@@ -50,7 +50,7 @@ def uneven(schedule: Schedule) -> list[Stage]:
 
 def best_s(call: Callable[[], object], seconds: float) -> float:
     """Returns the shortest run of a call."""
-    times = []
+    times: list[float] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(times) < 3:
         start = time.perf_counter()
@@ -84,7 +84,7 @@ def main() -> None:
 
     tables = {name: ALL[name](p, m) for name in ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")}
     pairs = tuple((rank, rank + 1) for rank in range(0, p, 2))
-    tables["1f1b, 2 devices a stage"] = spread(ALL["1f1b"](p // 2, m), pairs, p)
+    tables["1f1b, 2 devices a stage"] = distribute_replicas(ALL["1f1b"](p // 2, m), pairs, p)
     cases = [
         *((name, tables[name], True) for name in tables),
         *((f"{name}, no overlap", tables[name], False) for name in tables),

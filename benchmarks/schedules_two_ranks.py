@@ -11,6 +11,7 @@ Kendall's tau is 1 where both orders agree, -1 where they are opposite.
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,7 @@ from bapipe.profiler.profile import profile_model
 from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
 
 
-def kendall_tau(pairs: list[tuple[float, float]]) -> float:
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     """Rank correlation of (predicted, measured) pairs."""
     signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
     return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / len(signs)

@@ -17,6 +17,7 @@ from bapipe.zoo.gpt2 import next_word_loss
 
 def loss(output: CausalLMOutputWithCrossAttentions, target: Tensor) -> Tensor:
     """The model gives an object in which the scores are one of several things."""
+    assert output.logits is not None
     return next_word_loss(output.logits, target)
 
 

@@ -50,7 +50,7 @@ class Example:
     module: nn.Module
     inputs: tuple[Tensor, ...]
     target: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Any, Tensor], Tensor]
     data: Callable[[str], Dataset[Any]] | None = None
     initialize: Callable[[nn.Module], None] | None = None
     learning_rate: float = 0.01

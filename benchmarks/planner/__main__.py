@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,18 @@ def timed(search: Callable[[], Any]) -> tuple[Any, float]:
     return found, time.process_time() - start
 
 
+def _solve_placement(path: Path) -> dnn_partitioning.Answer:
+    return dnn_partitioning.solve(dnn_partitioning.read(path))
+
+
+def _solve_pipedream(path: Path, num_devices: int) -> pipedream.Answer:
+    return pipedream.solve(pipedream.read(path), num_devices, GIGABYTE)
+
+
+def _solve_piper(path: Path, setting: piper.Setting) -> piper.Answer | None:
+    return piper.solve(piper.Workload(path), setting)
+
+
 def table(title: str, *columns: str) -> Table:
     drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for i, column in enumerate(columns):
@@ -73,7 +86,7 @@ def splits(folder: Path, evaluate: ModuleType, baselines: list[dict[str, Any]]) 
     )
     for path in sorted((folder / "dnn-partitioning").glob("*/*.json")):
         name = f"{path.parent.name}/{path.stem}"
-        answer, seconds = timed(lambda path=path: dnn_partitioning.solve(dnn_partitioning.read(path)))
+        answer, seconds = timed(partial(_solve_placement, path))
         instance = json.loads(path.read_text())
         placed = list(zip(answer.stages, answer.on_cpu, strict=True))
         plan = {
@@ -106,7 +119,7 @@ def pipelines(folder: Path, evaluate: ModuleType, baselines: list[dict[str, Any]
         if not b["config"].endswith("acr1"):
             continue
         path, num_devices = folder / "pipedream" / b["workload"] / "graph.txt", b["num_machines"][0]
-        answer, seconds = timed(lambda path=path, n=num_devices: pipedream.solve(pipedream.read(path), n, GIGABYTE))
+        answer, seconds = timed(partial(_solve_pipedream, path, num_devices))
         stages = [
             {"nodes": list(nodes), "replicas": replicas}
             for nodes, replicas in zip(answer.stages, answer.replicas, strict=True)
@@ -141,7 +154,7 @@ def tensor_parallel(folder: Path, evaluate: ModuleType, baselines: list[dict[str
         setting = piper.Setting(
             num_devices=b["k"], memory=b["mem_bytes"], num_microbatches=b["N"], bytes_per_s=b["bandwidth_Bps"]
         )
-        answer, seconds = timed(lambda setting=setting: piper.solve(piper.Workload(path), setting))
+        answer, seconds = timed(partial(_solve_piper, path, setting))
         stages = [
             {
                 "nodes": stage.nodes,

@@ -96,7 +96,7 @@ def main() -> None:
             plan = bapipe.plan(profile, where, minibatch_size=32, microbatch_size=1, objective=objective)
             seconds = time.process_time() - start
             ns = plan.prediction.step_ns if objective == "step" else plan.prediction.load_ns
-            assert ns is not None
+            assert isinstance(ns, int)
             table.add_row(
                 *(name, str(len(inputs)), str(num_devices), cuts, objective, f"{ns / 1e6:.3f}"),
                 *(f"{plan.certificate.gap:.2%}", str(len(plan.stages)), f"{seconds:.1f}"),

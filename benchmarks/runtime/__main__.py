@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +22,10 @@ from rich.table import Table
 from benchmarks.runtime.models import MODELS, Raced
 from benchmarks.runtime.plans import Promised, in_words, promise
 from benchmarks.runtime.race import NUM_RANKS, Outcome, Race, race
+
+
+def tell_of(model: str, text: str) -> None:
+    tell(f"{model}: {text}")
 
 
 def tell(text: str) -> None:
@@ -80,7 +85,7 @@ def main() -> None:
                 rounds=given.rounds,
                 steps=given.steps,
             )
-            found = race(asked, lambda text, model=model: tell(f"{model}: {text}"))
+            found = race(asked, partial(tell_of, model))
             report(raced, promised, found, Console(width=110))
             everything[model] = figures(promised, found)
     if given.json:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ def pipelines(example: Example, plan: Plan, learning_rate: float) -> dict[str, S
     places = {name: place for place, name in enumerate(parts.model.inputs)}
     named = dict(zip(argument_names(parts, tensors.loaded), tensors.loaded, strict=True))
 
-    def loss(output: object, target: Tensor) -> Tensor:
+    def loss(output: Any, target: Tensor) -> Tensor:
         return example.loss(parts.model.result.rebuild(output), target)
 
     def made(name: str) -> Step:
@@ -106,9 +107,9 @@ def pipelines(example: Example, plan: Plan, learning_rate: float) -> dict[str, S
         def step(inputs: tuple[Tensor, ...], target: Tensor) -> None:
             optimizer.zero_grad()
             given = [inputs[places[name]] for name in tensors.loaded] if first else []
-            arguments = {} if first else {key: inputs[places[name]] for key, name in named.items()}
+            arguments: dict[str, Any] = {} if first else {key: inputs[places[name]] for key, name in named.items()}
             losses: list[Tensor] = []
-            told = {"target": target, "losses": losses} if last else {}
+            told: dict[str, Any] = {"target": target, "losses": losses} if last else {}
             schedule.step(*given, **told, **arguments, return_outputs=False)
             optimizer.step()
 

@@ -111,7 +111,7 @@ def ways(hosts: TwoHosts, rate: str, profile: bapipe.ModelProfile, given: argpar
     best = bapipe.plan(profile, cluster, minibatch_size=given.minibatch_size)
     parallel = data_parallel(best, profile)
     cut = f"cut after {best.stages[0].layers[-1]}" if len(best.stages) > 1 else "one stage"
-    found = []
+    found: list[Way] = []
     for name, plan, run, steps in (
         (f"{best.schedule}, {cut}", best, by_bapipe, 5 * given.steps),
         ("all replicas", parallel, by_bapipe, given.steps),

@@ -166,7 +166,8 @@ def test_every_damage_gives_a_path(profile: ModelProfile, cluster: Cluster, plan
     refused = 0
     for value in (profile, cluster, plan):
         for path in paths(json.loads(encode(value))):
-            for new in random.sample([..., None, -1, "x", 1e9, [], {}, True, [None], 10**30], 4):
+            values: list[Any] = [..., None, -1, "x", 1e9, [], {}, True, [None], 10**30]
+            for new in random.sample(values, 4):
                 error = refusal(damaged(value, path, new))
                 if error is not None:
                     refused += 1

@@ -1,5 +1,7 @@
 """Arguments that make every model of the zoo small enough to train in a test."""
 
+from typing import Any
+
 from torch import nn
 
 from bapipe.zoo import ZOO
@@ -17,7 +19,7 @@ _TRANSFORMER = {
     "length": 10,
 }
 
-SMALL: dict[str, dict[str, object]] = {
+SMALL: dict[str, dict[str, Any]] = {
     "bert_base": _TRANSFORMER,
     "bert_large": _TRANSFORMER,
     "cosmoflow": {"volume_size": 16, "width": 2},
@@ -51,5 +53,5 @@ def without_dropout(module: nn.Module) -> nn.Module:
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
         elif isinstance(getattr(part, "dropout", None), float):
-            part.dropout = 0.0
+            part.dropout = 0.0  # type: ignore[assignment]
     return module

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.runtime.launch.worker import Rank
-from bapipe.runtime.pipeline import Pipeline, sgd
+from bapipe.runtime.optimizer import sgd
+from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import trace
 from tests.models.random_partitions import random_stages
 from tests.models.small_zoo import SMALL, small, without_dropout
@@ -86,7 +87,14 @@ def _run(item: Case, num_ranks: int) -> Outcome:
         errors[0] = max(errors[0], abs(got - want) if got is not None else 0.0)
         errors[1] = max(errors[1], *(_distance(grad, grads[name]) for name, grad in own.items()), 0.0)
         errors[2] = max(errors[2], *(_distance(state[name], whole.state_dict()[name]) for name in state), 0.0)
-    return Outcome(*errors, keys=tuple(state), all_keys=tuple(whole.state_dict()))
+    loss_error, gradient_error, parameter_error = errors
+    return Outcome(
+        loss=loss_error,
+        gradient=gradient_error,
+        parameter=parameter_error,
+        keys=tuple(state),
+        all_keys=tuple(whole.state_dict()),
+    )
 
 
 def _whole_step(

@@ -23,29 +23,31 @@ from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import StepReport
 from bapipe.tracing import trace
+from bapipe.zoo.example import Example
 from benchmarks.two_hosts.namespaces import two_hosts, why_not
-from tests.multiprocess.launch_cases import Small
 from tests.multiprocess.runtime_cases import make_plan, named_order, random_order
 
 
-def noisy() -> Small:
+def noisy() -> Example:
     """A model with running statistics and random numbers."""
     with torch.device("meta"):
         module = nn.Sequential(
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(),
             nn.Linear(16, 3),
         )  # fmt: skip
-    return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+    target = torch.zeros(1, dtype=torch.long)
+    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
 
 
-def quiet() -> Small:
+def quiet() -> Example:
     """One of which two layers share a weight."""
     with torch.device("meta"):
         module = nn.Sequential(
             nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
         )
     module[4].weight = module[2].weight
-    return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+    target = torch.zeros(1, dtype=torch.long)
+    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
 
 
 def points() -> Dataset[tuple[Tensor, ...]]:
@@ -54,7 +56,7 @@ def points() -> Dataset[tuple[Tensor, ...]]:
     return TensorDataset(torch.randn(50, 4, generator=generator) + labels[:, None], labels)
 
 
-def plan_of(build: Callable[[], Small], cuts: tuple[int, ...], ranks: tuple[int | tuple[int, ...], ...]) -> Plan:
+def plan_of(build: Callable[[], Example], cuts: tuple[int, ...], ranks: tuple[int | tuple[int, ...], ...]) -> Plan:
     layers = [layer.name for layer in trace(build().module, build().inputs).layers]
     order = (
         random_order(1, ranks, 4, 0.5)
@@ -71,7 +73,7 @@ class Ranks:
         self,
         folder: Path,
         plan: Plan,
-        build: Callable[[], Small],
+        build: Callable[[], Example],
         training: Training,
         prepare: Callable[[int], None] = lambda rank: None,
         data: Callable[[], Dataset[tuple[Tensor, ...]]] = points,

@@ -58,7 +58,7 @@ def classifier() -> Example:
         nn.Identity(),
     )
     with torch.no_grad():
-        module[3].weight.copy_(torch.eye(3))  # type: ignore[arg-type]
+        module[3].weight.copy_(torch.eye(3))
     return Example(
         module=module,
         inputs=(torch.zeros(2, 3),),

@@ -4,8 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from bapipe.errors import BapipeError
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
+from bapipe.zoo.example import Example
 
 
 def both(rank: Rank, how: str) -> int:
@@ -52,29 +52,19 @@ def hang(rank: Rank, folder: str) -> None:
     time.sleep(1000)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Small:
+def small() -> Example:
     """A model on the meta device and how to train it."""
-
-    module: nn.Module
-    inputs: tuple[Tensor, ...]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    initialize: Callable[[nn.Module], None] | None = None
-    metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
-    writing: None = None
-
-
-def small() -> Small:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+    target = torch.zeros(1, dtype=torch.long)
+    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
 
 
 def _num_threads(output: Tensor, _: Tensor) -> Tensor:
     return output.sum() * 0 + torch.get_num_threads()
 
 
-def counting() -> Small:
+def counting() -> Example:
     """The same, with the number of compute threads as its loss."""
     return replace(small(), loss=_num_threads)
 

@@ -15,7 +15,8 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Certificate, Plan, Prediction, StagePlan
 from bapipe.formats.profile import LOSS
 from bapipe.runtime.launch.worker import Rank
-from bapipe.runtime.pipeline import Pipeline, sgd
+from bapipe.runtime.optimizer import sgd
+from bapipe.runtime.pipeline import Pipeline
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Schedule
 from bapipe.simulator import stage_cost

@@ -21,9 +21,9 @@ from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.run import export
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import Training
+from bapipe.zoo.example import Example
 from tests import ROOT
 from tests.multiprocess.fault_cases import noisy, plan_of, points, quiet
-from tests.multiprocess.launch_cases import Small
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +135,11 @@ def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path
     )
 
 
-def other() -> Small:
+def other() -> Example:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 17), nn.Tanh(), nn.Linear(17, 3))
-    return Small(module=module, inputs=(torch.zeros(1, 4),), loss=nn.functional.cross_entropy)
+    target = torch.zeros(1, dtype=torch.long)
+    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
 
 
 def _cut(path: Path) -> None:

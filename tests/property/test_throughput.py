@@ -152,6 +152,11 @@ def plan_of(
         return None
 
 
+def load_ns(plan: Plan) -> int:
+    assert isinstance(plan.prediction.load_ns, int)
+    return plan.prediction.load_ns
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_the_load_is_the_least_of_all(alike: bool) -> None:
     found = fitted = 0
@@ -188,7 +193,7 @@ def test_a_plan_is_judged_fits_and_keeps_its_bytes() -> None:
         for rank, device in zip(plan.prediction.ranks, cluster.devices, strict=True):
             assert rank.peak_bytes <= device.memory_bytes
         if all(len(stage.devices) == 1 for stage in plan.stages):
-            assert plan.prediction.load_ns <= plan.prediction.step_ns
+            assert load_ns(plan) <= plan.prediction.step_ns
             deep += len(plan.stages) > 2
         assert decode(encode(plan)) == plan
         assert b'"objective": "throughput"' in encode(plan)
@@ -249,7 +254,7 @@ def test_scaling_times_and_bytes_per_second_scales_the_load() -> None:
         other = plan_of(ten, replace(cluster, intra_host=slow, inter_host=slow), 5, 1)
         assert one is not None
         assert other is not None
-        assert other.prediction.load_ns == 10 * one.prediction.load_ns
+        assert load_ns(other) == 10 * load_ns(one)
 
 
 def test_too_many_downsets_leave_a_bound_that_holds() -> None:
@@ -262,7 +267,7 @@ def test_too_many_downsets_leave_a_bound_that_holds() -> None:
         rough = plan_of(profile, cluster, 4, 1, max_downsets=5)
         if exact is None or rough is None:
             continue
-        assert rough.prediction.load_ns >= exact.prediction.load_ns >= rough.certificate.lower_bound_ns
+        assert load_ns(rough) >= load_ns(exact) >= rough.certificate.lower_bound_ns
         gaps += not rough.certificate.proven_optimal
     assert gaps > 10
 

@@ -64,8 +64,10 @@ def test_what_leaves_a_stage_is_contiguous_and_no_view() -> None:
     assert not given._is_view()
     given.sum().backward()
     gradient = module.a.weight.grad
+    assert gradient is not None
     module.zero_grad()
     want.sum().backward()
+    assert module.a.weight.grad is not None
     assert torch.equal(gradient, module.a.weight.grad)
 
 
@@ -215,7 +217,7 @@ def test_what_cannot_run_is_refused() -> None:
 
 
 def _changed(plan: Plan, **fields: object) -> Plan:
-    return Plan(**({name: getattr(plan, name) for name in plan.__struct_fields__} | fields))  # type: ignore[arg-type]
+    return Plan(**({name: getattr(plan, name) for name in plan.__struct_fields__} | fields))
 
 
 def test_own_layers_are_made_real_and_do_not_depend_on_the_rest() -> None:
@@ -243,8 +245,8 @@ def test_initialize_has_the_last_word_and_real_weights_are_kept() -> None:
     module = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4), nn.Linear(4, 4))
     kept = module[1].weight.clone()
     _materialize(_split(module, (2,), torch.zeros(1, 4)), (0,), initialize=ones)
-    assert torch.equal(module[0].weight, torch.ones(4, 4))
-    assert torch.equal(module[1].weight, kept)
+    assert torch.equal(module[0].weight, torch.ones(4, 4))  # type: ignore[arg-type]
+    assert torch.equal(module[1].weight, kept)  # type: ignore[arg-type]
     assert module[2].weight.is_meta
 
 

@@ -95,7 +95,7 @@ def test_training_lowers_the_loss(name: str) -> None:
         inputs, target = batches[step % 2]
         optimizer.zero_grad()
         loss = example.loss(example.module(*inputs), target)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     for key, parameter in example.module.named_parameters():

@@ -79,8 +79,8 @@ def compare(ours: nn.Module, theirs: nn.Module, names: dict[str, str], own: Tens
     """Both outputs and all gradients must agree."""
     torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
     weights = torch.randn_like(own)
-    (own * weights).sum().backward()  # type: ignore[no-untyped-call]
-    (other * weights).sum().backward()  # type: ignore[no-untyped-call]
+    (own * weights).sum().backward()
+    (other * weights).sum().backward()
     assert {part for path in names.values() for part in path.split("+")} == {n for n, _ in theirs.named_parameters()}
     for name, path in names.items():
         expected = joined(path, [theirs.get_parameter(part).grad for part in path.split("+")])

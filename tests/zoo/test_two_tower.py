@@ -70,7 +70,7 @@ def test_errors(arguments: dict[str, object], message: str) -> None:
 
 def test_questions() -> None:
     data = visual_questions("synthetic", image_size=8, length=6, num_answers=4)
-    assert len(data) == 10_000  # type: ignore[arg-type]
+    assert len(data) == 10_000
     shown = [0, 0]
     for index in range(200):
         (image, question), answer = data[index]

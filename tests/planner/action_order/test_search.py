@@ -100,7 +100,9 @@ def test_without_the_solver_the_answer_has_its_own_bound() -> None:
     with_solver = search(p)
     without = search(p, use_solver=False)
     assert without.status in ("optimal", "feasible")
-    assert None not in (without.step_ns, without.lower_bound_ns, with_solver.step_ns)
+    assert without.step_ns is not None
+    assert without.lower_bound_ns is not None
+    assert with_solver.step_ns is not None
     assert without.lower_bound_ns <= with_solver.step_ns <= without.step_ns
 
 
