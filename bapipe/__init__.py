@@ -2,26 +2,62 @@
 
     profile -> plan -> simulate or run
 
-Importing this loads neither torch nor a solver; `Pipeline`, `Example` and whatever measures or trains load torch.
+The three verbs in between are the way in: `profile` measures a model's layers, `plan` decides stages and schedule and
+proves how good they are, `run` trains as planned. Their data are `ModelProfile`, `Cluster` and `Plan`, each a JSON file
+(`read`, `write`). Everything else is internal and may change.
+
+Importing this loads nothing else: each public name is imported from its module when it is first used, and torch only
+when something measures or trains.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bapipe.errors import BapipeError, Infeasible, InvalidFile, InvalidModel, InvalidSchedule, RunFailed
-from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
-from bapipe.formats.codec import read, write
-from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
-from bapipe.formats.profile import ModelProfile
-from bapipe.planner.plan import plan, simulate
-from bapipe.profiler.profile import profile
-from bapipe.runtime.run import run
-from bapipe.simulator.timeline import Timeline
-
 if TYPE_CHECKING:
+    from bapipe.errors import BapipeError, Infeasible, InvalidFile, InvalidModel, InvalidSchedule, RunFailed
+    from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+    from bapipe.formats.codec import read, write
+    from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
+    from bapipe.formats.profile import ModelProfile
+    from bapipe.planner.options import PlanOptions
+    from bapipe.planner.plan import plan, simulate
+    from bapipe.profiler.profile import profile
     from bapipe.runtime.pipeline import Pipeline
+    from bapipe.runtime.run import run
+    from bapipe.simulator.timeline import Timeline
     from bapipe.zoo.example import Example
 
-__all__ = [
+_MODULE_OF = {
+    "Alternative": "bapipe.formats.plan",
+    "Bandwidth": "bapipe.formats.cluster",
+    "BapipeError": "bapipe.errors",
+    "Certificate": "bapipe.formats.plan",
+    "Cluster": "bapipe.formats.cluster",
+    "Device": "bapipe.formats.cluster",
+    "Example": "bapipe.zoo.example",
+    "Infeasible": "bapipe.errors",
+    "InvalidFile": "bapipe.errors",
+    "InvalidModel": "bapipe.errors",
+    "InvalidSchedule": "bapipe.errors",
+    "Link": "bapipe.formats.cluster",
+    "ModelProfile": "bapipe.formats.profile",
+    "Pipeline": "bapipe.runtime.pipeline",
+    "Plan": "bapipe.formats.plan",
+    "PlanOptions": "bapipe.planner.options",
+    "Prediction": "bapipe.formats.plan",
+    "RunFailed": "bapipe.errors",
+    "StagePlan": "bapipe.formats.plan",
+    "Timeline": "bapipe.simulator.timeline",
+    "plan": "bapipe.planner.plan",
+    "profile": "bapipe.profiler.profile",
+    "read": "bapipe.formats.codec",
+    "run": "bapipe.runtime.run",
+    "simulate": "bapipe.planner.plan",
+    "write": "bapipe.formats.codec",
+}
+"""The module that defines each public name."""
+
+__all__ = [  # a literal, so that type checkers and documentation tools can read it; equal to the keys of _MODULE_OF
     "Alternative",
     "Bandwidth",
     "BapipeError",
@@ -37,6 +73,7 @@ __all__ = [
     "ModelProfile",
     "Pipeline",
     "Plan",
+    "PlanOptions",
     "Prediction",
     "RunFailed",
     "StagePlan",
@@ -51,12 +88,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Pipeline":
-        from bapipe.runtime.pipeline import Pipeline
+    """Imports a public name when it is first used; `bapipe --help` would otherwise wait for the whole planner."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'bapipe' has no attribute '{name}'")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value
 
-        return Pipeline
-    if name == "Example":
-        from bapipe.zoo.example import Example
 
-        return Example
-    raise AttributeError(f"module 'bapipe' has no attribute '{name}'")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

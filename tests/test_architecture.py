@@ -1,6 +1,7 @@
 """Imports point down the layers, heavy packages stay where they belong, public names and options are pinned."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ import typer
 
 import bapipe
 from bapipe.cli import app
+from bapipe.cli.lazy_group import COMMANDS
 
 PACKAGE = Path(bapipe.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"units", "hardware", "progress", "_optional"},
+    {"units", "options", "hardware", "progress", "_optional"},
     {"schedules"},
     {"formats"},
     {"graph", "torch_device"},
@@ -27,6 +29,7 @@ LAYERS = [
     {"report"},
     {"__init__"},
     {"cli"},
+    {"__main__"},
 ]
 """Lowest first. A module imports from layers below its own; within a package such as `planner` from its files too."""
 
@@ -114,7 +117,7 @@ def test_only_the_command_line_prints_and_exits() -> None:
     "command",
     [
         "import bapipe",
-        "import bapipe.cli",
+        "import bapipe.cli, bapipe.cli.plan, bapipe.cli.profile, bapipe.cli.run",
         "import bapipe.planner.plan_step",
         "import bapipe.planner.action_order.search",
     ],
@@ -125,11 +128,39 @@ def test_planning_loads_no_heavy_package(command: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_help_loads_no_command() -> None:
+    """`bapipe --help` answers at once: it imports the parser, and neither the commands nor what they need."""
+    code = (
+        "import sys; from bapipe.cli import app; sys.argv[1:] = ['--help']\n"
+        "try: app()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('msgspec', 'rich', 'numpy')], file=sys.stderr)\n"
+        "print([m for m in sys.modules if m.startswith('bapipe.') and not m.startswith('bapipe.cli')], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.splitlines() == ["[]", "['bapipe.errors']"]
+
+
+def test_each_command_begins_its_help_with_its_line_in_the_list() -> None:
+    for name, (path, short_help) in COMMANDS.items():
+        module, _, function = path.partition(":")
+        docstring = getattr(importlib.import_module(module), function).__doc__
+        assert docstring.splitlines()[0] == short_help, name
+
+
+def test_type_checkers_see_the_annotations() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
 def test_public_names() -> None:
+    assert sorted(bapipe._MODULE_OF) == sorted(bapipe.__all__)
+    assert set(bapipe.__all__) <= set(dir(bapipe))
+    with pytest.raises(AttributeError):
+        bapipe.nothing  # type: ignore[attr-defined]  # noqa: B018
     assert sorted(bapipe.__all__) == [
         "Alternative", "Bandwidth", "BapipeError", "Certificate", "Cluster", "Device", "Example", "Infeasible",
-        "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "Prediction",
-        "RunFailed", "StagePlan", "Timeline", "plan", "profile", "read", "run", "simulate", "write",
+        "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "PlanOptions",
+        "Prediction", "RunFailed", "StagePlan", "Timeline", "plan", "profile", "read", "run", "simulate", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:
         assert getattr(bapipe, name) is not None
@@ -143,8 +174,8 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--device", "--exhaustive", "--fine", "--layer-by-layer",
-            "--microbatch-size", "--neighbours", "--optimizer", "--output", "--tf32", "--threads", "--whole",
+            "--arg", "--autocast", "--channels-last", "--co-runners", "--device", "--exhaustive", "--layer-by-layer",
+            "--leaf-module", "--microbatch-size", "--operator-layers", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",

@@ -1,42 +1,64 @@
-"""The command line: one handler a command; the only place that prints and picks exit codes."""
+"""The command line: one handler function per command; the only place that prints and picks exit codes.
+
+`lazy_group.COMMANDS` lists the commands. Their handlers are in `profile.py` (measure and import), `plan.py` (plan,
+compare, simulate, show) and `run.py` (train, export). `options.py` holds the options that several commands share,
+`inputs.py` turns their texts into profiles, clusters and plans, `progress.py` shows how far a long command is, and
+`flags.py` translates errors of the library, which speak of arguments, into the flags that set these.
+"""
 
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from bapipe.cli import plan, profile, run
-from bapipe.cli.progress import err
+from bapipe.cli.flags import with_flags
+from bapipe.cli.lazy_group import RENAMED, LazyGroup
 from bapipe.errors import BapipeError, Infeasible, RunFailed
 
 app = typer.Typer(
+    cls=LazyGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda token: RENAMED.get(token, token)},
     rich_markup_mode=None,  # formatting help with rich would double its time
-    help="Decides, proves and runs the best way to train a network as a pipeline over several devices.",
 )
-app.command("profile")(profile.profile)
-app.command("import")(profile.import_)
-app.command("cluster")(profile.cluster)
-app.command("plan")(plan.plan)
-app.command("compare")(plan.compare)
-app.command("simulate")(plan.simulate)
-app.command("show")(plan.show)
-app.command("run")(run.run)
-app.command("export")(run.export)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"bapipe {version('bapipe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def bapipe(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit."),
+    ] = False,
+) -> None:
+    """Decide, prove and run the best way to train a network as a pipeline over several devices."""
 
 
 def main() -> None:
-    """Runs the command line; a BapipeError ends it with one line and exit code 1, or 3 where nothing fits."""
+    """Runs the command line; a BapipeError ends it with one line and exit code 1, or 3 if nothing fits."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    if os.environ.get("RANK", "0") == "0":  # of a torchrun job every rank opens the data
+    if os.environ.get("RANK", "0") == "0":  # in a torchrun job every rank opens the data; one of them logs it
         logging.getLogger("bapipe.zoo").setLevel(logging.INFO)
     try:
-        app()
+        app(prog_name="bapipe")
     except BapipeError as error:
-        text = " ".join(str(error).splitlines())
         if not (isinstance(error, RunFailed) and error.told):
-            err.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+            _print_error(" ".join(with_flags(str(error)).splitlines()))
         sys.exit(3 if isinstance(error, Infeasible) else 1)
+
+
+def _print_error(text: str) -> None:
+    from bapipe.cli.progress import err  # loads rich, which takes longer than all of `bapipe --help`
+
+    err.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)

@@ -1,16 +1,25 @@
-"""Commands that plan, judge and draw: plan, simulate, show."""
+"""Commands that plan, predict and show: plan, compare, simulate, show."""
 
 import json
 import sys
-from enum import StrEnum
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 import bapipe
 from bapipe import report
+from bapipe.cli.flags import with_flags
+from bapipe.cli.inputs import (
+    all_profiles,
+    check_one_source_of_devices,
+    profiles_by_kind,
+    read_or_assume_cluster,
+    thread_counts,
+)
 from bapipe.cli.options import (
     Arguments,
     AsJson,
@@ -23,13 +32,9 @@ from bapipe.cli.options import (
     Recompute,
     Replicas,
     Sources,
-    all_profiles_of,
-    check_said_once,
-    cluster_of,
-    profiles_of,
-    threads_here,
+    TimeLimit,
 )
-from bapipe.cli.progress import err, note, out, pareto_front, planning_status, show_parts
+from bapipe.cli.progress import err, note, out, planning_status, show_parts
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, fingerprint, read, read_any, write, write_bytes
@@ -38,23 +43,20 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compare import compare as compare_strategies
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import Objective, PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
 from bapipe.planner.plan import explain as explain_plan
+from bapipe.planner.plan import pareto as pareto_front
 from bapipe.report.chrome_trace import read_trace
 from bapipe.report.html import plan_page, profile_page
 from bapipe.report.profile_diff import render_profile_diff
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 
+if TYPE_CHECKING:
+    from bapipe.planner.analysis.pareto import ParetoPoint
+
 RUNNABLE = ",".join(name for name in ALL if name not in SIDE_BY_SIDE)
 """The schedules that torch can run."""
-
-
-class Objective(StrEnum):
-    """What a plan is to be best at."""
-
-    STEP = "step"
-    THROUGHPUT = "throughput"
 
 
 def plan(
@@ -63,85 +65,120 @@ def plan(
     devices: Devices = None,
     minibatch_size: Minibatch = 32,
     microbatch_size: Microbatch = None,
-    schedule: Annotated[str, typer.Option("--schedule", help=f"From: {', '.join(ALL)}; search looks for an order.")] = (
-        "1f1b,gpipe"
-    ),
+    schedule: Annotated[
+        str,
+        typer.Option("--schedule", help=f"Schedules to try: {', '.join(ALL)}; or 'search', which searches an order."),
+    ] = "1f1b,gpipe",
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
     memory_limit: MemoryLimit = None,
     objective: Annotated[
-        Objective, typer.Option("--objective", help="The time of one step, or the work of the most loaded device.")
-    ] = Objective.STEP,
+        Objective,
+        typer.Option(
+            "--objective", help="Minimize the time of one step, or the work of the most loaded device (throughput)."
+        ),
+    ] = "step",
     memory_margin: Annotated[
-        float, typer.Option("--memory-margin", min=0.0, max=0.99, help="Share of each device's memory to leave free.")
+        float,
+        typer.Option("--memory-margin", min=0.0, max=0.99, help="Share of each device's memory to leave free."),
     ] = 0.0,
     replicas: Replicas = True,
     recompute: Recompute = True,
     constraint: Annotated[
         list[str] | None,
-        typer.Option("--constraint", help="'LAYER with|without LAYER' or 'LAYER on DEVICE,DEVICE'; may be repeated."),
+        typer.Option(
+            "--constraint",
+            help="'LAYER with LAYER', 'LAYER without LAYER', 'LAYER on DEVICE,DEVICE'. May be repeated.",
+        ),
     ] = None,
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", min=0.0, help="Seconds to search; else as long as takes some.")
-    ] = None,
+    time_limit: TimeLimit = None,
     pin: Annotated[
-        Path | None, typer.Option("--pin", help="Judge this plan, made by hand, and bound it by all other plans.")
+        Path | None,
+        typer.Option("--pin", help="Evaluate this hand-made plan, and bound how much faster any other plan can be."),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what limits the plan, and what would help.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Explain what limits the plan, and what would make it faster.")
+    ] = False,
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="Also list the front of step time, peak memory and number of devices.")
+        bool,
+        typer.Option("--pareto", help="Also list the Pareto front of step time, peak memory and number of devices."),
     ] = False,
     as_json: AsJson = False,
     arg: Arguments = None,
     output: Output = Path("plan.json"),
 ) -> None:
-    """Find the fastest plan and prove how good it is."""
-    check_said_once(cluster, devices)
+    """Find the fastest plan, and prove how good it is."""
+    check_one_source_of_devices(cluster, devices)
     if pin is not None and (cluster is not None or devices is not None):
         raise BapipeError("a pinned plan holds its cluster: leave --cluster and --devices out")
-    if objective is not Objective.STEP and (pin is not None or explain or pareto):
+    if objective != "step" and (pin is not None or explain or pareto):
         raise BapipeError("--pin, --explain and --pareto are for --objective step: leave them or --objective out")
     check_writable(output)
-    measured = all_profiles_of(sources, arg, threads_here() if cluster is None and devices is None else (1,))
-    pinned = read(pin, Plan) if pin is not None else None
-    where = (
-        pinned.cluster if pinned is not None else cluster_of(profiles_with_fewest_threads(measured), cluster, devices)
-    )
+    measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,))
     options = PlanOptions(
-        minibatch_size=minibatch_size if pinned is None else pinned.minibatch_size,
+        minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
-        schedules=[name.strip() for name in schedule.split(",")],
+        schedules=_names(schedule),
         num_stages=stages,
         memory_limit_bytes=memory_limit,
         memory_margin=memory_margin,
         replicas=replicas,
         recompute=recompute,
         constraints=constraint or (),
-        objective=objective.value,
+        objective=objective,
+        time_limit_s=time_limit,
     )
-    with planning_status() as progress:
-        if pinned is not None:
-            profiles = by_kind(measured)
-            decided = evaluate_pinned(pinned, profiles, options, time_limit_s=time_limit, progress=progress)
-        else:
-            decided = plan_cached(measured, where, options, time_limit_s=time_limit, progress=progress)
-            profiles = profiles_used_by(decided, measured)
-    write(output, decided)
-    words: tuple[str, ...] = ()
-    if explain:
-        with err.status("planning again with 10 % more memory"):
-            words = explain_plan(decided, profiles, options, time_limit_s=time_limit)
-    front = pareto_front(profiles, decided.cluster, options) if pareto else ()
+    if pin is not None:
+        made, profiles, options = _evaluate(read(pin, Plan), measured, options)
+    else:
+        devices_to_use = read_or_assume_cluster(profiles_with_fewest_threads(measured), cluster, devices)
+        with planning_status() as progress:
+            made = plan_cached(measured, devices_to_use, options, progress=progress)
+        profiles = profiles_used_by(made, measured)
+    write(output, made)
+    sentences = _explain(made, profiles, options) if explain else ()
+    front = _pareto_front(profiles, made.cluster, options) if pareto else ()
     if as_json:
-        sys.stdout.write(json.dumps(report.plan_json(decided, words, front)) + "\n")
+        sys.stdout.write(json.dumps(report.plan_json(made, sentences, front)) + "\n")
         return
-    timeline = bapipe.simulate(decided, profiles)
-    show_parts(report.render_plan(decided, timeline))
+    timeline = bapipe.simulate(made, profiles)
+    show_parts(report.render_plan(made, timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
-    for sentence in words:
+    for sentence in sentences:
         out.print(sentence, highlight=False, markup=False)
     if front:
         show_parts([report.pareto_table(front)])
     out.print(f"wrote {output}", highlight=False)
+
+
+def _names(schedules: str) -> tuple[str, ...]:
+    """Returns the names in a list such as 1f1b,gpipe."""
+    return tuple(name.strip() for name in schedules.split(","))
+
+
+def _evaluate(
+    pinned: Plan, measured: tuple[ModelProfile, ...], options: PlanOptions
+) -> tuple[Plan, dict[str, ModelProfile], PlanOptions]:
+    """Returns the pinned plan with its prediction, the profiles by kind, and the options with the plan's mini-batch."""
+    profiles = by_kind(measured)
+    same_minibatch = replace(options, minibatch_size=pinned.minibatch_size)
+    with planning_status() as progress:
+        return evaluate_pinned(pinned, profiles, same_minibatch, progress=progress), profiles, same_minibatch
+
+
+def _explain(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
+    with err.status("planning again with 10 % more memory"):
+        return explain_plan(made, profiles, options)
+
+
+def _pareto_front(
+    profiles: dict[str, ModelProfile], cluster: Cluster, options: PlanOptions
+) -> "tuple[ParetoPoint, ...]":
+    with err.status("searching the Pareto front") as status:
+
+        def show_next(num_devices: int, limit_bytes: int) -> None:
+            status.update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
+
+        return pareto_front(profiles, cluster, options, progress=show_next)
 
 
 def compare(
@@ -150,100 +187,114 @@ def compare(
     devices: Devices = None,
     minibatch_size: Minibatch = 32,
     microbatch_size: Microbatch = None,
-    schedule: Annotated[str, typer.Option("--schedule", help=f"From: {', '.join(ALL)}.")] = RUNNABLE,
+    schedule: Annotated[str, typer.Option("--schedule", help=f"Schedules to compare: {', '.join(ALL)}.")] = RUNNABLE,
     memory_limit: MemoryLimit = None,
     replicas: Replicas = True,
     recompute: Recompute = True,
-    time_limit: Annotated[
-        float | None, typer.Option("--time-limit", min=0.0, help="Seconds for each search; else as long as takes some.")
-    ] = None,
+    time_limit: TimeLimit = None,
     as_json: AsJson = False,
     arg: Arguments = None,
 ) -> None:
-    """Set every strategy side by side: the best plan of each schedule, one device, data parallelism, equal layers."""
-    check_said_once(cluster, devices)
-    profiles = profiles_of(sources, arg)
-    where = cluster_of(profiles, cluster, devices)
+    """Compare the best plan of each schedule with the usual strategies.
+
+    These are one device alone, data parallelism over all devices, and stages of equally many layers.
+    """
+    check_one_source_of_devices(cluster, devices)
+    profiles = profiles_by_kind(sources, arg)
     options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
-        schedules=[name.strip() for name in schedule.split(",")],
+        schedules=_names(schedule),
         memory_limit_bytes=memory_limit,
         replicas=replicas,
         recompute=recompute,
+        time_limit_s=time_limit,
     )
+    devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
     with err.status("planning") as status:
-        found = compare_strategies(
-            profiles, where, options, time_limit_s=time_limit, tell=lambda name: status.update(f"planning: {name}")
+        compared = compare_strategies(
+            profiles, devices_to_use, options, progress=lambda name: status.update(f"planning: {name}")
         )
+    failed = {name: with_flags(why) for name, why in compared.failed.items()}
     if as_json:
-        sys.stdout.write(json.dumps(report.comparison_json(found.plans, found.others, found.failed)) + "\n")
+        sys.stdout.write(json.dumps(report.comparison_json(compared.plans, compared.others, failed)) + "\n")
         return
-    show_parts(report.render_comparison(found.plans, found.others, found.failed))
+    show_parts(report.render_comparison(compared.plans, compared.others, failed))
 
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="Plan file.")],
-    profiles: Annotated[list[Path], typer.Argument(help="Profiles, one a device kind.")],
+    profiles: Annotated[list[Path], typer.Argument(help="Profile files, one per kind of device.")],
     as_json: AsJson = False,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the predicted timeline to this file, as a Chrome trace.")
+    ] = None,
 ) -> None:
-    """Predict one step of a plan: its timeline, its memory."""
-    given = read(plan, Plan)
-    known = by_kind([read(path, ModelProfile) for path in profiles])
-    timeline = bapipe.simulate(given, known)
-    for kind, found in known.items():
-        if given.profiles.get(kind) not in (None, fingerprint(found)):
-            note(f"the plan was made from another {kind} profile of {given.model}")
-    prediction = timeline.prediction(given.minibatch_size)
+    """Predict the time and memory of one step of a plan."""
+    to_simulate = read(plan, Plan)
+    of_kind = by_kind([read(path, ModelProfile) for path in profiles])
+    timeline = bapipe.simulate(to_simulate, of_kind)
+    for kind, profile in of_kind.items():
+        if to_simulate.profiles.get(kind) not in (None, fingerprint(profile)):
+            note(f"the plan was made from another {kind} profile of {to_simulate.model}")
+    prediction = timeline.prediction(to_simulate.minibatch_size)
     if trace is not None:
         write_bytes(trace, report.encode_trace([("predicted", timeline)]))
     if as_json:
         sys.stdout.write(msgspec.json.encode(prediction).decode() + "\n")
         return
-    show_parts(report.render_plan(msgspec.structs.replace(given, prediction=prediction), timeline))
+    show_parts(report.render_plan(msgspec.structs.replace(to_simulate, prediction=prediction), timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
 
 
 def show(
     file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")],
-    other: Annotated[Path | None, typer.Argument(help="A second profile, to see what changed.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a plan or a profile as an HTML page.")] = None,
+    other: Annotated[Path | None, typer.Argument(help="A second profile, to compare the first one with.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the plan or profile to this file, as an HTML page.")
+    ] = None,
     trace: Annotated[
         list[Path] | None,
-        typer.Option("--trace", help="With a plan: draw a trace of simulate or run; may be repeated."),
+        typer.Option("--trace", help="With a plan: a trace that simulate or run wrote, to draw. May be repeated."),
     ] = None,
 ) -> None:
-    """Draw a file: a profile's layers, a cluster's links, a plan's stages and order; or what two profiles differ in."""
+    """Show a profile, a cluster or a plan, or the difference of two profiles."""
     if other is not None:
         if html is not None or trace:
             raise BapipeError("--html and --trace go with a plan, not with two profiles")
         show_parts(render_profile_diff(read(file, ModelProfile), read(other, ModelProfile)))
         return
-    found = read_any(file)
-    if not isinstance(found, Plan) and trace:
+    content = read_any(file)
+    if not isinstance(content, Plan) and trace:
         raise BapipeError(f"--trace goes with a plan; {file} is none")
     if html is not None:
-        if isinstance(found, Cluster):
+        if isinstance(content, Cluster):
             raise BapipeError(f"--html goes with a plan or a profile; {file} is neither")
         check_writable(html)
-    if isinstance(found, ModelProfile):
-        show_parts(report.render_profile(found))
+    if isinstance(content, Cluster):
+        show_parts(report.render_cluster(content))
+    elif isinstance(content, ModelProfile):
+        show_parts(report.render_profile(content))
         if html is not None:
-            write_bytes(html, profile_page(found))
-            out.print(f"wrote {html}", highlight=False)
-    elif isinstance(found, Cluster):
-        show_parts(report.render_cluster(found))
+            _write_html(html, profile_page(content))
     else:
-        timelines = [named for path in trace or () for named in read_trace(path)]
-        if not timelines:
-            timelines = [
-                ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(found))
-            ]
-        show_parts(report.render_plan(found))
-        for title, timeline in timelines:
-            out.print(f"{title}:", highlight=False)
-            out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
-        if html is not None:
-            write_bytes(html, plan_page(found, timelines))
-            out.print(f"wrote {html}", highlight=False)
+        _show_plan(content, html, trace or ())
+
+
+def _show_plan(plan: Plan, html: Path | None, traces: Iterable[Path]) -> None:
+    """Prints a plan with its recorded timelines, or without any with its order in units of a millisecond."""
+    timelines = [named for path in traces for named in read_trace(path)]
+    if not timelines:
+        title = "order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)"
+        timelines = [(title, unit_cost_timeline(plan))]
+    show_parts(report.render_plan(plan))
+    for title, timeline in timelines:
+        out.print(f"{title}:", highlight=False)
+        out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+    if html is not None:
+        _write_html(html, plan_page(plan, timelines))
+
+
+def _write_html(path: Path, text: bytes) -> None:
+    write_bytes(path, text)
+    out.print(f"wrote {path}", highlight=False)

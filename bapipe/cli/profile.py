@@ -1,4 +1,4 @@
-"""Commands that measure, or take what others measured: profile, import, cluster."""
+"""Commands that measure, or import what other tools measured: profile, import, cluster."""
 
 import os
 from pathlib import Path
@@ -19,35 +19,54 @@ from bapipe.zoo import ZOO
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help=f"{', '.join(sorted(ZOO))}, or a factory module.path:function.")],
+    model: Annotated[
+        str, typer.Argument(help=f"One of {', '.join(sorted(ZOO))}; or a factory of your own, as module.path:function.")
+    ],
     device: Kind = "cpu",
     microbatch_size: Sizes = "1,2,4,8",
     arg: Arguments = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Compute threads on a CPU.")] = 1,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="Optimizer to measure: sgd, sgd-momentum, adam or adamw.")
+    ] = "sgd-momentum",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Number of compute threads on a CPU.")] = 1,
     autocast: Annotated[
-        str | None, typer.Option("--autocast", help="Compute in bfloat16 or float16 by torch.autocast.")
+        str | None, typer.Option("--autocast", help="Compute in bfloat16 or float16 with torch.autocast.")
     ] = None,
-    channels_last: Annotated[bool, typer.Option("--channels-last", help="Lay images out pixel by pixel.")] = False,
-    tf32: Annotated[bool, typer.Option("--tf32", help="Let CUDA round float32 factors to tf32.")] = False,
-    layer_by_layer: Annotated[
-        bool, typer.Option("--layer-by-layer", help="Hold one layer at a time, for models that do not fit.")
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Store images in torch's channels-last memory format.")
     ] = False,
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Measure each of equal layers by itself.")] = False,
-    whole: Annotated[
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="Let CUDA devices multiply float32 matrices in TF32 precision.")
+    ] = False,
+    layer_by_layer: Annotated[
+        bool,
+        typer.Option("--layer-by-layer", help="Load one layer at a time, for models that do not fit in memory."),
+    ] = False,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Measure every layer, even if it equals one that was measured.")
+    ] = False,
+    leaf_module: Annotated[
         list[str] | None,
-        typer.Option("--whole", metavar="PATH", help="Take a module as one layer, such as 'encoder.*'; repeatable."),
+        typer.Option(
+            "--leaf-module",
+            metavar="PATH",
+            help="Treat each call of this module as one layer, such as 'encoder.*'. May be repeated.",
+        ),
     ] = None,
-    fine: Annotated[bool, typer.Option("--fine", help="Make operators between modules layers of their own.")] = False,
-    neighbours: Annotated[
+    operator_layers: Annotated[
+        bool, typer.Option("--operator-layers", help="Treat operators between modules as layers of their own.")
+    ] = False,
+    co_runners: Annotated[
         int,
         typer.Option(
-            "--neighbours", min=0, help="Processes that train the model meanwhile, as on a CPU's other cores."
+            "--co-runners",
+            min=0,
+            help="Number of processes that train the model at the same time, like ranks on a CPU's other cores.",
         ),
     ] = 0,
     output: Output = Path("profile.json"),
 ) -> None:
-    """Measure each layer of a model: times of F, I and W, and bytes."""
+    """Measure the time and memory of each layer of a model."""
     sizes = integers(microbatch_size)
     check_writable(output)
     if autocast not in (None, "bfloat16", "float16"):
@@ -59,7 +78,7 @@ def profile(
         channels_last=channels_last,
         tf32=tf32,
     )
-    with parts_bar() as tell:
+    with parts_bar() as progress:
         measured = profile_model(
             model,
             key_values(arg),
@@ -68,10 +87,10 @@ def profile(
             settings=settings,
             layer_by_layer=layer_by_layer,
             exhaustive=exhaustive,
-            leaf_modules=whole or (),
-            operator_layers=fine,
-            num_co_runners=neighbours,
-            progress=tell,
+            leaf_modules=leaf_module or (),
+            operator_layers=operator_layers,
+            num_co_runners=co_runners,
+            progress=progress,
         )
     write(output, measured)
     show_parts(report.render_profile(measured))
@@ -79,23 +98,36 @@ def profile(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="PipeDream's graph.txt, or a table with a row for each layer.")],
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples in the pass that was measured.")],
+    file: Annotated[Path, typer.Argument(help="PipeDream's graph.txt, or a table with one row per layer.")],
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Number of samples in the pass that was measured.")
+    ],
     microbatch_size: Annotated[
         str | None,
-        typer.Option("--microbatch-size", help="Sizes to hold, scaled in proportion; else the measured one."),
+        typer.Option(
+            "--microbatch-size",
+            help="Micro-batch sizes of the profile, in samples, scaled in proportion. Default: the measured size.",
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Name of the model; else the file's.")] = None,
-    source: Annotated[str | None, typer.Option("--source", help="Where the figures are from; else the file.")] = None,
-    device: Annotated[str, typer.Option("--device", help="Kind of device that was measured.")] = "cuda",
-    device_name: Annotated[str, typer.Option("--device-name", help="Its name.")] = "V100",
-    memory_bytes: Annotated[int, typer.Option("--memory-bytes", min=0, help="Its memory.")] = 16 * 2**30,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the model. Default: the name of the file.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", help="Where the figures come from. Default: the name of the file.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Kind of the device that was measured.")] = "cuda",
+    device_name: Annotated[str, typer.Option("--device-name", help="Name of that device.")] = "V100",
+    memory_bytes: Annotated[int, typer.Option("--memory-bytes", min=0, help="Memory of that device, in bytes.")] = 16
+    * 2**30,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help=f"One of {', '.join(NUM_OPTIMIZER_STATES)}.")
+        str, typer.Option("--optimizer", help=f"Optimizer whose state is counted: {', '.join(NUM_OPTIMIZER_STATES)}.")
     ] = "sgd-momentum",
     output: Output = Path("profile.json"),
 ) -> None:
-    """Turn a profile that others measured into one to plan with: PipeDream's graph.txt, or a table of layers."""
+    """Convert a profile that another tool measured.
+
+    The file is PipeDream's graph.txt, or a table with one row per layer.
+    """
     check_writable(output)
     origin = Origin(
         model=model or (file.parent.name if file.name == "graph.txt" else file.stem),
@@ -117,20 +149,23 @@ def cluster(
     device: Kind = "cpu",
     devices: Devices = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Measure each way between every two devices; under torchrun, of the job.")
+        bool,
+        typer.Option(
+            "--probe", help="Measure both directions between every two devices; with torchrun, those of the job."
+        ),
     ] = False,
     output: Output = Path("cluster.json"),
 ) -> None:
-    """List this machine's devices, or a job's, and measure the links between them."""
+    """List the devices of this machine or job, and measure their links."""
     check_writable(output)
     if probe:
-        with parts_bar("probing") as tell:
-            found = probed_cluster(devices, device, tell)
-        if os.environ.get("RANK", "0") != "0":  # of a torchrun job: rank 0 reports
+        with parts_bar("probing") as progress:
+            measured = probed_cluster(devices, device, progress)
+        if os.environ.get("RANK", "0") != "0":  # in a torchrun job only rank 0 reports
             return
     else:
         with err.status("measuring the link between two ranks"):
-            found = local_cluster(devices, device)
-    write(output, found)
-    show_parts(report.render_cluster(found))
+            measured = local_cluster(devices, device)
+    write(output, measured)
+    show_parts(report.render_cluster(measured))
     out.print(f"wrote {output}", highlight=False)

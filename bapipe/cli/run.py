@@ -3,19 +3,25 @@
 import json
 import os
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import bapipe
 from bapipe import report
-from bapipe.cli.options import Arguments, AsJson, Output, key_values, plan_of
-from bapipe.cli.progress import note, out, show_parts, train_with_bar
+from bapipe.cli.inputs import read_or_make_plan
+from bapipe.cli.options import Arguments, AsJson, Output, key_values
+from bapipe.cli.progress import err, note, out, show_parts
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.runtime.run import export as export_checkpoint
+from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 
 
 def run(
@@ -83,7 +89,7 @@ def run(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model exactly as its plan says, one process a device."""
+    """Train a model exactly as its plan says, with one process per device."""
     if trace is not None:
         check_writable(trace)
     if resume and checkpoint is None:
@@ -92,7 +98,7 @@ def run(
         raise BapipeError("--eval-samples goes with --eval-every STEPS, which says when to evaluate")
     if profile and not replan:
         raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
-    decided = plan_of(source, arg)
+    decided = read_or_make_plan(source, arg)
 
     def replanned(why: str, made: Plan) -> None:
         nonlocal decided
@@ -143,7 +149,51 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or one of them.")],
     output: Output = Path("model.safetensors"),
 ) -> None:
-    """Write a trained model as safetensors, with the names of the original module."""
+    """Write the weights of a checkpoint as a safetensors file.
+
+    The tensors have the names of the original module.
+    """
     check_writable(output)
     num_tensors = export_checkpoint(checkpoint, output)
     out.print(f"wrote {num_tensors} tensors to {output}", highlight=False)
+
+
+def time_left(step: int, steps: int, first: tuple[int, float], now_s: float) -> str:
+    """Says how long the steps after `step` take at the pace since the first, where there is one."""
+    if step == first[0] or step + 1 == steps:
+        return ""
+    left_s = (now_s - first[1]) / (step - first[0]) * (steps - step - 1)
+    return f"  {timedelta(seconds=round(left_s))} left"
+
+
+def train_with_bar(decided: Plan, steps: int, **options: Any) -> TrainResult:
+    """Trains with a bar on a terminal, and with a line every two seconds elsewhere."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(f"starting {len(decided.stages)} stages", total=steps)
+        spoke_s, first, latest = 0.0, None, ""
+
+        def on_step(done: StepReport) -> None:
+            nonlocal spoke_s, first
+            rate, now_s = decided.minibatch_size * 1e9 / done.step_ns, time.monotonic()
+            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s  bubble {done.bubble:.0%}{latest}"
+            first = first or (done.step, now_s)
+            bar.update(task, completed=done.step + 1, description=text)
+            if not err.is_terminal and (now_s - spoke_s > 2 or done.step + 1 == steps):
+                spoke_s = now_s
+                note(f"step {done.step + 1}/{steps}  {text}{time_left(done.step, steps, first, now_s)}")
+
+        def on_evaluation(done: int, total: int, found: Evaluation | None) -> None:
+            nonlocal latest
+            if found is None:
+                bar.update(task, description=f"evaluating: {done} of {total} samples")
+            else:
+                latest = f"  {report.evaluation_words(found)}"
+                note(f"step {found.steps}/{steps}{latest}, {total} samples in {report.ms(found.elapsed_ns)}")
+
+        try:
+            return bapipe.run(decided, steps=steps, on_step=on_step, on_evaluation=on_evaluation, **options)
+        except KeyboardInterrupt:
+            bar.stop()
+            note("interrupted: all ranks have ended")
+            raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""Every strategy side by side: the best plan of each schedule, beside what people would otherwise do."""
+"""Compares strategies: the best plan of each schedule, and the baselines that people would otherwise use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,21 +13,17 @@ from bapipe.planner.plan import plan_once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Strategies for the same mini-batch on the same devices.
+    """Plans of several strategies, for the same mini-batch on the same devices.
 
     Attributes:
-        plans: the best plan of each, by its name.
-        others: one device, data parallelism and equal layers, as the best plan judges them.
-        failed: why there is no plan of a strategy, by its name.
+        plans: the best plan of each strategy, by the name of the strategy.
+        others: the baselines (one device, data parallelism, equal layers), as the alternatives of the best plan.
+        failed: why a strategy has no plan, by its name.
     """
 
     plans: Mapping[str, Plan]
     others: tuple[Alternative, ...]
     failed: Mapping[str, str]
-
-    @property
-    def best(self) -> Plan:
-        return min(self.plans.values(), key=lambda plan: plan.prediction.step_ns)
 
 
 def compare(
@@ -35,14 +31,13 @@ def compare(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    time_limit_s: float | None = None,
-    tell: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Returns the best plan of every schedule with one device a stage, and the best of all of them with replicas.
 
     Args:
-        time_limit_s: for each search.
-        tell: called with what is searched next.
+        options: its `time_limit_s` is the limit of each search.
+        progress: called with the name of the next strategy.
 
     Raises:
         BapipeError: there is no plan at all; the message is that of the last search.
@@ -53,13 +48,13 @@ def compare(
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for name, asked in searches.items():
-        if tell:
-            tell(name)
+        if progress:
+            progress(name)
         try:
-            plans[name] = plan_once(profiles, cluster, asked, time_limit_s=time_limit_s)
+            plans[name] = plan_once(profiles, cluster, asked)
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:
         raise last
-    found = Comparison(plans=plans, others=(), failed=failed)
-    return replace(found, others=found.best.alternatives)
+    best = min(plans.values(), key=lambda plan: plan.prediction.step_ns)
+    return Comparison(plans=plans, others=best.alternatives, failed=failed)

@@ -24,6 +24,8 @@ class PlanOptions:
         recompute: whether stages that do not fit otherwise may recompute their forward.
         constraints: such as `conv1 with conv2`; see `bapipe.planner.constraints`.
         objective: the time of one step; or the work of the most loaded device, see `bapipe.planner.throughput`.
+        time_limit_s: how long each search may take; what it finds then depends on the machine. Without a limit a search
+            does a fixed amount of work, some seconds, and the same input gives the same plan.
         search_effort: about the seconds that the search of an order takes; see `search_order`.
     """
 
@@ -37,6 +39,7 @@ class PlanOptions:
     recompute: bool = True
     constraints: Sequence[str] = ()
     objective: Objective = "step"
+    time_limit_s: float | None = None
     search_effort: float = 10.0
 
     def limits(self, cluster: Cluster) -> list[int]:

@@ -1,10 +1,10 @@
 """Plans profiles on a cluster: the entry points of planning, and the step from options to a search."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,9 +14,10 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.options import options_from
 from bapipe.planner.device_grouping import best_grouping, groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
-from bapipe.planner.options import Objective, PlanOptions
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
@@ -31,50 +32,30 @@ if TYPE_CHECKING:
 def plan(
     profiles: Profiles,
     cluster: Cluster | int,
+    options: PlanOptions | None = None,
     *,
-    minibatch_size: int,
-    schedules: Sequence[str] = ("1f1b", "gpipe"),
-    num_stages: int | None = None,
-    microbatch_size: int | None = None,
-    memory_limit_bytes: int | None = None,
-    objective: Objective = "step",
-    memory_margin: float = 0.0,
-    replicas: bool = True,
-    recompute: bool = True,
-    constraints: Sequence[str] = (),
-    time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
+    **keywords: Any,
 ) -> Plan:
-    """Returns the fastest plan of the space its certificate names; see `bapipe.planner.plan_step.plan_step_time`.
+    """Returns the fastest plan of the space that its certificate describes.
 
     Args:
-        profiles: one for each kind of device; others of a kind, measured with more threads, are of several of the
-            cluster's devices taken together as one, and the faster way is chosen.
-        cluster: the devices, or a number of devices like the profile's with assumed links.
-        objective: the time of one step; or throughput, the least work for the most loaded device once the pipeline is
-            full, see `bapipe.planner.throughput`: its order is always 1F1B, and it chooses the number of stages.
-        time_limit_s: how long to search; what is then found depends on the machine. Else as long as takes some
-            seconds, and the same input gives the same plan.
+        profiles: one per kind of device. Further profiles of a kind, measured with more threads, describe several of
+            the cluster's devices merged into one; the faster grouping is chosen.
+        cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
+        options: what is fixed and allowed; its fields may be given as keyword arguments instead, for example
+            `bapipe.plan(profile, 4, minibatch_size=32, schedules=["1f1b"])`.
+        progress: called with (plans simulated, best step time, lower bound) while the search runs.
 
-    The other arguments are those of `bapipe.planner.options.PlanOptions`.
+    Raises:
+        Infeasible: no plan fits the memory of the devices.
+        BapipeError: profiles, cluster and options do not suit one another.
+        TypeError: an unknown option.
     """
-    where = (
-        homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster) if isinstance(cluster, int) else cluster
-    )
-    options = PlanOptions(
-        minibatch_size=minibatch_size,
-        schedules=schedules,
-        num_stages=num_stages,
-        microbatch_size=microbatch_size,
-        memory_limit_bytes=memory_limit_bytes,
-        memory_margin=memory_margin,
-        replicas=replicas,
-        recompute=recompute,
-        constraints=constraints,
-        objective=objective,
-    )
-    search = partial(plan_once, options=options, time_limit_s=time_limit_s, progress=progress)
-    return best_grouping(groupings(profiles, where), search)
+    options = options_from(PlanOptions, options, keywords)
+    if isinstance(cluster, int):
+        cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
+    return best_grouping(groupings(profiles, cluster), partial(plan_once, options=options, progress=progress))
 
 
 def plan_once(
@@ -82,12 +63,11 @@ def plan_once(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns what `plan` does, of profiles by device kind and options."""
     search = _plan_for_step_time if options.objective == "step" else _plan_for_throughput
-    decided = search(profiles, cluster.sequential, options, stop=_deadline(time_limit_s), progress=progress)
+    decided = search(profiles, cluster.sequential, options, stop=_deadline(options.time_limit_s), progress=progress)
     return msgspec.structs.replace(decided, settings=common_settings(profiles.values()))
 
 
@@ -96,11 +76,10 @@ def plan_cached(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
-    search = partial(_plan_or_load, options=options, time_limit_s=time_limit_s, progress=progress)
+    search = partial(_plan_or_load, options=options, progress=progress)
     return best_grouping(groupings(profiles, cluster), search)
 
 
@@ -109,7 +88,6 @@ def _plan_or_load(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    time_limit_s: float | None,
     progress: SearchProgress | None,
 ) -> Plan:
     key = {
@@ -118,10 +96,10 @@ def _plan_or_load(
         "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
     }
     path = plan_path(key)
-    found = load_plan(path) if time_limit_s is None else None
+    found = load_plan(path) if options.time_limit_s is None else None
     if found is None:
-        found = plan_once(profiles, cluster, options, time_limit_s=time_limit_s, progress=progress)
-        if time_limit_s is None:
+        found = plan_once(profiles, cluster, options, progress=progress)
+        if options.time_limit_s is None:
             store_plan(path, found)
     for profile in profiles.values():
         store_profile_by_fingerprint(profile)  # for planning again when a device is gone
@@ -133,23 +111,20 @@ def evaluate_pinned(
     profiles: Mapping[str, ModelProfile],
     options: PlanOptions,
     *,
-    time_limit_s: float | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns a hand-made plan with its prediction and a bound on all plans; see `planner.analysis.pinned`."""
     from bapipe.planner.analysis.pinned import certify_pinned
 
-    return certify_pinned(pinned, profiles, options, stop=_deadline(time_limit_s), progress=progress)
+    return certify_pinned(pinned, profiles, options, stop=_deadline(options.time_limit_s), progress=progress)
 
 
-def explain(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, time_limit_s: float | None = None
-) -> tuple[str, ...]:
+def explain(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
     """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`."""
     from bapipe.planner.analysis.explain import explain as in_words
     from bapipe.planner.analysis.sensitivity import sensitivity
 
-    effects = sensitivity(plan, profiles, options, stop=_deadline(time_limit_s))
+    effects = sensitivity(plan, profiles, options, stop=_deadline(options.time_limit_s))
     return in_words(plan, profiles, options, effects)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bapipe.cli.flags import with_flags
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import fingerprint, read, write
 from bapipe.formats.plan import Plan
@@ -135,11 +137,35 @@ def test_show_draws_a_profile_as_a_page(folder: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_the_version_is_printed(folder: Path) -> None:
+    done = bapipe(folder, "--version")
+    assert (done.returncode, done.stdout) == (0, f"bapipe {version('bapipe')}\n")
+
+
+def test_the_package_runs_as_a_module(folder: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "bapipe", "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, bapipe(folder, "--help", COLUMNS="80").stdout)
+    assert "Usage: bapipe [OPTIONS] COMMAND" in done.stdout
+
+
+def test_old_spellings_of_options_still_work(folder: Path) -> None:
+    done = bapipe(folder, "profile", "nothing", "--fine", "--whole", "encoder.*", "--neighbours", "1")
+    assert done.returncode == 1
+    assert "unknown model 'nothing'" in done.stderr
+    assert "--neighbours" not in bapipe(folder, "profile", "--help").stdout
+
+
+def test_errors_of_the_library_name_the_flag(folder: Path) -> None:
+    done = bapipe(folder, "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "7919")
+    assert "choose a smaller --minibatch-size" in done.stderr or "change --minibatch-size" in done.stderr
+    assert with_flags("`num_stages` 3 and `$.layers` and `nothing`") == "--stages 3 and `$.layers` and `nothing`"
+
+
 def test_help_is_there_for_every_command(folder: Path) -> None:
     for command in ("profile", "cluster", "plan", "simulate", "show", "run"):
         assert "Usage: " in bapipe(folder, command, "--help").stdout
     shown = " ".join(bapipe(folder, "profile", "--help").stdout.split())
-    assert f"{', '.join(ZOO)}, or a factory module.path:function." in shown
+    assert f"One of {', '.join(ZOO)}; or a factory of your own, as module.path:function." in shown
 
 
 @pytest.mark.parametrize(

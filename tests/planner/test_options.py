@@ -1,5 +1,6 @@
 """What a user may fix, allow and ask of the planner: constraints, pins, explanations, the front, kept plans."""
 
+from dataclasses import replace as replace_options
 from itertools import pairwise
 from pathlib import Path
 
@@ -314,7 +315,7 @@ def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
         with pytest.raises(TypeError):
             plan_cached(profiles, devices(3 if other is options else 2), other)
     with pytest.raises(TypeError):
-        plan_cached(profiles, devices(2), options, time_limit_s=1.0)
+        plan_cached(profiles, devices(2), replace_options(options, time_limit_s=1.0))
     (kept,) = (tmp_path / "bapipe").glob("*.plan.json")
     kept.write_text("damaged")
     with pytest.raises(TypeError):

@@ -1,0 +1,5 @@
+"""Runs the command line: `python -m bapipe`."""
+
+from bapipe.cli import main
+
+main()

@@ -1,0 +1,42 @@
+"""Names of library arguments and the command-line flags that set them, to translate the library's errors."""
+
+import re
+
+FLAGS = {
+    "arguments": "--arg",
+    "augment": "--augment",
+    "autocast": "--autocast",
+    "checkpoint": "--checkpoint",
+    "cluster": "--cluster",
+    "constraints": "--constraint",
+    "data": "--data",
+    "device": "--device",
+    "evaluate_every": "--eval-every",
+    "evaluate_samples": "--eval-samples",
+    "layer_by_layer": "--layer-by-layer",
+    "memory_limit_bytes": "--memory-limit",
+    "memory_margin": "--memory-margin",
+    "microbatch_size": "--microbatch-size",
+    "microbatch_sizes": "--microbatch-size",
+    "minibatch_size": "--minibatch-size",
+    "num_devices": "--devices",
+    "num_stages": "--stages",
+    "objective": "--objective",
+    "pin": "--pin",
+    "profiles": "--profile",
+    "replan": "--replan",
+    "replicas": "--no-replicas",
+    "resume": "--resume",
+    "schedules": "--schedule",
+    "tensorboard": "--tensorboard",
+    "threads": "--threads",
+    "time_limit_s": "--time-limit",
+    "trace": "--trace",
+    "without": "--without",
+}
+"""The flag of each argument that an error text of the library may name."""
+
+
+def with_flags(text: str) -> str:
+    """Returns an error text of the library with each argument in backticks replaced by its command-line flag."""
+    return re.sub(r"`(\w+)`", lambda match: FLAGS.get(match[1], match[0]), text)

@@ -1,0 +1,102 @@
+"""From the texts of the command line to profiles, clusters and plans: files are read, models are measured."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bapipe import report
+from bapipe.cli.options import key_values
+from bapipe.cli.progress import err, note, parts_bar, planning_status, show_parts
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import read
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings
+from bapipe.hardware import num_cores
+from bapipe.planner.inputs import ASSUMED_LINK, by_kind, homogeneous_cluster, local_cluster
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_cached
+from bapipe.profiler.profile import profile_model_cached
+from bapipe.zoo import resolve
+
+MODEL_SIZES, MULTI_THREAD_SIZES = (1, 2, 4, 8), (4, 8)
+"""Micro-batch sizes at which a model is measured; with several threads only the larger ones: small ones leave threads
+idle."""
+
+
+def is_file(source: str) -> bool:
+    """Returns whether a text names a file rather than a model."""
+    return source.endswith(".json") or Path(source).is_file()
+
+
+def profiles_by_kind(sources: list[str], arguments: list[str] | None) -> dict[str, ModelProfile]:
+    """Returns profiles by device kind: read from files, or of a model, measured unless it is in the cache."""
+    return by_kind(all_profiles(sources, arguments, num_threads=(1,)))
+
+
+def all_profiles(
+    sources: list[str], arguments: list[str] | None, num_threads: Sequence[int]
+) -> tuple[ModelProfile, ...]:
+    """Returns the profiles in some files, or of a model: one for each number of threads."""
+    if len(sources) == 1 and not is_file(sources[0]):
+        resolve(sources[0])  # an unknown name is refused before anything is measured
+        return tuple(_measure_or_load(sources[0], arguments, num) for num in num_threads)
+    if arguments:
+        raise BapipeError("--arg goes with a model; a profile holds its arguments already")
+    return tuple(read(Path(source), ModelProfile) for source in sources)
+
+
+def _measure_or_load(model: str, arguments: list[str] | None, num_threads: int) -> ModelProfile:
+    with parts_bar() as progress:
+        return profile_model_cached(
+            model,
+            key_values(arguments),
+            microbatch_sizes=MULTI_THREAD_SIZES if num_threads > 1 else MODEL_SIZES,
+            settings=Settings(threads=num_threads),
+            progress=progress,
+        )
+
+
+def thread_counts() -> tuple[int, ...]:
+    """Returns the numbers of threads to measure a model with: one, and all that this machine has."""
+    return tuple(sorted({1, num_cores()}))
+
+
+def check_one_source_of_devices(cluster: Path | None, num_devices: int | None) -> None:
+    """Raises BapipeError if two options say what the devices are."""
+    if cluster is not None and num_devices is not None:
+        raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+
+
+def read_or_assume_cluster(
+    profiles: Mapping[str, ModelProfile], cluster: Path | None, num_devices: int | None
+) -> Cluster:
+    """Returns the cluster of a file, or of devices of this machine with an assumed link."""
+    return read(cluster, Cluster) if cluster is not None else _this_machine(profiles, num_devices)
+
+
+def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:
+    """Returns devices like the profiled one: as many as asked for, or as this machine has cores."""
+    if num_devices is None:
+        if set(profiles) != {"cpu"}:
+            raise BapipeError("say what the devices are: --devices N like the profiled one, or --cluster FILE")
+        num_devices = num_cores()
+    if num_devices > 1:
+        rate, latency = ASSUMED_LINK.bytes_per_s / 1e9, ASSUMED_LINK.latency_ns / 1e3
+        note(f"no link was measured: assuming {rate:g} GB/s and {latency:g} us; `bapipe cluster` measures it")
+    return homogeneous_cluster(profiles, num_devices)
+
+
+def read_or_make_plan(source: str, arguments: list[str] | None) -> Plan:
+    """Returns the plan of a file, or of a model that is profiled and planned for this machine."""
+    if is_file(source):
+        if arguments:
+            raise BapipeError("--arg goes with a model; a plan holds its arguments already")
+        return read(Path(source), Plan)
+    profiles = all_profiles([source], arguments, thread_counts())
+    with err.status("measuring the link between two ranks"):
+        cluster = local_cluster(None, profiles[0].device.kind)
+    with planning_status() as progress:
+        plan = plan_cached(profiles, cluster, PlanOptions(minibatch_size=32), progress=progress)
+    show_parts(report.render_plan(plan))
+    return plan

@@ -1,0 +1,31 @@
+"""Options given as one dataclass or as keyword arguments: one helper for every function that takes both spellings."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def options_from(cls: type[T], given: T | None, keywords: Mapping[str, Any]) -> T:
+    """Returns the options that a caller gave, either as an object of type `cls` or as keyword arguments.
+
+    Raises:
+        TypeError: both spellings at once, an unknown name, or a missing one; an unknown name comes with the closest
+            known one.
+    """
+    if given is not None:
+        if keywords:
+            raise TypeError(f"give either {cls.__name__}(...) or keyword arguments, not both: {', '.join(keywords)}")
+        return given
+    known = [field.name for field in fields(cls)]
+    for name in keywords:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(known)}"
+            raise TypeError(f"unknown option '{name}': {hint}")
+    return cls(**keywords)
