@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 from bapipe.errors import BapipeError, InvalidSchedule
 from bapipe.formats.plan import Plan
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, is_ready
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
-
-_BACKWARDS = (Phase.BACKWARD, Phase.INPUT_GRAD)
 
 
 def check_runnable(plan: Plan) -> tuple[int, ...]:
@@ -56,21 +54,20 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
     _check_neighbours(schedule)
     lowered: list[list[str]] = [[] for _ in schedule.order]
     reached = [0] * len(schedule.order)
-    done: set[tuple[int, bool, int]] = set()  # (stage, whether forward, micro-batch)
+    done: set[Action] = set()
     num_remaining = sum(map(len, schedule.order))
     while num_remaining:
         num_before = num_remaining
         for rank, actions in enumerate(schedule.order):
-            if reached[rank] == len(actions) or not _is_ready(actions[reached[rank]], schedule.num_stages, done):
+            if reached[rank] == len(actions) or not is_ready(actions[reached[rank]], schedule.num_stages, done):
                 continue
             action = actions[reached[rank]]
             reached[rank] += 1
             num_remaining -= 1
             lowered[rank].append(str(action))
-            if action.phase is Phase.WEIGHT_GRAD:
-                continue  # it ends in the weights' gradients, which no other stage waits for
-            done.add((action.stage, action.phase is Phase.FORWARD, action.microbatch))
-            _add_transfer(action, rank, schedule, lowered)
+            done.add(action)
+            if action.phase is not Phase.WEIGHT_GRAD:  # W makes the weights' gradients, which no other stage waits for
+                _add_transfer(action, rank, schedule, lowered)
         if num_remaining == num_before:
             blocked = next(actions[i] for actions, i in zip(schedule.order, reached, strict=True) if i < len(actions))
             raise InvalidSchedule(f"the order deadlocks: {blocked} waits for what comes after it")
@@ -95,15 +92,6 @@ def _check_neighbours(schedule: Schedule) -> None:
                 f"stages {s} and {s + 1} share some of their devices only: give them the same devices in the same "
                 "order, or none in common"
             )
-
-
-def _is_ready(action: Action, num_stages: int, done: set[tuple[int, bool, int]]) -> bool:
-    stage, phase, microbatch = action
-    if phase is Phase.FORWARD:
-        return stage == 0 or (stage - 1, True, microbatch) in done
-    if phase in _BACKWARDS:
-        return stage == num_stages - 1 or (stage + 1, False, microbatch) in done
-    return True
 
 
 def _add_transfer(action: Action, rank: int, schedule: Schedule, lowered: list[list[str]]) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, is_ready
 
 PERIOD = 6
 """Slots from one micro-batch to the next: F, I and W of a rank's two stages."""
@@ -116,14 +116,4 @@ def _choose(todo: Sequence[Action], early: Sequence[Action], done: set[Action], 
         candidates = [*todo[:1], *early]
     else:
         candidates = sorted(todo, key=lambda action: action.phase is Phase.WEIGHT_GRAD)
-    return next((action for action in candidates if _is_ready(action, done, last)), None)
-
-
-def _is_ready(action: Action, done: set[Action], last: int) -> bool:
-    stage, phase, microbatch = action
-    if phase is Phase.FORWARD:
-        return stage == 0 or Action(stage - 1, phase, microbatch) in done
-    if phase is Phase.WEIGHT_GRAD:
-        return Action(stage, Phase.INPUT_GRAD, microbatch) in done
-    gradient_is_here = stage == last or Action(stage + 1, phase, microbatch) in done
-    return gradient_is_here and Action(stage, Phase.FORWARD, microbatch) in done
+    return next((action for action in candidates if is_ready(action, last + 1, done)), None)

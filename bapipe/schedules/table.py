@@ -6,9 +6,10 @@ The text of an action (`2F0`: stage 2, forward, micro-batch 0) is the one torch 
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from bapipe.errors import InvalidSchedule
@@ -72,6 +73,30 @@ class Schedule:
         return replicas[microbatch % len(replicas)]
 
 
+@lru_cache(maxsize=1 << 14)
+def dependencies(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
+    """Returns what must end before an action can start: groups of actions, of each of which one must have ended.
+
+    F waits for F of the stage before. B and I wait for their own F, and for B or I of the stage after. W waits for I.
+    The first of these is the one on the same stage.
+    """
+    stage, phase, microbatch = action
+    if phase is Phase.FORWARD:
+        return ((Action(stage - 1, phase, microbatch),),) if stage > 0 else ()
+    if phase is Phase.WEIGHT_GRAD:
+        return ((Action(stage, Phase.INPUT_GRAD, microbatch),),)
+    own_forward = (Action(stage, Phase.FORWARD, microbatch),)
+    if stage == num_stages - 1:
+        return (own_forward,)
+    later = (Action(stage + 1, Phase.BACKWARD, microbatch), Action(stage + 1, Phase.INPUT_GRAD, microbatch))
+    return own_forward, later
+
+
+def is_ready(action: Action, num_stages: int, done: AbstractSet[Action]) -> bool:
+    """Returns whether an action can start once the actions in `done` have ended."""
+    return not any(map(done.isdisjoint, dependencies(action, num_stages)))
+
+
 def check(schedule: Schedule) -> None:
     """Raises InvalidSchedule unless the table is complete and every action is where it belongs.
 
@@ -84,27 +109,33 @@ def check(schedule: Schedule) -> None:
 
 
 def _is_legal(schedule: Schedule) -> bool:
-    """Whether `check` passes, found out quickly: F, B, I and W find 0, 1, 1, 2 and leave 1, 3, 2, 3."""
+    """Returns whether `check` passes, in one pass over the actions.
+
+    The state of a micro-batch on a stage is 0 at first, 1 after F, 2 after I, and 3 after B or W. That states follow
+    one another so is what `dependencies` says of one stage.
+    """
     num, last, devices = schedule.num_microbatches, schedule.num_stages - 1, schedule.devices
-    finds, leaves = dict(zip(Phase, (0, 1, 1, 2), strict=True)), dict(zip(Phase, (1, 3, 2, 3), strict=True))
-    done = bytearray(num * (last + 1))
+    state_before = dict(zip(Phase, (0, 1, 1, 2), strict=True))
+    state_after = dict(zip(Phase, (1, 3, 2, 3), strict=True))
+    state = bytearray(num * (last + 1))
     for rank, actions in enumerate(schedule.order):
         newest = -1
         for stage, phase, microbatch in actions:
             if not (0 <= stage <= last and 0 <= microbatch < num):
                 return False
-            replicas, own = devices[stage], stage * num + microbatch
-            if replicas[microbatch % len(replicas)] != rank or done[own] != finds[phase]:
+            replicas, index = devices[stage], stage * num + microbatch
+            if replicas[microbatch % len(replicas)] != rank or state[index] != state_before[phase]:
                 return False
-            done[own] = leaves[phase]
+            state[index] = state_after[phase]
             if stage == last and phase is Phase.FORWARD:
                 if microbatch < newest:
                     return False
                 newest = microbatch
-    return done.count(3) == len(done)
+    return state.count(3) == len(state)
 
 
 def _explain(schedule: Schedule) -> None:
+    """Raises InvalidSchedule with the first fault of a table that is not legal."""
     seen: Counter[Action] = Counter()
     for rank, actions in enumerate(schedule.order):
         for place, action in enumerate(actions):
@@ -112,8 +143,9 @@ def _explain(schedule: Schedule) -> None:
             seen[action] += 1
             if seen[action] > 1:
                 raise InvalidSchedule(f"rank {rank}, action {place}: {action} comes a second time")
-            for needed in _own_needs(action, seen):
-                raise InvalidSchedule(f"rank {rank}, action {place}: {action} comes before its {needed}")
+            for needed, *_ in dependencies(action, schedule.num_stages):
+                if needed.stage == action.stage and not seen[needed]:
+                    raise InvalidSchedule(f"rank {rank}, action {place}: {action} comes before its {needed.phase}")
         forwards = [a.microbatch for a in actions if a.stage == schedule.num_stages - 1 and a.phase is Phase.FORWARD]
         if forwards != sorted(forwards):
             raise InvalidSchedule(
@@ -133,16 +165,6 @@ def _check_place(schedule: Schedule, rank: int, place: int, action: Action) -> N
     want = schedule.rank_of(action.stage, action.microbatch)
     if want != rank:
         raise InvalidSchedule(f"{where} belongs on rank {want}")
-
-
-def _own_needs(action: Action, seen: Counter[Action]) -> Sequence[str]:
-    """What of the same stage and micro-batch must come before `action` and has not."""
-    stage, phase, microbatch = action
-    if phase is Phase.FORWARD:
-        return ()
-    if phase is Phase.WEIGHT_GRAD:
-        return () if seen[Action(stage, Phase.INPUT_GRAD, microbatch)] else ("I",)
-    return () if seen[Action(stage, Phase.FORWARD, microbatch)] else ("F",)
 
 
 def _check_complete(schedule: Schedule, seen: Counter[Action]) -> None:

@@ -6,7 +6,7 @@ from bapipe.errors import InvalidSchedule
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.schedules.table import Action, Phase, Schedule, check, parse_action
+from bapipe.schedules.table import Action, Phase, Schedule, check, dependencies, is_ready, parse_action
 
 
 def table(*ranks: str, devices: tuple[tuple[int, ...], ...] = ((0,), (1,)), num_microbatches: int = 1) -> Schedule:
@@ -26,6 +26,29 @@ def test_1f1b_as_in_the_paper() -> None:
         "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3",
         "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
     ]
+
+
+@pytest.mark.parametrize(
+    ("action", "needed"),
+    [
+        ("0F1", []),
+        ("2F1", ["1F1"]),
+        ("1B3", ["1F3", "2B3|2I3"]),
+        ("1I3", ["1F3", "2B3|2I3"]),
+        ("2B0", ["2F0"]),
+        ("1W2", ["1I2"]),
+    ],
+)
+def test_which_action_waits_for_which(action: str, needed: list[str]) -> None:
+    groups = dependencies(parse_action(action), 3)
+    assert ["|".join(map(str, group)) for group in groups] == needed
+
+
+def test_an_action_is_ready_when_one_of_each_group_has_ended() -> None:
+    backward = parse_action("0B0")
+    assert not is_ready(backward, 2, {parse_action("0F0")})
+    assert not is_ready(backward, 2, {parse_action("1I0")})
+    assert is_ready(backward, 2, {parse_action("0F0"), parse_action("1I0")})
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
