@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bapipe.formats.codec import read, write
     from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
     from bapipe.formats.profile import ModelProfile
+    from bapipe.graph.layer_graph import to_networkx
     from bapipe.planner.options import PlanOptions
     from bapipe.planner.plan import plan, simulate
     from bapipe.profiler.profile import profile
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "read": "bapipe.formats.codec",
     "run": "bapipe.runtime.run",
     "simulate": "bapipe.planner.plan",
+    "to_networkx": "bapipe.graph.layer_graph",
     "write": "bapipe.formats.codec",
 }
 """The module that defines each public name."""
@@ -83,6 +85,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "read",
     "run",
     "simulate",
+    "to_networkx",
     "write",
 ]
 

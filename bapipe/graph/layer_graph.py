@@ -1,16 +1,20 @@
-"""Layers and what flows between them: parts that stay together, orders, and downsets.
+"""The graph of a model's layers: which parts hang together, topological orders, and contraction.
 
-A *downset* is a set of nodes that holds every node some member depends on: what may lie before a cut. Sets of nodes
-are integers with bit i for node i.
+Algorithms that are not special to this package are networkx's. It is imported when it is needed, because that takes
+longer than planning a small model whose layers are a plain chain.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 from bapipe.errors import InvalidFile, InvalidModel
 from bapipe.formats.profile import ModelProfile
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +38,14 @@ class Graph:
         return len(self.names)
 
     @property
-    def everything(self) -> int:
-        """The set of all nodes."""
-        return (1 << self.num_nodes) - 1
+    def has_single_order(self) -> bool:
+        """Whether the nodes as they are numbered are the only topological order, as in a chain."""
+        forward = all(source < target for source, target in self.arcs)
+        return forward and all(arc in self.arcs for arc in pairwise(range(self.num_nodes)))
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each node, the set of nodes with an arc to it."""
+        """For each node, the set of its predecessors."""
         sets = [0] * self.num_nodes
         for source, target in self.arcs:
             sets[target] |= 1 << source
@@ -48,44 +53,31 @@ class Graph:
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, the nodes it has arcs to, ascending."""
+        """For each node, its successors, ascending."""
         lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for source, target in sorted(self.arcs):
             lists[source].append(target)
         return tuple(map(tuple, lists))
 
-    def is_downset(self, nodes: int) -> bool:
-        return all(self.before[node] & ~nodes == 0 for node in members(nodes))
-
-
-def members(nodes: int) -> list[int]:
-    """Returns the nodes of a set, ascending."""
-    found = []
-    while nodes:
-        lowest = nodes & -nodes
-        found.append(lowest.bit_length() - 1)
-        nodes ^= lowest
-    return found
-
 
 def of_layers(profile: ModelProfile) -> Graph:
-    """Returns the graph of a profile's layers, which a profile holds in topological order."""
+    """Returns the graph of a profile's layers, whose numbers are a topological order."""
     maker = {tensor: i for i, layer in enumerate(profile.layers) for tensor in layer.outputs}
     arcs = {(maker[tensor], i) for i, layer in enumerate(profile.layers) for tensor in layer.inputs if tensor in maker}
     return Graph(names=tuple(layer.name for layer in profile.layers), arcs=frozenset(arcs))
 
 
-def check_connected(graph: Graph, joined: Iterable[Sequence[int]] = ()) -> None:
-    """Raises InvalidFile where layers fall into parts that neither an arc nor one of the `joined` groups connects."""
-    parent = list(range(graph.num_nodes))
-    for group in [*graph.arcs, *joined]:
-        for node in group[1:]:
-            parent[_root(parent, group[0])] = _root(parent, node)
-    parts: dict[int, list[int]] = {}
-    for node in range(graph.num_nodes):
-        parts.setdefault(_root(parent, node), []).append(node)
+def check_connected(graph: Graph, groups: Iterable[Sequence[int]] = ()) -> None:
+    """Raises InvalidFile if layers fall into parts that neither an arc nor one of the `groups` connects."""
+    if graph.has_single_order:
+        return
+    import networkx as nx
+
+    connections = _digraph(graph)
+    connections.add_edges_from(chain.from_iterable(pairwise(group) for group in groups))
+    parts = [sorted(part) for part in nx.weakly_connected_components(connections)]
     if len(parts) > 1:
-        first, second = list(parts.values())[:2]
+        first, second = parts[:2]
         raise InvalidFile(
             f"the layers fall into {len(parts)} parts that share no tensor: '{graph.names[first[0]]}' is in one of "
             f"{len(first)}, '{graph.names[second[0]]}' in one of {len(second)}; remove what the loss does not use, or "
@@ -95,28 +87,22 @@ def check_connected(graph: Graph, joined: Iterable[Sequence[int]] = ()) -> None:
 
 
 def topological_order(graph: Graph, prefer: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Returns an order in which every arc points forward; of nodes that can come next, the least in `prefer` does.
+    """Returns an order in which every arc points forward; of the nodes that can come next, the min in `prefer` does.
 
     Raises:
         InvalidModel: there is a cycle; the message names it.
     """
-    rank = prefer or range(graph.num_nodes)
-    missing = [set_of.bit_count() for set_of in graph.before]
-    ready = [(rank[node], node) for node in range(graph.num_nodes) if not missing[node]]
-    heapify(ready)
-    order = []
-    while ready:
-        _, node = heappop(ready)
-        order.append(node)
-        for target in graph.after[node]:
-            missing[target] -= 1
-            if not missing[target]:
-                heappush(ready, (rank[target], target))
-    if len(order) < graph.num_nodes:
-        cycle = next(part for part in strong_parts(graph) if len(part) > 1)
-        path = " -> ".join(graph.names[node] for node in _cycle(graph, cycle))
-        raise InvalidModel(f"the layers depend on each other in a cycle: {path}")
-    return tuple(order)
+    if graph.has_single_order:
+        return tuple(range(graph.num_nodes))
+    import networkx as nx
+
+    digraph = _digraph(graph)
+    try:
+        return tuple(nx.lexicographical_topological_sort(digraph, key=None if prefer is None else prefer.__getitem__))
+    except nx.NetworkXUnfeasible:
+        nodes = [source for source, _ in nx.find_cycle(digraph)]
+        path = " -> ".join(graph.names[node] for node in [*nodes, nodes[0]])
+        raise InvalidModel(f"the layers depend on each other in a cycle: {path}") from None
 
 
 def depth_first_order(graph: Graph, reverse: bool = False) -> tuple[int, ...]:
@@ -125,8 +111,8 @@ def depth_first_order(graph: Graph, reverse: bool = False) -> tuple[int, ...]:
     Of the nodes that can come next it takes the one that became possible last; among these the one named first, or
     last with `reverse`.
     """
-    missing = [set_of.bit_count() for set_of in graph.before]
-    stack = [node for node in range(graph.num_nodes) if not missing[node]]
+    num_missing = [predecessors.bit_count() for predecessors in graph.before]
+    stack = [node for node in range(graph.num_nodes) if not num_missing[node]]
     if not reverse:
         stack.reverse()
     order = []
@@ -135,50 +121,11 @@ def depth_first_order(graph: Graph, reverse: bool = False) -> tuple[int, ...]:
         order.append(node)
         free = []
         for target in graph.after[node]:
-            missing[target] -= 1
-            if not missing[target]:
+            num_missing[target] -= 1
+            if not num_missing[target]:
                 free.append(target)
         stack += free if reverse else reversed(free)
     return tuple(order)
-
-
-def strong_parts(graph: Graph) -> list[list[int]]:
-    """Returns the strongly connected parts, each ascending, those that others use first (Tarjan 1972)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    open_nodes: list[int] = []
-    is_open = [False] * graph.num_nodes
-    parts: list[list[int]] = []
-    for start in range(graph.num_nodes):
-        if start in index:
-            continue
-        trail = [(start, iter(graph.after[start]))]
-        index[start] = low[start] = len(index)
-        open_nodes.append(start)
-        is_open[start] = True
-        while trail:
-            node, targets = trail[-1]
-            for target in targets:
-                if target not in index:
-                    index[target] = low[target] = len(index)
-                    open_nodes.append(target)
-                    is_open[target] = True
-                    trail.append((target, iter(graph.after[target])))
-                    break
-                if is_open[target]:
-                    low[node] = min(low[node], index[target])
-            else:
-                trail.pop()
-                if trail:
-                    low[trail[-1][0]] = min(low[trail[-1][0]], low[node])
-                if low[node] == index[node]:
-                    part = open_nodes[open_nodes.index(node) :]
-                    del open_nodes[-len(part) :]
-                    for member in part:
-                        is_open[member] = False
-                    parts.append(sorted(part))
-    parts.reverse()
-    return parts
 
 
 def contract(graph: Graph, groups: Iterable[Sequence[int]]) -> tuple[Graph, tuple[tuple[int, ...], ...]]:
@@ -187,91 +134,53 @@ def contract(graph: Graph, groups: Iterable[Sequence[int]]) -> tuple[Graph, tupl
     Groups that overlap are one, and so are nodes that a group leaves on a cycle. New nodes are in topological order,
     named after their first old node.
     """
-    parent = list(range(graph.num_nodes))
-    for group in groups:
-        for node in group[1:]:
-            parent[_root(parent, node)] = _root(parent, group[0])
-    roots = [_root(parent, node) for node in range(graph.num_nodes)]
-    merged = Graph(
-        names=graph.names,
-        arcs=frozenset((roots[a], roots[b]) for a, b in graph.arcs if roots[a] != roots[b]),
+    import networkx as nx
+
+    # With arcs both ways between its members, a group is strongly connected; so is what it leaves on a cycle.
+    digraph = _digraph(graph)
+    for a, b in chain.from_iterable(pairwise(group) for group in groups):
+        digraph.add_edges_from([(a, b), (b, a)])
+    condensed = nx.condensation(digraph)
+    parts = {part: tuple(sorted(nodes)) for part, nodes in condensed.nodes("members")}
+    order = list(nx.lexicographical_topological_sort(condensed, key=lambda part: parts[part][0]))
+    number = {part: i for i, part in enumerate(order)}
+    contracted = Graph(
+        names=tuple(graph.names[parts[part][0]] for part in order),
+        arcs=frozenset((number[a], number[b]) for a, b in condensed.edges),
     )
-    part_of = {node: i for i, part in enumerate(strong_parts(merged)) for node in part if roots[node] == node}
-    of_part: list[list[int]] = [[] for _ in range(max(part_of.values(), default=-1) + 1)]
-    for node, root in enumerate(roots):
-        of_part[part_of[root]].append(node)
-    kept = [part for part in of_part if part]
-    place = {node: i for i, part in enumerate(kept) for node in part}
-    rough = Graph(
-        names=tuple(graph.names[part[0]] for part in kept),
-        arcs=frozenset((place[a], place[b]) for a, b in graph.arcs if place[a] != place[b]),
-    )
-    order = topological_order(rough, [part[0] for part in kept])
-    rank = {node: i for i, node in enumerate(order)}
-    return (
-        Graph(
-            names=tuple(rough.names[node] for node in order),
-            arcs=frozenset((rank[a], rank[b]) for a, b in rough.arcs),
-        ),
-        tuple(tuple(kept[node]) for node in order),
-    )
+    return contracted, tuple(parts[part] for part in order)
 
 
-def downsets(graph: Graph, limit: int) -> list[int] | None:
-    """Returns every downset, smaller ones first, or None where there are more than `limit`.
+def to_networkx(profile: ModelProfile) -> "nx.MultiDiGraph[str]":
+    """Returns a profile as a graph of networkx: layers as nodes, tensors as edges from the layer that makes them.
 
-    O(downsets * width) set operations. A graph with a cycle has downsets too: they hold all of the cycle or nothing,
-    so none of them is ever reached; contract it first.
+    A node has the attributes of `LayerProfile`, and under `measurements` its `LayerMeasurement` by micro-batch size. An
+    edge has the tensor's name as key, and under `num_bytes` its bytes by micro-batch size. Model inputs, which no layer
+    makes, are no edges; a node's `inputs` names them.
     """
-    first = sum(1 << node for node in range(graph.num_nodes) if not graph.before[node])
-    free_after = {0: first}
-    found = [0]
-    level = [0]
-    while level:
-        longer: list[int] = []
-        for nodes in level:
-            free = rest = free_after.pop(nodes)
-            while rest:
-                lowest = rest & -rest
-                rest ^= lowest
-                larger = nodes | lowest
-                if larger not in free_after:
-                    left = free ^ lowest
-                    for target in graph.after[lowest.bit_length() - 1]:
-                        if graph.before[target] & ~larger == 0:
-                            left |= 1 << target
-                    free_after[larger] = left
-                    longer.append(larger)
-        found += longer
-        if len(found) > limit:
-            return None
-        level = longer
-    return found
+    import networkx as nx
+
+    measurements = {m.microbatch_size: m.layers for m in profile.measurements}
+    graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(model=profile.model, device=profile.device.kind)
+    maker: dict[str, str] = {}
+    num_bytes: dict[str, dict[int, int]] = {}
+    for i, layer in enumerate(profile.layers):
+        attributes: dict[str, Any] = {name: getattr(layer, name) for name in layer.__struct_fields__ if name != "name"}
+        graph.add_node(layer.name, **attributes, measurements={size: of[i] for size, of in measurements.items()})
+        for tensor in dict.fromkeys(layer.inputs):
+            if tensor in maker:
+                graph.add_edge(maker[tensor], layer.name, key=tensor, num_bytes=num_bytes[tensor])
+        for place, tensor in enumerate(layer.outputs):
+            maker[tensor] = layer.name
+            num_bytes[tensor] = {size: of[i].output_bytes[place] for size, of in measurements.items()}
+    return graph
 
 
-def prefixes(order: Sequence[int]) -> list[int]:
-    """Returns the downsets that the beginnings of a topological order are, smaller ones first."""
-    sets = [0]
-    for node in order:
-        sets.append(sets[-1] | 1 << node)
-    return sets
+def _digraph(graph: Graph) -> "nx.DiGraph[int]":
+    """Returns a graph of networkx with nodes and arcs in ascending order, which decides ties."""
+    import networkx as nx
 
-
-def _root(parent: list[int], node: int) -> int:
-    while parent[node] != node:
-        parent[node] = parent[parent[node]]
-        node = parent[node]
-    return node
-
-
-def _cycle(graph: Graph, part: Sequence[int]) -> list[int]:
-    """A walk round a cycle within a strongly connected part."""
-    inside = set(part)
-    walk: list[int] = [part[0]]
-    seen: Mapping[int, int] = {}
-    while True:
-        seen = {node: i for i, node in enumerate(walk)}
-        step = next(target for target in graph.after[walk[-1]] if target in inside)
-        if step in seen:
-            return [*walk[seen[step] :], step]
-        walk.append(step)
+    digraph: nx.DiGraph[int] = nx.DiGraph()
+    digraph.add_nodes_from(range(graph.num_nodes))
+    digraph.add_edges_from(sorted(graph.arcs))
+    return digraph

@@ -15,7 +15,8 @@ from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Certificate, Plan, StagePlan, certify
 from bapipe.formats.profile import LOSS, Measurement, ModelProfile
-from bapipe.graph.layer_graph import contract, downsets, of_layers, prefixes, topological_order
+from bapipe.graph.downsets import downsets, prefixes
+from bapipe.graph.layer_graph import contract, of_layers, topological_order
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
@@ -67,6 +68,8 @@ def promising_linearizations(
     """
     first = profiles[cluster.devices[0].kind]
     graph = of_layers(first)
+    if graph.has_single_order:
+        return []
     place = {layer.name: i for i, layer in enumerate(first.layers)}
     together = [(i, *(place[name] for name in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
     small, parts = contract(graph, together)

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bapipe.graph.layer_graph import Graph, contract, depth_first_order, downsets, members, prefixes
+from bapipe.graph.downsets import downsets, members, prefixes
+from bapipe.graph.layer_graph import Graph, contract, depth_first_order
 from bapipe.planner.throughput.min_max_dp import min_max_load, min_max_load_below
 from bapipe.planner.throughput.problem import END, StagePath
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.graph.layer_graph import Graph, contract, depth_first_order, downsets, members, prefixes
+from bapipe.graph.downsets import downsets, members, prefixes
+from bapipe.graph.layer_graph import Graph, contract, depth_first_order
 from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bapipe.graph.layer_graph import Graph, downsets, members
+from bapipe.graph.downsets import downsets, members
+from bapipe.graph.layer_graph import Graph
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
 GROWTH = (1.03, 1.1, 1.3, 1.5, 2.0, 16.0, 4096.0)

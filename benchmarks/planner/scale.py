@@ -20,7 +20,8 @@ from rich.table import Table
 import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.graph.layer_graph import contract, downsets, of_layers
+from bapipe.graph.downsets import downsets
+from bapipe.graph.layer_graph import contract, of_layers
 
 MB = 10**6
 

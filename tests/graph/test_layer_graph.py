@@ -5,16 +5,15 @@ from random import Random
 
 import pytest
 
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidFile, InvalidModel
+from bapipe.graph.downsets import downsets, members, prefixes
 from bapipe.graph.layer_graph import (
     Graph,
+    check_connected,
     contract,
     depth_first_order,
-    downsets,
-    members,
     of_layers,
-    prefixes,
-    strong_parts,
+    to_networkx,
     topological_order,
 )
 from tests.random_graphs import branching_profile
@@ -22,6 +21,10 @@ from tests.random_graphs import branching_profile
 
 def graph(num_nodes: int, *arcs: tuple[int, int]) -> Graph:
     return Graph(names=tuple("abcdefghij"[:num_nodes]), arcs=frozenset(arcs))
+
+
+def is_downset(of: Graph, nodes: int) -> bool:
+    return all(of.before[node] & ~nodes == 0 for node in members(nodes))
 
 
 def random_graph(random: Random, num_nodes: int) -> Graph:
@@ -43,16 +46,14 @@ def test_downsets_are_the_sets_closed_under_what_comes_before() -> None:
         random = Random(seed)
         found = random_graph(random, random.randint(1, 8))
         want = {
-            nodes
-            for nodes in range(found.everything + 1)
-            if all(nodes >> a & 1 for a, b in found.arcs if nodes >> b & 1)
+            nodes for nodes in range(2**found.num_nodes) if all(nodes >> a & 1 for a, b in found.arcs if nodes >> b & 1)
         }
         got = downsets(found, 10**6)
         assert got is not None
         assert len(got) == len(want)
         assert set(got) == want
         assert [n.bit_count() for n in got] == sorted(n.bit_count() for n in want)
-        assert all(found.is_downset(nodes) == (nodes in want) for nodes in range(found.everything + 1))
+        assert all(is_downset(found, nodes) == (nodes in want) for nodes in range(2**found.num_nodes))
 
 
 def test_every_order_is_topological() -> None:
@@ -67,7 +68,7 @@ def test_every_order_is_topological() -> None:
         ):
             assert sorted(order) == list(range(found.num_nodes))
             assert all(order.index(a) < order.index(b) for a, b in found.arcs)
-            assert all(found.is_downset(nodes) for nodes in prefixes(order))
+            assert all(is_downset(found, nodes) for nodes in prefixes(order))
 
 
 def test_depth_first_finishes_a_branch_before_the_next() -> None:
@@ -103,7 +104,6 @@ def test_contraction_keeps_the_downsets_that_part_no_group() -> None:
 
 def test_a_cycle_is_named() -> None:
     looped = graph(5, (0, 1), (1, 2), (2, 3), (3, 1), (3, 4))
-    assert sorted(map(sorted, strong_parts(looped))) == [[0], [1, 2, 3], [4]]
     with pytest.raises(InvalidModel) as caught:
         topological_order(looped)
     assert str(caught.value) == "the layers depend on each other in a cycle: b -> c -> d -> b"
@@ -112,6 +112,47 @@ def test_a_cycle_is_named() -> None:
 def test_an_arc_to_nowhere_is_refused() -> None:
     with pytest.raises(ValueError, match=r"arc \(0, 2\) joins no two of 2 nodes"):
         graph(2, (0, 2))
+
+
+def test_a_cycle_through_few_of_many_nodes_is_named() -> None:
+    looped = graph(6, (0, 5), (5, 2), (2, 4), (4, 5), (1, 3))
+    with pytest.raises(InvalidModel, match=r"in a cycle: f -> c -> e -> f"):
+        topological_order(looped)
+
+
+def test_ties_between_nodes_go_to_the_lowest_number_or_the_lowest_preference() -> None:
+    bush = graph(6, (0, 4), (0, 3), (5, 1), (5, 2))
+    assert topological_order(bush) == (0, 3, 4, 5, 1, 2)
+    assert topological_order(bush, [1, 2, 9, 4, 3, 0]) == (5, 0, 1, 4, 3, 2)
+
+
+def test_a_chain_has_a_single_order() -> None:
+    assert graph(3, (0, 1), (1, 2), (0, 2)).has_single_order
+    assert not graph(3, (0, 1), (0, 2)).has_single_order
+    assert not graph(3, (0, 1), (1, 2), (2, 0)).has_single_order
+
+
+def test_parts_that_share_nothing_are_refused() -> None:
+    pairs = graph(5, (0, 2), (1, 4))
+    check_connected(pairs, [(2, 3), (3, 4)])
+    with pytest.raises(InvalidFile) as caught:
+        check_connected(pairs, [(2, 3)])
+    assert "fall into 2 parts that share no tensor: 'a' is in one of 3, 'b' in one of 2" in str(caught.value)
+
+
+def test_networkx_has_layers_as_nodes_and_tensors_as_edges() -> None:
+    profile = branching_profile(Random(5), 6)
+    found = to_networkx(profile)
+    assert list(found.nodes) == [layer.name for layer in profile.layers]
+    name, size = profile.layers[0].name, profile.microbatch_sizes[0]
+    assert found.nodes[name]["param_bytes"] == profile.layers[0].param_bytes
+    assert found.nodes[name]["measurements"][size] == profile.at(size)[0]
+    arcs = {(profile.layers[a].name, profile.layers[b].name) for a, b in of_layers(profile).arcs}
+    assert {(source, target) for source, target, _ in found.edges} == arcs
+    for source, target, tensor in found.edges:
+        place = found.nodes[source]["outputs"].index(tensor)
+        num_bytes = found.nodes[source]["measurements"][size].output_bytes[place]
+        assert found.adj[source][target][tensor]["num_bytes"][size] == num_bytes
 
 
 def test_layers_are_joined_by_their_tensors() -> None:

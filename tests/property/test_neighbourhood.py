@@ -3,7 +3,8 @@
 from functools import partial
 from random import Random
 
-from bapipe.graph.layer_graph import downsets, of_layers, prefixes, topological_order
+from bapipe.graph.downsets import downsets, prefixes
+from bapipe.graph.layer_graph import of_layers, topological_order
 from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
 from bapipe.planner.throughput.search import explore_throughput
 from tests.property.test_throughput import same_devices

@@ -23,7 +23,7 @@ from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
-from bapipe.graph.layer_graph import members
+from bapipe.graph.downsets import members
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray

@@ -12,15 +12,8 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import THROUGHPUT, Alternative, Plan, Prediction, StagePlan, certify
 from bapipe.formats.profile import ModelProfile
-from bapipe.graph.layer_graph import (
-    Graph,
-    contract,
-    depth_first_order,
-    downsets,
-    of_layers,
-    prefixes,
-    topological_order,
-)
+from bapipe.graph.downsets import downsets, prefixes
+from bapipe.graph.layer_graph import Graph, contract, depth_first_order, of_layers, topological_order
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.throughput.heterogeneous import (
     MAX_DEVICES_WITH_ALL_COUNTS,
