@@ -55,7 +55,7 @@ def test_monotone_problems_equal_brute_force(
     infeasible = 0
     for seed in range(num_seeds):
         p = random_pipeline(Random(seed), ranks, num_microbatches, wires=wires)
-        assert problem_of(p).monotone
+        assert problem_of(p).is_monotone
         want = fastest_ns(p.stages, p.devices, p.cluster, num_microbatches, p.memory_bytes)
         found = search(p)
         check(p, found, want, seed)
@@ -109,7 +109,7 @@ def test_a_bound_in_rounded_times_holds() -> None:
         if want is None:
             continue
         problem = problem_of(p)
-        hint = list_scheduler.schedule(problem, next(list_scheduler.rules(problem)))
+        hint = list_scheduler.list_schedule(problem, next(list_scheduler.priority_rules(problem)))
         hint_ns = simulate_schedule(problem.table(p.devices, hint), p.stages, p.cluster).step_ns
         result = cp_sat.solve(problem, hint, below_ns=hint_ns, effort=0.04, seed=0, max_units=20)
         assert result.lower_bound_ns <= want, seed
@@ -131,17 +131,17 @@ def test_the_list_scheduler_always_ends_and_fits_and_the_clock_is_the_judge() ->
         problem = problem_of(p)
         if search(p, effort=0).status == "infeasible":
             continue
-        for rule in list(list_scheduler.rules(problem))[::7]:
-            orders = list_scheduler.schedule(problem, rule)
+        for rule in list(list_scheduler.priority_rules(problem))[::7]:
+            orders = list_scheduler.list_schedule(problem, rule)
             assert problem.fits(orders), seed
             timeline = simulate_schedule(problem.table(p.devices, orders), p.stages, p.cluster)
             assert all(m.total <= most for m, most in zip(timeline.memory, p.memory_bytes, strict=True)), seed
             assert timeline.step_ns >= lower_bound_ns(problem), seed
             seen += 1
-            if problem.monotone:
+            if problem.is_monotone:
                 monotone += 1
                 timed = evaluate_order(problem, orders)
                 assert timed is not None, seed
-                assert timed[1] == timeline.step_ns, seed
+                assert timed.step_ns == timeline.step_ns, seed
     assert seen > 400
     assert monotone > 150

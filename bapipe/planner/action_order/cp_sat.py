@@ -1,14 +1,17 @@
-"""The order as a constraint model for CP-SAT (OR-tools): better orders and, above all, better bounds.
+"""The action order problem as a constraint model for CP-SAT (OR-tools): better orders and, above all, better bounds.
 
-The model is a relaxation of the judge: it knows its rules but not its haste, so transfers may pass one another and
-anything may wait. Every legal table that fits is a solution of the same step time or less (`order_problem.py` shows why
-micro-batches may come in ascending order), so the solver's bound holds for all of them, and in a monotone problem the
-judge repeats the step time of every solution.
+A job-shop model: an interval variable per action and per transfer that can wait, no overlap on a device or link,
+precedences along the pipeline, and a cumulative constraint for memory.
 
-Times are divided by `unit` and rounded down. The bound stays true: keep the order of a real timeline and start
-everything as early as the rounded times allow; the longest path of rounded times is no longer than that of the times
-divided, so the rounded step is at most step / unit. The rounded question is a question like any other, so heads, tails
-and clock are those of `order_bounds.py` and `order_clock.py`.
+*A relaxation.* The model keeps the simulator's rules except that it drops the no-idling rule: transfers may overtake
+one another, and anything may wait. Every legal table that fits is a solution with the same step time or less (the
+renaming lemma in `problem.py` gives micro-batches in ascending order), so the solver's bound holds for all of them. In
+a monotone problem the simulator attains the step time of every solution.
+
+*Rounded times.* Times are divided by `unit` and rounded down. The bound remains valid: keep the order of a real
+timeline and start everything as early as the rounded times allow. The longest path of rounded times is no longer than
+that of the divided times, so the rounded step is at most step / unit. A rounded problem is an order problem like any
+other, so heads, tails and the evaluation of the hint are those of `bounds.py` and `evaluate.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,14 +27,14 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 MAX_UNITS = 2**40
-"""Longest step the model counts exactly; a longer one is counted in larger units."""
+"""The longest step, in the model's units of time, that is counted exactly; a longer one is counted in larger units."""
 MAX_MEMORY_UNITS = 2**16
-"""The room of a device in the model's own units of memory; rounding lets a little more fit, never less."""
+"""The memory of a device in the model's units; rounding down lets a little more fit, never less: still a relaxation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverResult:
-    """The solver's orders, None where it has nothing faster, and a bound that no legal table that fits beats."""
+    """The solver's orders, None if it found none that is faster, and a lower bound on every legal table that fits."""
 
     orders: Orders | None
     lower_bound_ns: int
@@ -45,10 +48,14 @@ def is_installed() -> bool:
 def solve(
     problem: OrderProblem, hint: Orders, *, below_ns: int, effort: float, seed: int, max_units: int = MAX_UNITS
 ) -> SolverResult:
-    """Returns orders whose step takes less than `below_ns`, as far as the model can tell, and a bound.
+    """Returns orders whose step takes less than `below_ns` in the model, and a lower bound.
 
-    Stops after `effort` units of the solver's deterministic time. One thread and a fixed seed, so the answer depends on
-    the arguments and on the version of OR-tools alone.
+    Stops after `effort` units of the solver's deterministic time. One thread and a fixed seed, so the result depends
+    only on the arguments and on the version of OR-tools.
+
+    Args:
+        hint: an order that the solver starts from.
+        max_units: see `MAX_UNITS`.
     """
     from ortools.sat.python import cp_model
 
@@ -64,22 +71,22 @@ def solve(
     if status == cp_model.INFEASIBLE:
         return SolverResult(orders=None, lower_bound_ns=below_ns)
     assert status != cp_model.MODEL_INVALID, model.cp.validate()
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    # The bound is an integer of at most 40 bits held in a float, or a fraction below one.
-    least = floor(solver.best_objective_bound + 1e-6) * unit
-    return SolverResult(orders=model.orders(solver) if found else None, lower_bound_ns=max(0, least))
+    has_solution = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    # The bound is an integer of at most 40 bits as a float, up to a tiny error.
+    bound_ns = floor(solver.best_objective_bound + 1e-6) * unit
+    return SolverResult(orders=model.orders(solver) if has_solution else None, lower_bound_ns=max(0, bound_ns))
 
 
 def _unit(problem: OrderProblem, below_ns: int, max_units: int) -> int:
-    """Returns the largest unit that loses nothing, or one that keeps the step within `max_units`."""
-    exact = gcd(*problem.ns, *problem.send_ns, *problem.return_ns, *problem.update_ns) or 1
+    """Returns the largest unit that divides all times, or one that keeps the step within `max_units`."""
+    exact = gcd(*problem.action_ns, *problem.send_ns, *problem.return_ns, *problem.update_ns) or 1
     return exact if below_ns // exact <= max_units else -(-below_ns // max_units)
 
 
 def _rounded(problem: OrderProblem, unit: int) -> OrderProblem:
     return replace(
         problem,
-        ns=tuple(ns // unit for ns in problem.ns),
+        action_ns=tuple(ns // unit for ns in problem.action_ns),
         send_ns=tuple(ns // unit for ns in problem.send_ns),
         return_ns=tuple(ns // unit for ns in problem.return_ns),
         update_ns=tuple(ns // unit for ns in problem.update_ns),
@@ -87,17 +94,17 @@ def _rounded(problem: OrderProblem, unit: int) -> OrderProblem:
 
 
 class _Model:
-    """The variables of the model, by code and then micro-batch, and how they become an order again."""
+    """The variables and constraints of the model, and the order that a solution gives."""
 
-    def __init__(self, problem: OrderProblem, most: int) -> None:
-        """`most` is the longest step of interest."""
+    def __init__(self, problem: OrderProblem, max_step: int) -> None:
+        """`max_step` is the longest step of interest, in units."""
         from ortools.sat.python import cp_model
 
-        self.problem, self.most = problem, most
+        self.problem, self.max_step = problem, max_step
         self.cp = cp_model.CpModel()
-        self.step = self.cp.new_int_var(0, most, "step")
-        self.begins: list[list[cp_model.IntVar]] = []
-        self.machines: dict[object, list[cp_model.IntervalVar]] = {}  # one thing at a time, by rank or by link
+        self.step = self.cp.new_int_var(0, max_step, "step")
+        self.begins: list[list[cp_model.IntVar]] = []  # [3 * stages][micro-batches]
+        self.machines: dict[object, list[cp_model.IntervalVar]] = {}  # by rank or link: intervals that must not overlap
 
     def build(self, hint: Orders) -> None:
         self.add_actions(hint)
@@ -110,24 +117,24 @@ class _Model:
         self.cp.minimize(self.step)
 
     def end(self, code: int, k: int) -> "cp_model.LinearExpr":
-        return self.begins[code][k] + self.problem.ns[code]
+        return self.begins[code][k] + self.problem.action_ns[code]
 
     def add_actions(self, hint: Orders) -> None:
-        """Every action between its head and its tail, micro-batches ascending, F before I before W."""
+        """Adds every action between its head and its tail, micro-batches ascending, F before I before W."""
         problem = self.problem
         heads, tails = heads_and_tails(problem)
         hinted = evaluate_order(problem, hint)
-        for code, ns in enumerate(problem.ns):
+        for code, ns in enumerate(problem.action_ns):
             stage, phase = divmod(code, 3)
             self.begins.append([])
             for k in range(problem.num_microbatches):
                 earliest = heads[stage][phase][k] - ns
-                latest = self.most - tails[stage][2 - phase][-1 - k]
-                begin = self.cp.new_int_var(0, self.most, f"{code}.{k}")
+                latest = self.max_step - tails[stage][2 - phase][-1 - k]
+                begin = self.cp.new_int_var(0, self.max_step, f"{code}.{k}")
                 self.cp.add_linear_constraint(begin, earliest, latest)
                 self.begins[code].append(begin)
                 if hinted is not None:
-                    self.cp.add_hint(begin, hinted[0][code][k])
+                    self.cp.add_hint(begin, hinted.begins_ns[code][k])
                 if k:
                     self.cp.add(begin >= self.end(code, k - 1))
                 if phase:
@@ -135,10 +142,10 @@ class _Model:
                 interval = self.cp.new_fixed_size_interval_var(begin, ns, f"run {code}.{k}")
                 self.machines.setdefault(problem.rank_of[stage], []).append(interval)
         if hinted is not None:
-            self.cp.add_hint(self.step, hinted[1])
+            self.cp.add_hint(self.step, hinted.step_ns)
 
     def add_transfers(self) -> None:
-        """The next stage waits for what it is sent; a transfer is a variable only where it can wait for something."""
+        """Adds the precedences between stages; a transfer is a variable only if it can wait for another."""
         problem = self.problem
         links = problem.links()
         for s in range(problem.num_stages - 1):
@@ -147,16 +154,18 @@ class _Model:
                 (3 * s + F, 3 * (s + 1) + F, (here, there), problem.send_ns[s]),
                 (3 * (s + 1) + I, 3 * s + I, (there, here), problem.return_ns[s]),
             ):
-                held = [rank for rank in link if ns and not problem.overlaps[rank]]
-                at_once = not held and len(links.get(link, ())) <= 1 and ns <= problem.ns[code]
+                blocked = [rank for rank in link if ns and not problem.overlaps_transfers[rank]]
+                # A transfer no longer than its sender's action has ended before the next one of its kind is ready.
+                never_waits = not blocked and len(links.get(link, ())) <= 1 and ns <= problem.action_ns[code]
                 for k in range(problem.num_microbatches):
-                    if at_once:
+                    if never_waits:
                         self.cp.add(self.begins[to][k] >= self.end(code, k) + ns)
                     else:
-                        self.add_transfer(code, to, k, ns, [link, *held])
+                        self.add_transfer(code, to, k, ns, [link, *blocked])
 
     def add_transfer(self, code: int, to: int, k: int, ns: int, machines: list[object]) -> None:
-        begin = self.cp.new_int_var(0, self.most, f"send {code}.{k}")
+        """Adds the transfer of micro-batch k from one code to another, which occupies its link and blocked devices."""
+        begin = self.cp.new_int_var(0, self.max_step, f"send {code}.{k}")
         self.cp.add(begin >= self.end(code, k))
         self.cp.add(self.begins[to][k] >= begin + ns)
         interval = self.cp.new_fixed_size_interval_var(begin, ns, f"sending {code}.{k}")
@@ -164,40 +173,44 @@ class _Model:
             self.machines.setdefault(machine, []).append(interval)
 
     def add_memory(self) -> None:
+        """Adds the memory limits: precedences if the number in flight decides, else a cumulative constraint."""
         problem = self.problem
         for rank in range(problem.num_ranks):
-            own = problem.stages_on(rank)
-            if len(own) == 1 and not problem.whole_bytes[own[0]]:
-                first, last, depth = 3 * own[0] + F, 3 * own[0] + W, problem.depth(own[0])
-                for k in range(depth, problem.num_microbatches):
-                    self.cp.add(self.begins[first][k] >= self.end(last, k - depth))
-            elif own:
-                self.add_room(rank, own)
+            stages = problem.stages_on(rank)
+            if len(stages) == 1 and not problem.weight_grad_stash_bytes[stages[0]]:
+                forward, weight_grad = 3 * stages[0] + F, 3 * stages[0] + W
+                max_in_flight = problem.max_in_flight(stages[0])
+                for k in range(max_in_flight, problem.num_microbatches):
+                    self.cp.add(self.begins[forward][k] >= self.end(weight_grad, k - max_in_flight))
+            elif stages:
+                self.add_cumulative_memory(rank, stages)
 
-    def add_room(self, rank: int, own: tuple[int, ...]) -> None:
-        """Stashes over time, for a device where their number alone does not say what it holds."""
+    def add_cumulative_memory(self, rank: int, stages: tuple[int, ...]) -> None:
+        """Adds stashes and workspaces over time, for a device whose memory their number alone does not give."""
         problem = self.problem
-        unit = -(-max(1, problem.room_bytes[rank]) // MAX_MEMORY_UNITS)
+        # Demands and the limit are rounded down: at most as tight as the real limit, so the model stays a relaxation.
+        unit = -(-max(1, problem.available_bytes[rank]) // MAX_MEMORY_UNITS)
         intervals, demands = [], []
-        for s in own:
+        for s in stages:
             for k in range(problem.num_microbatches):
-                for phase, num_bytes in ((F, problem.kept_bytes[s]), (I, problem.whole_bytes[s])):
-                    begin, size = self.begins[3 * s + phase][k], self.cp.new_int_var(0, self.most, "")
+                for phase, num_bytes in ((F, problem.stash_bytes[s]), (I, problem.weight_grad_stash_bytes[s])):
+                    begin, size = self.begins[3 * s + phase][k], self.cp.new_int_var(0, self.max_step, "")
                     intervals.append(self.cp.new_interval_var(begin, size, self.end(3 * s + W, k), ""))
                     demands.append(num_bytes // unit)
                 for phase in (F, I, W):
-                    begin, ns = self.begins[3 * s + phase][k], problem.ns[3 * s + phase]
+                    begin, ns = self.begins[3 * s + phase][k], problem.action_ns[3 * s + phase]
                     intervals.append(self.cp.new_fixed_size_interval_var(begin, ns, ""))
                     demands.append(problem.workspace_bytes[s] // unit)
-        self.cp.add_cumulative(intervals, demands, problem.room_bytes[rank] // unit)
+        self.cp.add_cumulative(intervals, demands, problem.available_bytes[rank] // unit)
 
     def orders(self, solver: "cp_model.CpSolver") -> Orders:
-        """Returns the solution's orders; actions of no length go before what begins with them, F first."""
+        """Returns a solution's orders; actions of no length go before those that begin at the same time, F first."""
         problem = self.problem
         codes: list[list[tuple[int, ...]]] = [[] for _ in range(problem.num_ranks)]
         for code, begins in enumerate(self.begins):
             stage, phase = divmod(code, 3)
             for begin in begins:
-                key = (solver.value(begin), int(problem.ns[code] > 0), phase, stage if phase == F else -stage, code)
+                direction = stage if phase == F else -stage
+                key = (solver.value(begin), int(problem.action_ns[code] > 0), phase, direction, code)
                 codes[problem.rank_of[stage]].append(key)
         return tuple(tuple(key[-1] for key in sorted(keys)) for keys in codes)

@@ -1,53 +1,62 @@
-"""The timeline of an order in a monotone problem: the judge's figures, from one pass over the actions."""
+"""Evaluates an order of a monotone problem: its timeline, equal to the simulator's, from one pass over the actions."""
+
+from dataclasses import dataclass
 
 from bapipe.planner.action_order.problem import OrderProblem, Orders
 
-Clock = tuple[list[list[int]], int]
-"""The beginnings of each code's actions, and the step time."""
+
+@dataclass(frozen=True, slots=True)
+class OrderTiming:
+    """When the actions of an order begin, by code and then micro-batch, and how long the step takes."""
+
+    begins_ns: list[list[int]]  # [3 * stages][micro-batches]
+    step_ns: int
 
 
-def evaluate_order(problem: OrderProblem, orders: Orders) -> Clock | None:
-    """Returns when everything begins and how long the step takes, or None where the order deadlocks.
+def evaluate_order(problem: OrderProblem, orders: Orders) -> OrderTiming | None:
+    """Returns the timeline in which everything starts as early as possible, None if the order deadlocks.
 
-    Equals the judge's where `problem.monotone`. Every transfer is taken to have a link of its own. O(n) for n actions.
+    Equals the simulator's if `problem.is_monotone`: every kind of transfer is assumed to have its own link, so a
+    transfer waits only for the one before it of its kind. Runs each device until it needs an input that has not been
+    sent yet, and continues it when that is. O(n) for n actions.
     """
-    begins: list[list[int]] = [[] for _ in problem.ns]
-    rank_of, ns, last = problem.rank_of, problem.ns, problem.num_stages - 1
-    arrived: list[list[int]] = [[] for _ in ns]  # when the k-th input of a code is here
-    link_free = [0] * len(ns)  # when the link behind a code is free
-    done = [0] * len(ns)
-    places, now = [0] * len(orders), [0] * len(orders)
-    waiting = [rank for rank, codes in enumerate(orders) if codes]
-    while waiting:
-        rank = waiting.pop()
-        codes, place, time = orders[rank], places[rank], now[rank]
-        for code in codes[place:]:
+    begins: list[list[int]] = [[] for _ in problem.action_ns]
+    rank_of, action_ns, last = problem.rank_of, problem.action_ns, problem.num_stages - 1
+    arrived: list[list[int]] = [[] for _ in action_ns]  # by code: when its k-th input arrives
+    link_free = [0] * len(action_ns)  # by sending code: when its link is free
+    num_received = [0] * len(action_ns)  # by code: inputs used so far
+    positions, now = [0] * len(orders), [0] * len(orders)  # by rank: the next action, and the time
+    runnable = [rank for rank, codes in enumerate(orders) if codes]
+    while runnable:
+        rank = runnable.pop()
+        codes, position, time = orders[rank], positions[rank], now[rank]
+        for code in codes[position:]:
             stage, phase = divmod(code, 3)
-            if phase == 2:
+            if phase == 2:  # W: its I came before it on this device, and nothing waits for it
                 begins[code].append(time)
-                time += ns[code]
-                place += 1
+                time += action_ns[code]
+                position += 1
                 continue
-            to = code + 3 if phase == 0 else code - 3
-            if stage != (last if phase else 0):
-                k = done[code]
+            if stage != (last if phase else 0):  # the first stage's F and the last stage's I receive nothing
+                k = num_received[code]
                 if k >= len(arrived[code]):
-                    break
+                    break  # not sent yet
                 if arrived[code][k] > time:
                     time = arrived[code][k]
-                done[code] = k + 1
+                num_received[code] = k + 1
             begins[code].append(time)
-            time += ns[code]
-            place += 1
+            time += action_ns[code]
+            position += 1
             if stage != (0 if phase else last):
+                consumer = code - 3 if phase else code + 3
                 transfer = problem.return_ns[stage - 1] if phase else problem.send_ns[stage]
-                here = time
+                arrival = time
                 if transfer:
-                    here = link_free[code] = max(time, link_free[code]) + transfer
-                arrived[to].append(here)
-                if rank_of[to // 3] != rank:
-                    waiting.append(rank_of[to // 3])
-        places[rank], now[rank] = place, time
-    if any(place < len(codes) for place, codes in zip(places, orders, strict=True)):
+                    arrival = link_free[code] = max(time, link_free[code]) + transfer
+                arrived[consumer].append(arrival)
+                if rank_of[consumer // 3] != rank:
+                    runnable.append(rank_of[consumer // 3])
+        positions[rank], now[rank] = position, time
+    if any(position < len(codes) for position, codes in zip(positions, orders, strict=True)):
         return None
-    return begins, max(time + problem.update_ns[rank] for rank, time in enumerate(now))
+    return OrderTiming(begins, max(time + problem.update_ns[rank] for rank, time in enumerate(now)))

@@ -1,4 +1,4 @@
-"""Joins I and W back into B where that costs nothing: B takes no longer, and a runtime has one call less to make."""
+"""Fuses adjacent I and W into one B if the step does not get longer: a runtime then has one call fewer to make."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,46 +9,50 @@ from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage
 
 Pair = tuple[int, int]
-"""The rank and the place of an I that its own W follows at once."""
+"""The rank and the position of an I that is immediately followed by the W of its micro-batch."""
 
 
 def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Schedule:
-    """Returns the schedule with B for as many adjacent I and W as a search by halves finds, its step no longer.
+    """Returns the schedule with B for as many adjacent pairs of I and W as bisection finds, its step no longer.
 
-    Memory does not grow: I and W with nothing between hold what B holds, and what I leaves for W. At most two
-    judgements a pair.
+    A B can delay the step, because its gradient is sent after its W. Pairs are fused all together if the step allows
+    it, else each half of them is tried in turn on top of what has been fused. At most two simulations per pair.
+
+    Memory does not grow: I and W with nothing between them hold what B holds, and what I leaves for W.
     """
-    most_ns = simulate_schedule(schedule, stages, cluster).step_ns
-    joined: set[Pair] = set()
-    groups = [_pairs(schedule)]
+    max_step_ns = simulate_schedule(schedule, stages, cluster).step_ns
+    fused: set[Pair] = set()
+    groups = [_adjacent_pairs(schedule)]
     while groups:
         group = groups.pop()
         if not group:
             continue
-        if simulate_schedule(_with(schedule, joined | set(group)), stages, cluster).step_ns <= most_ns:
-            joined |= set(group)
+        if simulate_schedule(_fuse(schedule, fused | set(group)), stages, cluster).step_ns <= max_step_ns:
+            fused |= set(group)
         elif len(group) > 1:
             half = len(group) // 2
             groups += [group[half:], group[:half]]
-    return _with(schedule, joined)
+    return _fuse(schedule, fused)
 
 
-def _pairs(schedule: Schedule) -> list[Pair]:
+def _adjacent_pairs(schedule: Schedule) -> list[Pair]:
     return [
-        (rank, place)
+        (rank, position)
         for rank, actions in enumerate(schedule.order)
-        for place in range(len(actions) - 1)
-        if actions[place].phase is Phase.INPUT_GRAD
-        and actions[place + 1] == actions[place]._replace(phase=Phase.WEIGHT_GRAD)
+        for position in range(len(actions) - 1)
+        if actions[position].phase is Phase.INPUT_GRAD
+        and actions[position + 1] == actions[position]._replace(phase=Phase.WEIGHT_GRAD)
     ]
 
 
-def _with(schedule: Schedule, joined: set[Pair]) -> Schedule:
-    def rank(number: int, actions: Sequence[Action]) -> tuple[Action, ...]:
+def _fuse(schedule: Schedule, fused: set[Pair]) -> Schedule:
+    """Returns the schedule with B in place of each I of `fused`, and without the W that follows it."""
+
+    def fuse_rank(rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
         return tuple(
-            action._replace(phase=Phase.BACKWARD) if (number, place) in joined else action
-            for place, action in enumerate(actions)
-            if (number, place - 1) not in joined
+            action._replace(phase=Phase.BACKWARD) if (rank, position) in fused else action
+            for position, action in enumerate(actions)
+            if (rank, position - 1) not in fused
         )
 
-    return replace(schedule, order=tuple(rank(number, actions) for number, actions in enumerate(schedule.order)))
+    return replace(schedule, order=tuple(fuse_rank(rank, actions) for rank, actions in enumerate(schedule.order)))

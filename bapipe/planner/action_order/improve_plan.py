@@ -1,4 +1,9 @@
-"""From the best plan of the named schedules to the best order found for its stages, and for stages near them."""
+"""Improves a plan by its order: the best order found for its stages, and for stages with a layer moved.
+
+A local search over partitions, around the order search: the neighbours of a partition move one layer over one cut. A
+neighbour is searched only if its lower bound is below the best step so far, the lowest bound first, and the search
+continues from the first neighbour that is faster.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,8 +22,7 @@ from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 
 SEARCH = "search"
-"""What a plan whose order was searched calls its schedule."""
-
+"""The schedule name of a plan whose order was searched."""
 
 EFFORT_SHARE_PER_PARTITION = 0.1
 """Effort spent on each neighbouring partition, as a share of that for the plan's own stages, which comes on top."""
@@ -27,50 +31,57 @@ EFFORT_SHARE_PER_PARTITION = 0.1
 def improve_plan(
     plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int], effort: float, *, may_move: bool = True
 ) -> Plan:
-    """Returns the plan with the fastest order found for its stages or stages near them, itself where none is faster.
+    """Returns the plan with the fastest order found for its stages or neighbouring ones; itself if none is faster.
 
-    First the order of the plan's own stages is searched. Then, if it `may_move` and while effort is left, one layer
-    moves from a stage to the next or back: of the cuts so made, those whose bound lies below the best step are
-    searched, lowest bound first, and the first faster one is where the search goes on. It starts from every named
-    schedule that suits the stages. Where devices run forward and backward side by side nothing is searched: no search
-    knows of their lanes.
+    Each order search starts from every named schedule that suits the stages. Nothing is searched if devices run forward
+    and backward side by side, because the order problem has one lane per device.
+
+    Args:
+        limits: what each device may hold.
+        effort: of the search for the plan's own stages; see `search_order`. Neighbouring partitions get a share each.
+        may_move: whether layers may move between stages.
     """
     if any(device.side_by_side for device in plan.cluster.devices):
         return plan
-    best = _Cut(plan.stages, plan, profiles)
-    found = best.search(limits, effort)
-    seen, left = {plan.stages}, round(1 / EFFORT_SHARE_PER_PARTITION) if may_move else 0
-    while left:
-        near = [_Cut(stages, plan, profiles) for stages in _near(best.stages, profiles) if stages not in seen]
-        hopeful = sorted((bound_ns, i) for i, cut in enumerate(near) for bound_ns in [cut.bound_ns(limits)] if bound_ns)
+    best = _Partition(plan.stages, plan, profiles)
+    solution = best.search(limits, effort)
+    searched, searches_left = {plan.stages}, round(1 / EFFORT_SHARE_PER_PARTITION) if may_move else 0
+    while searches_left:
+        neighbours = [
+            _Partition(stages, plan, profiles)
+            for stages in _neighbours(best.stages, profiles)
+            if stages not in searched
+        ]
+        bounds = [(partition.bound_ns(limits), i) for i, partition in enumerate(neighbours)]
         faster = None
-        for bound_ns, i in hopeful:
-            if not left or found.step_ns is None or bound_ns >= found.step_ns:
-                break
-            left -= 1
-            seen.add(near[i].stages)
-            other = near[i].search(limits, EFFORT_SHARE_PER_PARTITION * effort)
-            if other.step_ns is not None and other.step_ns < found.step_ns:
-                faster = near[i], other
+        for bound_ns, i in sorted((bound_ns, i) for bound_ns, i in bounds if bound_ns):
+            if not searches_left or solution.step_ns is None or bound_ns >= solution.step_ns:
+                break  # bounds ascend: no later neighbour can be faster either
+            searches_left -= 1
+            searched.add(neighbours[i].stages)
+            other = neighbours[i].search(limits, EFFORT_SHARE_PER_PARTITION * effort)
+            if other.step_ns is not None and other.step_ns < solution.step_ns:
+                faster = neighbours[i], other
                 break
         if faster is None:
-            break
-        best, found = faster
-    return _planned(plan, best, found, len(seen) - 1)
+            break  # a local optimum
+        best, solution = faster
+    return _with_solution(plan, best, solution, len(searched) - 1)
 
 
-class _Cut:
-    """Stages in place of a plan's own, and what they cost."""
+class _Partition:
+    """A partition of the layers for the devices of a plan, and what its stages cost."""
 
     def __init__(self, stages: tuple[StagePlan, ...], plan: Plan, profiles: Mapping[str, ModelProfile]) -> None:
         self.stages, self.table, self.cluster = stages, plan.table, plan.cluster
         self.costs = build_stages(stages, profiles, plan.cluster, plan.microbatch_size)
 
     def bound_ns(self, limits: Sequence[int]) -> int | None:
-        """Returns what no order of these stages beats, None where none fits."""
+        """Returns a lower bound on the step of every order of these stages, None if none fits in memory."""
         devices, num = self.table.devices, self.table.num_microbatches
-        held = peak_memory(sequential_schedule(devices, num, len(limits)), self.costs)
-        if any(memory.total > limit for memory, limit in zip(held, limits, strict=True)):
+        # No table needs less memory than the sequential schedule.
+        peaks = peak_memory(sequential_schedule(devices, num, len(limits)), self.costs)
+        if any(peak.total > limit for peak, limit in zip(peaks, limits, strict=True)):
             return None
         return lower_bound_ns(order_problem(self.costs, devices, self.cluster, num, limits))
 
@@ -81,13 +92,13 @@ class _Cut:
             self.cluster,
             num_microbatches=self.table.num_microbatches,
             memory_bytes=limits,
-            start=[self.table, *_suitable(self.table)],
+            start=[self.table, *_named_schedules_for(self.table)],
             effort=effort,
         )
 
 
-def _near(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfile]) -> Iterator[tuple[StagePlan, ...]]:
-    """Yields the stages with one layer moved over a boundary; layers that share parameters stay together."""
+def _neighbours(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfile]) -> Iterator[tuple[StagePlan, ...]]:
+    """Yields the stages with one layer moved over a cut; layers that share parameters stay together."""
     shares = {layer.name: set(layer.shares) for layer in next(iter(profiles.values())).layers}
     for s in range(len(stages) - 1):
         here, there = stages[s].layers, stages[s + 1].layers
@@ -103,40 +114,42 @@ def _near(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfile]) -
                 yield (*stages[:s], *pair, *stages[s + 2 :])
 
 
-def _planned(plan: Plan, best: _Cut, found: OrderSolution, num_others: int) -> Plan:
-    assert found.schedule is not None
-    assert found.step_ns is not None
-    assert found.lower_bound_ns is not None
-    if found.step_ns >= plan.prediction.step_ns:
+def _with_solution(plan: Plan, best: _Partition, solution: OrderSolution, num_others: int) -> Plan:
+    """Returns the plan with the stages and the order found, itself if they are not faster."""
+    assert solution.schedule is not None
+    assert solution.step_ns is not None
+    assert solution.lower_bound_ns is not None
+    if solution.step_ns >= plan.prediction.step_ns:
         return plan
     before = plan.prediction
-    same = best.stages == plan.stages
+    is_same = best.stages == plan.stages
     named = Alternative(
         name=plan.schedule,
         step_ns=before.step_ns,
         peak_bytes=max(rank.peak_bytes for rank in before.ranks),
         feasible=True,
-        why_not=f"{before.step_ns / found.step_ns - 1:.1%} slower, with {'the same' if same else 'other'} stages",
+        why_not=f"{before.step_ns / solution.step_ns - 1:.1%} slower, with {'the same' if is_same else 'other'} stages",
     )
-    whence = "the stages are" if same else "the stages were made, a layer at a time, from"
+    origin = "the stages are" if is_same else "the stages were made, a layer at a time, from"
     return msgspec.structs.replace(
         plan,
         schedule=SEARCH,
         stages=best.stages,
-        order=tuple(tuple(map(str, actions)) for actions in found.schedule.order),
-        prediction=simulate_schedule(found.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
+        order=tuple(tuple(map(str, actions)) for actions in solution.schedule.order),
+        prediction=simulate_schedule(solution.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
         certificate=certify(
-            found.step_ns,
-            found.lower_bound_ns,
-            f"every order of F, B, I and W for these stages; {whence} the best for {plan.schedule}, chosen from "
+            solution.step_ns,
+            solution.lower_bound_ns,
+            f"every order of F, B, I and W for these stages; {origin} the best for {plan.schedule}, chosen from "
             f"{plan.certificate.space}; orders were searched for {num_others} other cuts too",
         ),
         alternatives=(named,),
     )
 
 
-def _suitable(table: Schedule) -> list[Schedule]:
-    """The named schedules for the same stages on the same devices."""
+def _named_schedules_for(table: Schedule) -> list[Schedule]:
+    """Returns the named schedules whose stages run on the same devices as a table's."""
     ranks = list(dict.fromkeys(devices[0] for devices in table.devices))
-    made = (permute_ranks(build(len(ranks), table.num_microbatches), ranks, len(table.order)) for build in ALL.values())
-    return [schedule for schedule in made if schedule.devices == table.devices]
+    built = (build(len(ranks), table.num_microbatches) for build in ALL.values())
+    placed = (permute_ranks(schedule, ranks, len(table.order)) for schedule in built)
+    return [schedule for schedule in placed if schedule.devices == table.devices]

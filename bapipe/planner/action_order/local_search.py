@@ -1,7 +1,8 @@
-"""Local improvement of an order: moves single actions along their device, worse steps allowed less and less.
+"""Local search for an order: moves single actions along their device by threshold accepting.
 
-Threshold accepting (Dueck and Scheuer 1990): a move is kept unless it makes the step longer by more than a threshold
-that falls to nothing. Random numbers come from the seed alone, so the same call gives the same order.
+Threshold accepting (Dueck and Scheuer 1990) is simulated annealing without probabilities: a move is accepted unless it
+makes the step longer by more than a threshold, and the threshold falls to zero. Random numbers come from the seed
+alone, so the same call gives the same order.
 """
 
 from collections.abc import Callable
@@ -9,8 +10,11 @@ from random import Random
 
 from bapipe.planner.action_order.problem import OrderProblem, Orders
 
-REACH = 12
-"""Places an action moves at most."""
+MAX_SHIFT = 12
+"""The furthest that one move shifts an action, in positions of its device's order."""
+
+MAX_THRESHOLD_SHARE = 32
+"""The first threshold is the longest action divided by this."""
 
 
 def threshold_accepting(
@@ -22,9 +26,10 @@ def threshold_accepting(
     num_trials: int,
     seed: int,
 ) -> Orders:
-    """Returns the fastest order met in `num_trials` moves from a given one, which must fit and not deadlock.
+    """Returns the fastest order seen in `num_trials` moves from a given one, which must fit and not deadlock.
 
-    Stops at once when a step takes `goal_ns`. Two rounds, the second from the best order of the first.
+    Stops at once when a step takes `goal_ns`, a lower bound. Two rounds of half the trials each, the second from the
+    best order of the first.
     """
     random = Random(seed)
     best, best_ns = orders, step_ns(orders)
@@ -32,29 +37,28 @@ def threshold_accepting(
     ranks = [rank for rank, codes in enumerate(orders) if len(codes) > 1]
     if not ranks:
         return best
-    widest_ns, num_moves = max(problem.ns) // 32, max(1, num_trials // 2)
+    max_threshold_ns, num_moves = max(problem.action_ns) // MAX_THRESHOLD_SHARE, max(1, num_trials // 2)
     for _ in range(2):
-        now, now_ns = best, best_ns
-        for left in range(num_moves, 0, -1):
+        current, current_ns = best, best_ns
+        for moves_left in range(num_moves, 0, -1):
             if best_ns <= goal_ns:
                 return best
-            moved = _move(problem, now, random.choice(ranks), random)
-            if moved is None or (moved_ns := step_ns(moved)) is None:
+            neighbour = _neighbour(problem, current, random.choice(ranks), random)
+            if neighbour is None or (neighbour_ns := step_ns(neighbour)) is None:
                 continue
-            if moved_ns <= now_ns + widest_ns * left // num_moves:
-                now, now_ns = moved, moved_ns
-                if now_ns < best_ns:
-                    best, best_ns = now, now_ns
+            if neighbour_ns <= current_ns + max_threshold_ns * moves_left // num_moves:
+                current, current_ns = neighbour, neighbour_ns
+                if current_ns < best_ns:
+                    best, best_ns = current, current_ns
     return best
 
 
-def _move(problem: OrderProblem, orders: Orders, rank: int, random: Random) -> Orders | None:
-    """Returns the orders with one action of a device elsewhere, None where that breaks the sequence or the memory."""
+def _neighbour(problem: OrderProblem, orders: Orders, rank: int, random: Random) -> Orders | None:
+    """Returns the orders with one action of a device moved, None if that breaks the phase order or the memory limit."""
     codes = list(orders[rank])
-    here = random.randrange(len(codes))
-    there = min(max(here + random.choice([-1, 1]) * random.randint(1, REACH), 0), len(codes) - 1)
-    code = codes.pop(here)
-    codes.insert(there, code)
-    if not problem.in_sequence(codes) or not problem.rank_fits(rank, codes):
+    source = random.randrange(len(codes))
+    target = min(max(source + random.choice([-1, 1]) * random.randint(1, MAX_SHIFT), 0), len(codes) - 1)
+    codes.insert(target, codes.pop(source))
+    if not problem.is_phase_ordered(codes) or not problem.rank_fits(rank, codes):
         return None
     return (*orders[:rank], tuple(codes), *orders[rank + 1 :])

@@ -1,17 +1,20 @@
-"""One question to the searches of an order: fixed stages, one device each, as plain integers.
+"""The action order problem: fixed stages, one device each, as plain integers.
 
 An order is written as codes, `3 * stage + phase` with F, I, W = 0, 1, 2: the k-th F of a stage is that of micro-batch
-k, and so are its k-th I and W. Micro-batches cost the same, so nothing is lost by it. Take the timeline of any legal
-table, read a B as I with W right behind it and its gradient sent late, and rename: on every stage the k-th F, I and W
-and the k-th transfer each way become those of micro-batch k. Every action keeps its slot. If each F waited for its own
-transfer, then k transfers had arrived before the k-th F began, so the k-th arrival is early enough; the same holds of a
-transfer and its action, I and F, I and I one stage on, W and I. What a device holds at any time is a count of F, I and
-W begun and ended, which renaming does not change. So the renamed timeline keeps the judge's rules but for one: its
-transfers and actions may wait where the judge's do not.
+k, and so are its k-th I and W.
 
-That last rule matters only where waiting can pay. Where every device overlaps transfers and no two cuts, nor the two
-directions of one cut, share a link, the judge starts everything at the earliest time of any timeline with these orders:
-such a problem is `monotone`, and its best order of codes is its best table.
+*Renaming lemma.* Because micro-batches cost the same, it is enough to search orders in which every stage runs them in
+ascending order. Take the timeline of any legal table, read each B as an I immediately followed by its W (its gradient
+is sent after the W), and rename: on every stage the k-th F, I and W, and the k-th transfer in each direction, become
+those of micro-batch k. No action changes its start time. Dependencies still hold: each F waited for its own transfer,
+so k transfers had arrived before the k-th F began, hence the k-th arrival is early enough; the same argument covers a
+transfer and the action that sends it, F and I, I of a stage and I of the stage before, and I and W. Memory is the same:
+what a device holds depends only on how many F, I and W have begun and ended. So the renamed timeline keeps every rule
+of the simulator but one: its actions and transfers may be idle when the simulator would start them at once.
+
+That last rule matters only if idling can pay. If every device overlaps transfers and no two cuts, nor the two
+directions of one cut, share a link, the simulator starts everything at the earliest time of any timeline with these
+orders. Such a problem is *monotone*, and its best order of codes is its best table.
 """
 
 from collections.abc import Sequence
@@ -26,38 +29,39 @@ F, I, W = 0, 1, 2  # noqa: E741
 PHASES = (Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
 
 Orders = tuple[tuple[int, ...], ...]
-"""Codes by rank."""
+"""The codes that each rank runs, in order; [ranks][actions of the rank]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderProblem:
-    """The stages of a pipeline and what bounds their order.
+    """The stages of a pipeline and what constrains their order.
 
     Attributes:
         rank_of: the device of each stage.
-        num_ranks: devices of the cluster, those without a stage too.
-        ns: the time of each code.
-        send_ns, return_ns: transfers of a micro-batch from each stage to the next, and back; 0 for the last stage.
+        num_ranks: devices of the cluster, including those without a stage.
+        action_ns: the time of one action of each code; [3 * stages].
+        send_ns, return_ns: transfer of a micro-batch from each stage to the next, and back; 0 for the last stage.
         update_ns: by rank, the updates after its last action.
-        kept_bytes: by stage, held from F to the end of W.
-        whole_bytes: by stage, held from I to the end of W besides: what I leaves, and a whole stash with recompute.
-        workspace_bytes: by stage, held while an action runs.
-        room_bytes: by rank, what is left for the three above.
-        overlaps: by rank, whether it computes while it transfers.
+        stash_bytes: by stage, held per micro-batch from the start of F to the end of W.
+        weight_grad_stash_bytes: by stage, held in addition from the start of I to the end of W: what I leaves for W,
+            and with recomputation the full stash.
+        workspace_bytes: by stage, held while one of its actions runs.
+        available_bytes: by rank, what its memory has left for the three above.
+        overlaps_transfers: by rank, whether it computes while it transfers.
     """
 
     rank_of: tuple[int, ...]
     num_ranks: int
     num_microbatches: int
-    ns: tuple[int, ...]
+    action_ns: tuple[int, ...]
     send_ns: tuple[int, ...]
     return_ns: tuple[int, ...]
     update_ns: tuple[int, ...]
-    kept_bytes: tuple[int, ...]
-    whole_bytes: tuple[int, ...]
+    stash_bytes: tuple[int, ...]
+    weight_grad_stash_bytes: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
-    room_bytes: tuple[int, ...]
-    overlaps: tuple[bool, ...]
+    available_bytes: tuple[int, ...]
+    overlaps_transfers: tuple[bool, ...]
 
     @property
     def num_stages(self) -> int:
@@ -69,10 +73,10 @@ class OrderProblem:
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a device, ascending."""
-        return tuple(s for s, own in enumerate(self.rank_of) if own == rank)
+        return tuple(s for s, device in enumerate(self.rank_of) if device == rank)
 
     def links(self) -> dict[tuple[int, int], list[tuple[int, bool]]]:
-        """Returns (sending stage, is forward) of the transfers of each ordered pair of devices."""
+        """Returns (sending stage, is forward) of the kinds of transfers on each link, an ordered pair of devices."""
         links: dict[tuple[int, int], list[tuple[int, bool]]] = {}
         for s in range(self.num_stages - 1):
             here, there = self.rank_of[s], self.rank_of[s + 1]
@@ -83,42 +87,43 @@ class OrderProblem:
         return links
 
     @property
-    def monotone(self) -> bool:
-        """Whether waiting never pays: every transfer has a link of its own and leaves its devices free."""
+    def is_monotone(self) -> bool:
+        """Whether idling never pays: each kind of transfer has its own link, and does not block its devices."""
         links = self.links()
         return all(len(kinds) == 1 for kinds in links.values()) and all(
-            self.overlaps[rank] for link in links for rank in link
+            self.overlaps_transfers[rank] for link in links for rank in link
         )
 
-    def depth(self, stage: int) -> int:
-        """Returns how many micro-batches a stage alone on its device can have between F and the end of W."""
-        kept = self.kept_bytes[stage]
-        if kept == 0:
+    def max_in_flight(self, stage: int) -> int:
+        """Returns how many micro-batches a stage that is alone on its device can have between F and the end of W."""
+        stash = self.stash_bytes[stage]
+        if stash == 0:
             return self.num_microbatches
-        room = self.room_bytes[self.rank_of[stage]] - self.whole_bytes[stage] - self.workspace_bytes[stage]
-        return min(self.num_microbatches, room // kept)
+        # While an I or W runs, its micro-batch holds both stashes and the workspace, every other one the first stash.
+        fixed = self.weight_grad_stash_bytes[stage] + self.workspace_bytes[stage]
+        return min(self.num_microbatches, (self.available_bytes[self.rank_of[stage]] - fixed) // stash)
 
     def fits(self, orders: Orders) -> bool:
-        """Whether every device keeps within its room, by the judge's rules. O(n) for n actions."""
+        """Whether every device stays within its memory, by the simulator's rules. O(n) for n actions."""
         return all(self.rank_fits(rank, codes) for rank, codes in enumerate(orders))
 
     def rank_fits(self, rank: int, codes: Sequence[int]) -> bool:
-        """Whether one device keeps within its room."""
-        held, room = 0, self.room_bytes[rank]
+        """Whether one device stays within its memory."""
+        held = 0
         for code in codes:
             stage, phase = divmod(code, 3)
             if phase == F:
-                held += self.kept_bytes[stage]
+                held += self.stash_bytes[stage]
             elif phase == I:
-                held += self.whole_bytes[stage]
-            if held + self.workspace_bytes[stage] > room:
+                held += self.weight_grad_stash_bytes[stage]
+            if held + self.workspace_bytes[stage] > self.available_bytes[rank]:
                 return False
             if phase == W:
-                held -= self.kept_bytes[stage] + self.whole_bytes[stage]
+                held -= self.stash_bytes[stage] + self.weight_grad_stash_bytes[stage]
         return True
 
-    def in_sequence(self, codes: Sequence[int]) -> bool:
-        """Whether every I comes after its F and every W after its I."""
+    def is_phase_ordered(self, codes: Sequence[int]) -> bool:
+        """Whether on one device every I comes after its F, and every W after its I."""
         done = [0] * (3 * self.num_stages)
         for code in codes:
             if code % 3 and done[code] >= done[code - 1]:
@@ -140,7 +145,7 @@ class OrderProblem:
 
 
 def orders_of(schedule: Schedule) -> Orders:
-    """Returns a schedule as codes, its micro-batches renamed as the head of this file says."""
+    """Returns a schedule as codes: its micro-batches are renamed (renaming lemma), its B read as I and W."""
     codes = {Phase.FORWARD: (F,), Phase.BACKWARD: (I, W), Phase.INPUT_GRAD: (I,), Phase.WEIGHT_GRAD: (W,)}
     return tuple(
         tuple(3 * action.stage + phase for action in actions for phase in codes[action.phase])
@@ -149,10 +154,10 @@ def orders_of(schedule: Schedule) -> Orders:
 
 
 def sequential_schedule(devices: tuple[tuple[int, ...], ...], num_microbatches: int, num_ranks: int) -> Schedule:
-    """Returns the table that ends every micro-batch before the next; no table needs less memory on any device.
+    """Returns the table that runs one micro-batch after another; no table needs less memory on any device.
 
-    While a stage runs F or B of a micro-batch, every table holds what the earlier stages on the same device keep of
-    that micro-batch, since their backward is yet to come. This table holds that and nothing else.
+    While a stage runs F or B of a micro-batch, every table holds the stashes of that micro-batch of the earlier stages
+    on the same device, because their backward comes later. This table holds those and nothing else.
     """
     order: list[list[Action]] = [[] for _ in range(num_ranks)]
     for microbatch in range(num_microbatches):
@@ -170,7 +175,7 @@ def order_problem(
     num_microbatches: int,
     memory_bytes: Sequence[int],
 ) -> OrderProblem:
-    """Returns the question for stages of one device each.
+    """Returns the problem for stages of one device each.
 
     Raises:
         ValueError: a stage with several devices, devices that run side by side, or lists whose lengths do not match.
@@ -186,6 +191,7 @@ def order_problem(
     if any(device.side_by_side for device in cluster.devices):
         raise ValueError("an order is searched for devices that run one action at a time")
     rank_of = tuple(replicas[0] for replicas in devices)
+    # What the sequential schedule holds besides stashes and workspace is held under every order.
     fixed = peak_memory(sequential_schedule(devices, num_microbatches, num_ranks), stages)
     costs = [stage.costs[0] for stage in stages]
 
@@ -198,41 +204,43 @@ def order_problem(
         rank_of=rank_of,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        ns=tuple(ns for cost in costs for ns in (cost.forward_ns, cost.input_grad_ns, cost.weight_grad_ns)),
+        action_ns=tuple(ns for cost in costs for ns in (cost.forward_ns, cost.input_grad_ns, cost.weight_grad_ns)),
         send_ns=(*(transfer(s, s + 1, stages[s].send_bytes) for s in inner), 0),
         return_ns=(*(transfer(s + 1, s, stages[s].grad_bytes) for s in inner), 0),
         update_ns=tuple(
-            sum(cost.update_ns for cost, own in zip(costs, rank_of, strict=True) if own == rank)
+            sum(cost.update_ns for cost, device in zip(costs, rank_of, strict=True) if device == rank)
             for rank in range(num_ranks)
         ),
-        kept_bytes=tuple(_kept_bytes(s, stages) for s in range(len(stages))),
-        whole_bytes=tuple(
+        stash_bytes=tuple(_stash_bytes(s, stages) for s in range(len(stages))),
+        weight_grad_stash_bytes=tuple(
             (cost.stash_bytes if stage.recompute else 0) + cost.gradient_stash_bytes
             for stage, cost in zip(stages, costs, strict=True)
         ),
         workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
-        room_bytes=tuple(
+        available_bytes=tuple(
             memory_bytes[rank] - (held.params + held.gradients + held.optimizer + held.buffers)
             for rank, held in enumerate(fixed)
         ),
-        overlaps=tuple(device.overlaps_transfers for device in cluster.devices),
+        overlaps_transfers=tuple(device.overlaps_transfers for device in cluster.devices),
     )
 
 
 def relaxation(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
-    """Returns the problem whose I and W take no longer, and hold no more, than the B of the same stage.
+    """Returns a relaxation: I and W of a stage together take no longer, and hold no more, than its B.
 
-    A table that uses B where that is shorter or needs less is no faster than one of this problem's.
+    For every table with B, I and W there is an order of the relaxation that is at least as fast and fits, so a lower
+    bound on the relaxation holds for tables that run B as one action too.
     """
     ns: list[int] = []
     for cost in (stage.costs[0] for stage in stages):
         input_grad_ns = min(cost.input_grad_ns, cost.backward_ns)
         ns += [cost.forward_ns, input_grad_ns, cost.min_backward_ns - input_grad_ns]
-    whole_bytes = tuple(stage.costs[0].stash_bytes if stage.recompute else 0 for stage in stages)
-    return replace(problem, ns=tuple(ns), whole_bytes=whole_bytes)
+    weight_grad_stash_bytes = tuple(stage.costs[0].stash_bytes if stage.recompute else 0 for stage in stages)
+    return replace(problem, action_ns=tuple(ns), weight_grad_stash_bytes=weight_grad_stash_bytes)
 
 
-def _kept_bytes(s: int, stages: Sequence[Stage]) -> int:
+def _stash_bytes(s: int, stages: Sequence[Stage]) -> int:
+    """A recomputed stage keeps only its input, which the stage before sent; the first reads it from the data."""
     if not stages[s].recompute:
         return stages[s].costs[0].stash_bytes
     return stages[s - 1].send_bytes if s > 0 else 0

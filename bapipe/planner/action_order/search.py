@@ -1,4 +1,8 @@
-"""The searched order: fixed stages, and the order of F, I, W on every device that makes the judged step shortest."""
+"""Searches the order of F, I and W on every device that minimises the simulated step, for fixed stages.
+
+List scheduling gives a start, threshold accepting improves it, CP-SAT improves it further and raises the lower bound;
+the search stops as soon as the bound proves the order optimal.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -26,10 +30,13 @@ from bapipe.simulator.stage_cost import Stage
 
 _log = logging.getLogger(__name__)
 
-CLOCKED_ACTIONS = 400_000
-"""Actions timed by polishing in one unit of effort; `_JUDGED` times fewer where only the judge can tell."""
-_JUDGED = 8
-SOLVER_SHARE = 0.2
+ACTIONS_PER_EFFORT = 400_000
+"""Actions that threshold accepting evaluates in one unit of effort, if `evaluate_order` can evaluate them."""
+
+SIMULATION_COST = 8
+"""How many times longer the simulator takes for an action than `evaluate_order`."""
+
+SOLVER_TIME_PER_EFFORT = 0.2
 """CP-SAT's deterministic time in one unit of effort."""
 
 
@@ -39,7 +46,7 @@ class OrderSolution:
 
     Attributes:
         schedule: None where no order fits memory.
-        step_ns: its step time, by the judge; None without a schedule.
+        step_ns: its simulated step time; None without a schedule.
         lower_bound_ns: no legal table that fits is faster, whatever the order of its micro-batches and whether it uses
             B or I and W; None without a schedule.
     """
@@ -70,15 +77,14 @@ def search_order(
 ) -> OrderSolution:
     """Returns the fastest order found for stages of one device each; never slower than the fastest `start` that fits.
 
-    A list scheduler, local improvement, then CP-SAT where OR-tools is installed; without it the answer is that of the
-    first two. The search stops where its bound proves the order optimal. Backwards are split while it searches, since a
-    B is an I and a W that lets its gradient go late, and joined at the end where that costs no time.
+    Backwards are split during the search, because a B is an I and a W whose gradient is sent late, and fused again at
+    the end if that costs no time. Without OR-tools the solution is that of list scheduling and threshold accepting.
 
     Args:
         memory_bytes: what each device of the cluster may hold.
-        effort: how long to search, counted in work done and not in time, so the answer does not depend on the machine.
-            A unit is about a second on one core of 2020. The same arguments give the same answer under one version of
-            OR-tools, or none.
+        effort: how long to search, counted in work and not in time, so the solution does not depend on the machine. A
+            unit is about a second on one core of 2020. The same arguments give the same solution with one version of
+            OR-tools, or without it.
         use_solver: whether CP-SAT runs after the local search, if OR-tools is installed.
 
     Raises:
@@ -92,20 +98,20 @@ def search_order(
                 f"a start with devices {schedule.devices} and {schedule.num_microbatches} micro-batches; "
                 f"want {devices} and {num_microbatches}"
             )
-        search.offer(schedule)
-    in_turn = sequential_schedule(devices, num_microbatches, problem.num_ranks)
-    search.offer(in_turn)
-    if search.schedule is None:
+        search.try_incumbent(schedule)
+    sequential = sequential_schedule(devices, num_microbatches, problem.num_ranks)
+    search.try_incumbent(sequential)
+    if search.schedule is None:  # no table needs less memory than the sequential one
         return OrderSolution()
-    easier = relaxation(problem, stages)
-    search.bound_ns, search.bounded_by_solver = lower_bound_ns(easier), easier == problem
-    if problem.fits(orders_of(in_turn)):  # else I leaves more than there is room for, and only B fits
+    relaxed = relaxation(problem, stages)
+    search.bound_ns, search.solver_bound_holds = lower_bound_ns(relaxed), relaxed == problem
+    if problem.fits(orders_of(sequential)):  # else what I leaves for W does not fit, and only tables with B do
         search.run([orders_of(schedule) for schedule in start], effort, seed, use_solver)
     return OrderSolution(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=search.bound_ns)
 
 
 class _Search:
-    """The best table so far and the bound so far."""
+    """The incumbent and the lower bound."""
 
     def __init__(
         self,
@@ -117,24 +123,24 @@ class _Search:
     ) -> None:
         self.problem, self.stages, self.devices, self.cluster = problem, stages, devices, cluster
         self.memory_bytes = memory_bytes
-        self.monotone = problem.monotone
+        self.is_monotone = problem.is_monotone
         self.schedule: Schedule | None = None
         self.step_ns = 0
         self.bound_ns = 0
-        self.bounded_by_solver = True
+        self.solver_bound_holds = True
 
-    def offer(self, schedule: Schedule, or_equal: bool = False) -> None:
-        """Keeps a table that fits and is faster, or as fast where that is enough."""
+    def try_incumbent(self, schedule: Schedule, or_equal: bool = False) -> None:
+        """Keeps a table that fits in memory and is faster than the incumbent, or as fast if `or_equal`."""
         timeline = simulate_schedule(schedule, self.stages, self.cluster)
-        fits = all(held.total <= most for held, most in zip(timeline.memory, self.memory_bytes, strict=True))
+        fits = all(peak.total <= limit for peak, limit in zip(timeline.memory, self.memory_bytes, strict=True))
         if fits and (self.schedule is None or timeline.step_ns < self.step_ns + or_equal):
             self.schedule, self.step_ns = schedule, timeline.step_ns
 
-    def time(self, orders: Orders) -> int | None:
-        """Returns the step time by the judge's rules, None where the order deadlocks."""
-        if self.monotone:
-            timed = evaluate_order(self.problem, orders)
-            return timed[1] if timed else None
+    def step_time(self, orders: Orders) -> int | None:
+        """Returns the simulated step time, None if the order deadlocks."""
+        if self.is_monotone:
+            timing = evaluate_order(self.problem, orders)
+            return timing.step_ns if timing else None
         try:
             table = self.problem.table(self.devices, orders)
             program = compile_for_cluster(table, self.cluster)
@@ -144,58 +150,64 @@ class _Search:
         return max(ns + update_ns for ns, update_ns in zip(done, self.problem.update_ns, strict=True))
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
+        """Whether the incumbent attains the lower bound."""
         return self.step_ns <= self.bound_ns
 
     def run(self, start: Sequence[Orders], effort: float, seed: int, use_solver: bool) -> None:
-        if self.proven:
+        """Runs list scheduling, threshold accepting and CP-SAT, until the incumbent is proven optimal."""
+        if self.is_proven:
             return
         best = self.construct(start)
         best = self.improve(best, effort, seed)
-        if not self.proven and use_solver and cp_sat.is_installed():
+        if not self.is_proven and use_solver and cp_sat.is_installed():
             best = self.solve(best, effort, seed)
         assert self.schedule is not None
-        self.offer(fuse_backward(self.schedule, self.stages, self.cluster), or_equal=True)
+        self.try_incumbent(fuse_backward(self.schedule, self.stages, self.cluster), or_equal=True)
 
     def construct(self, start: Sequence[Orders]) -> Orders:
-        """Returns the fastest of the list scheduler's orders and those started from."""
+        """Returns the fastest of the list scheduler's orders and the given ones."""
         best, best_ns = None, None
         for orders in start:
             if (
                 self.problem.fits(orders)
-                and (ns := self.time(orders)) is not None
+                and (ns := self.step_time(orders)) is not None
                 and (best_ns is None or ns < best_ns)
             ):
                 best, best_ns = orders, ns
-        for rule in list_scheduler.rules(self.problem):
-            orders = list_scheduler.schedule(self.problem, rule)
-            if (ns := self.time(orders)) is not None and (best_ns is None or ns < best_ns):
+        for rule in list_scheduler.priority_rules(self.problem):
+            orders = list_scheduler.list_schedule(self.problem, rule)
+            if (ns := self.step_time(orders)) is not None and (best_ns is None or ns < best_ns):
                 best, best_ns = orders, ns
             if best_ns == self.bound_ns:
                 break
         assert best is not None
-        self.offer(self.problem.table(self.devices, best))
+        self.try_incumbent(self.problem.table(self.devices, best))
         _log.info("list scheduler: step %d ns, bound %d ns", self.step_ns, self.bound_ns)
         return best
 
     def improve(self, orders: Orders, effort: float, seed: int) -> Orders:
-        if self.proven:
+        """Returns the best order of threshold accepting from a given one."""
+        if self.is_proven:
             return orders
-        actions = effort * CLOCKED_ACTIONS / (1 if self.monotone else _JUDGED)
-        num_trials = int(actions / self.problem.num_actions)
+        num_actions = effort * ACTIONS_PER_EFFORT / (1 if self.is_monotone else SIMULATION_COST)
+        num_trials = int(num_actions / self.problem.num_actions)
         best = threshold_accepting(
-            self.problem, orders, self.time, goal_ns=self.bound_ns, num_trials=num_trials, seed=seed
+            self.problem, orders, self.step_time, goal_ns=self.bound_ns, num_trials=num_trials, seed=seed
         )
-        self.offer(self.problem.table(self.devices, best))
-        _log.info("polished: step %d ns, bound %d ns", self.step_ns, self.bound_ns)
+        self.try_incumbent(self.problem.table(self.devices, best))
+        _log.info("threshold accepting: step %d ns, bound %d ns", self.step_ns, self.bound_ns)
         return best
 
     def solve(self, orders: Orders, effort: float, seed: int) -> Orders:
-        answer = cp_sat.solve(self.problem, orders, below_ns=self.step_ns, effort=SOLVER_SHARE * effort, seed=seed)
-        if self.bounded_by_solver:  # the solver knows I and W, not a B that is shorter
+        """Returns CP-SAT's order if it is faster, and raises the lower bound."""
+        answer = cp_sat.solve(
+            self.problem, orders, below_ns=self.step_ns, effort=SOLVER_TIME_PER_EFFORT * effort, seed=seed
+        )
+        if self.solver_bound_holds:  # the model has I and W only: its bound does not hold if a B is shorter than both
             self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)
-        if answer.orders is None or not self.problem.fits(answer.orders) or self.time(answer.orders) is None:
+        if answer.orders is None or not self.problem.fits(answer.orders) or self.step_time(answer.orders) is None:
             return orders
-        self.offer(self.problem.table(self.devices, answer.orders))
+        self.try_incumbent(self.problem.table(self.devices, answer.orders))
         _log.info("CP-SAT: step %d ns, bound %d ns", self.step_ns, self.bound_ns)
         return answer.orders
