@@ -13,10 +13,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One device.
 
     Attributes:
-        speed: divides the times of the profile of its kind.
+        speed: the times of the profile of its kind are divided by this.
         overlaps_transfers: whether it computes while it transfers.
-        side_by_side: whether it can run a forward and a backward at once, each on its share of the compute; in a plan,
-            whether it does. What that means is said in `bapipe.simulator.simulate`.
+        side_by_side: whether it can run a forward and a backward at the same time, each on a share of its compute; in
+            a plan, whether it does. docs/simulator.md defines what that means.
     """
 
     name: str
@@ -29,18 +29,18 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a message costs: latency plus bytes over bandwidth."""
+    """The cost of a message: latency plus bytes divided by bandwidth."""
 
     bytes_per_s: Positive
     latency_ns: NonNegative
 
     def transfer_ns(self, num_bytes: int) -> int:
-        """Returns the time of one message, its bandwidth share rounded up to a nanosecond."""
+        """Returns the time of one message; bytes divided by bandwidth is rounded up to a nanosecond."""
         return self.latency_ns - (-num_bytes * 1_000_000_000 // self.bytes_per_s)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A one-way link between two named devices that differs from the rest."""
+    """A one-way link between two named devices that differs from the links of their hosts."""
 
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
@@ -49,19 +49,19 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The time in which all devices sum a tensor of some size."""
+    """The measured time of an all-reduce of a tensor of some size over all devices."""
 
     num_bytes: Positive
     ns: NonNegative
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured beside the links. Nothing is judged by it; it says how far real links are from the judge's.
+    """Measurements beside the links. The simulator does not use them; they tell how far real links are from its rules.
 
     Attributes:
-        both_ways: how much of a link's speed is left while as much goes the other way, 1 for all of it.
-        compute_slowdown: how much longer computing takes while a device receives, 0 for nothing.
-        all_reduce: by size, over all devices.
+        both_ways: the share of a link's bandwidth that is left while as much is sent the other way; 1 means all.
+        compute_slowdown: by how much computing takes longer while a device receives; 0 means not at all.
+        all_reduce: the time of an all-reduce over all devices, for some sizes.
     """
 
     both_ways: NonNegativeFloat
@@ -77,15 +77,17 @@ class Cluster(
     tag_field="bapipe",
     tag="cluster/1",
 ):
-    """Devices in rank order, and what links them.
+    """The devices in rank order, and the links between them.
 
     Attributes:
-        intra_host_sum: where it is given, devices of one host sum gradients with their own compute. An all-reduce
-            among them then begins when the last backward of its stage has ended on each, and a message of it takes no
-            less than this says.
+        intra_host_sum: if it is given, the devices of a host sum gradients with their own compute. An all-reduce among
+            them then begins when the last backward of its stage has ended on each, and no message of it is faster
+            than over this link.
+        links: links that differ from those within and between hosts.
+        probe: further measurements, for the reader.
 
     Raises:
-        InvalidFile: no device, a name used twice, or a link that joins no two devices.
+        InvalidFile: no device, a name used twice, or a link that does not join two devices.
     """
 
     devices: tuple[Device, ...]
@@ -135,7 +137,7 @@ class Cluster(
         return msgspec.structs.replace(self, devices=devices)
 
     def link(self, source: int, target: int) -> Bandwidth:
-        """Returns the link between two ranks: a named one, else its host's, else the one between hosts."""
+        """Returns the link between two ranks: the named one if there is one, else that within or between hosts."""
         a, b = self.devices[source], self.devices[target]
         for link in self.links:
             if link.source == a.name and link.target == b.name:
@@ -143,7 +145,7 @@ class Cluster(
         return self.intra_host if a.host == b.host else self.inter_host
 
     def host_sum_link(self, ranks: Sequence[int]) -> Bandwidth | None:
-        """Returns what a message of an all-reduce among ranks of one host takes at least, None where no compute."""
+        """Returns the fastest link of an all-reduce within a host; None if it takes no compute or spans hosts."""
         if self.intra_host_sum is msgspec.UNSET or len({self.devices[rank].host for rank in ranks}) > 1:
             return None
         return self.intra_host_sum

@@ -1,7 +1,9 @@
-"""Files to types and back: version header, the path of every fault, atomic writes."""
+"""Reads and writes the three kinds of files: version header, errors with the path inside the file, atomic writes."""
 
 import hashlib
+import inspect
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,9 +170,24 @@ def fingerprint(profile: ModelProfile) -> str:
     return hashlib.sha256(encode(profile)).hexdigest()
 
 
+def _describe(definition: dict[str, Any]) -> None:
+    """Replaces a docstring by its summary, and moves what it says of attributes to their properties, in place."""
+    text = inspect.cleandoc(definition.get("description", ""))
+    summary, _, sections = text.partition("\n\nAttributes:\n")
+    attributes = sections.partition("\n\nRaises:\n")[0]
+    definition["description"] = " ".join(summary.partition("\n\nRaises:\n")[0].split())
+    entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", attributes, flags=re.MULTILINE)
+    for names, description in entries:
+        for name in names.split(", "):
+            sentence = " ".join(description.split())
+            definition["properties"][name]["description"] = sentence[:1].upper() + sentence[1:]
+
+
 def schema(kind: str) -> bytes:
     """Returns the JSON Schema of a file kind, such as `plan/1`."""
     body = msgspec.json.schema(KINDS[kind])
+    for definition in body["$defs"].values():
+        _describe(definition)
     return (
         msgspec.json.format(
             msgspec.json.encode({"$schema": "https://json-schema.org/draft/2020-12/schema"} | body), indent=1

@@ -1,5 +1,6 @@
-"""A decision: stages, schedule, order, and what they promise: the plan/1 file."""
+"""The plan/1 file: stages, schedule and order, with the prediction and the certificate of their step time."""
 
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -7,7 +8,7 @@ import msgspec
 from bapipe.errors import InvalidFile, InvalidSchedule
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.settings import Settings
-from bapipe.schedules.table import Schedule, parse_action
+from bapipe.schedules.table import Action, Schedule, parse_action
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
@@ -20,7 +21,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device holds at its peak, in bytes; `buffers` are the receive buffers at the stage boundaries."""
+    """The memory of a device at its peak, in bytes.
+
+    Attributes:
+        buffers: the receive buffers at the stage boundaries.
+    """
 
     params: NonNegative
     gradients: NonNegative
@@ -35,7 +40,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RankPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device in one step: `busy_ns` computes, `sync_ns` waits for an all-reduce, `idle_ns` is the rest."""
+    """One device in one step.
+
+    Attributes:
+        busy_ns: time in which it computes.
+        sync_ns: time in which it waits for an all-reduce.
+        idle_ns: all other time.
+    """
 
     device: str
     busy_ns: NonNegative
@@ -46,14 +57,16 @@ class RankPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 THROUGHPUT: Literal["throughput"] = "throughput"
-"""The objective of plans whose most loaded device has the least to do, whatever one step takes."""
+"""The objective of plans that minimize the largest load of a device, whatever the time of a single step."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the judge says of one step. `bubble` is the idle share of the devices that have a stage.
+    """One step as the simulator predicts it.
 
-    `load_ns`, of plans for throughput only, is the largest load of a device: what it does in a step once the pipeline
-    is full.
+    Attributes:
+        load_ns: for plans for throughput only: the largest load of a device, its work per step once the pipeline is
+            full.
+        bubble: the idle share of the devices that have a stage.
     """
 
     step_ns: NonNegative
@@ -64,9 +77,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How good a plan is: no plan of `space` is faster than `lower_bound_ns`; `gap` is step / bound - 1.
+    """How good a plan is.
 
-    Of a plan for throughput: no plan's largest load is below `lower_bound_ns`; `gap` is load / bound - 1.
+    Attributes:
+        lower_bound_ns: no plan of the space has a shorter step, or with the objective throughput a smaller load.
+        gap: step time / lower bound - 1; with the objective throughput, load / lower bound - 1.
+        proven_optimal: whether the plan meets the lower bound.
+        space: the plans that were searched, in words.
     """
 
     lower_bound_ns: NonNegative
@@ -76,7 +93,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
-    """Returns the certificate of a plan whose step no plan of `space` can bring below the bound."""
+    """Returns the certificate of a plan of which the step time, or load, has this lower bound in the space."""
     return Certificate(
         lower_bound_ns=lower_bound_ns,
         gap=step_ns / lower_bound_ns - 1 if lower_bound_ns else 0.0,
@@ -86,7 +103,12 @@ def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Another way to train the same mini-batch, judged by the same rules; `why_not` says why it was not chosen."""
+    """Another way to train the same mini-batch, predicted by the same simulator.
+
+    Attributes:
+        feasible: whether it fits the memory of every device.
+        why_not: why it was not chosen.
+    """
 
     name: str
     step_ns: NonNegative
@@ -102,14 +124,15 @@ class Plan(
     forbid_unknown_fields=True,
     tag_field="bapipe",
     tag="plan/1",
+    dict=True,  # holds what is computed once, such as `table`; it is not part of the file, nor of equality
 ):
     """How to train a model on a cluster.
 
     Attributes:
-        objective: what the plan is best at; left out, the time of one step.
-        profiles: SHA-256 of the encoded profile by device kind.
-        settings: how the profiled model was computed, and a run must; left out where the profiles do not say.
-        order: `order[r]` is what device r of the cluster runs, empty for a device without a stage.
+        objective: what the plan minimizes; if left out, the time of one step.
+        profiles: SHA-256 of the encoded profile of each kind of device.
+        settings: how the profiled model was computed, and how a run must compute; left out if the profiles do not say.
+        order: for each device of the cluster the actions that it runs, in order; empty for a device without a stage.
 
     Raises:
         InvalidFile: a layer in two stages, an unknown device, sizes that do not multiply, or an unreadable action.
@@ -142,22 +165,33 @@ class Plan(
         _check_stages(self.stages, self.cluster)
         if len(self.order) != len(self.cluster.devices):
             raise InvalidFile(f"{len(self.order)} orders for {len(self.cluster.devices)} devices", "$.order")
-        for rank, actions in enumerate(self.order):
-            for place, text in enumerate(actions):
-                try:
-                    parse_action(text)
-                except InvalidSchedule as error:
-                    raise InvalidFile(str(error), f"$.order[{rank}][{place}]") from None
+        _ = self.table  # raises InvalidFile if an action cannot be read
 
-    @property
+    @cached_property
     def table(self) -> Schedule:
-        """The plan's order as a schedule."""
+        """The plan's order as a schedule; parsed once, because training asks for it in every step."""
         index = self.cluster.index
         return Schedule(
             devices=tuple(tuple(index[name] for name in stage.devices) for stage in self.stages),
             num_microbatches=self.num_microbatches,
-            order=tuple(tuple(parse_action(text) for text in actions) for actions in self.order),
+            order=tuple(_parse_actions(actions, f"$.order[{rank}]") for rank, actions in enumerate(self.order)),
         )
+
+    @property
+    def compute_settings(self) -> Settings:
+        """The settings of the profiled model, or the default ones if the plan does not say."""
+        return Settings() if self.settings is msgspec.UNSET else self.settings
+
+
+def _parse_actions(texts: tuple[str, ...], where: str) -> tuple[Action, ...]:
+    """Returns the actions of one rank; raises InvalidFile with the path of one that cannot be read."""
+    actions = []
+    for position, text in enumerate(texts):
+        try:
+            actions.append(parse_action(text))
+        except InvalidSchedule as error:
+            raise InvalidFile(str(error), f"{where}[{position}]") from None
+    return tuple(actions)
 
 
 def _check_stages(stages: tuple[StagePlan, ...], cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What was measured (or estimated) of a model on one kind of device: the profile/1 file."""
+"""The profile/1 file: times and bytes of a model's layers on one kind of device, measured or estimated."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ TARGET = "target"
 
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The hardware a profile is of. `kind` is what a cluster's devices refer to."""
+    """The hardware of a profile; a cluster's devices refer to it by `kind`."""
 
     kind: str
     name: str
@@ -28,15 +28,16 @@ class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layer of the model graph: what does not depend on the micro-batch size.
+    """A layer of the model graph: the figures that do not depend on the micro-batch size.
 
     Attributes:
-        inputs, outputs: names of tensors; an input that no layer gives is a model input.
-        param_bytes: parameters that no layer before it uses; their gradients take as much.
+        inputs, outputs: names of tensors; an input that is no layer's output is an input of the model.
+        param_bytes: bytes of the parameters that no earlier layer uses; their gradients take as much.
         update_ns: time of the optimizer's update of this layer.
-        shares: layers that share parameters with this one.
-        shared_bytes: those of its parameters that the first of `shares` without any counts in its `param_bytes`.
-        no_gradient: those of `outputs` that have no gradient (integers, masks, model constants).
+        shares: names of the layers that share parameters with this one.
+        shared_bytes: bytes of the parameters that are counted in another layer's `param_bytes`: in that of the first
+            of `shares` that has no `shared_bytes` itself.
+        no_gradient: the `outputs` that have no gradient (integers, masks, model constants).
     """
 
     name: str
@@ -55,15 +56,15 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A layer at one micro-batch size.
 
     Attributes:
-        forward_ns, input_grad_ns, weight_grad_ns: times of F, and of I and W where they run apart.
-        backward_ns: time of B, where that is not I + W: a layer that computes both in one go, such as an LSTM, does
-            much of its work twice when they run apart. Left out, it is I + W.
-        stash_bytes: what is kept from F to the backward.
-        gradient_stash_bytes: what I leaves for W, kept beside the stash from I to W. Left out, nothing.
-        workspace_bytes: what lives only while the layer runs.
-        output_bytes: bytes of each of the layer's outputs; 0 for what needs no transfer.
-        spread: how sure the times are: half the width of the 95 % confidence interval of the median of F + B, relative
-            to that median. Left out where it is not known.
+        forward_ns, input_grad_ns, weight_grad_ns: times of F, and of I and W if they run separately.
+        backward_ns: time of B if it differs from I + W: a layer that computes both at once, such as an LSTM, does much
+            of its work twice when they run separately. If left out, it is I + W.
+        stash_bytes: bytes kept from F to the backward.
+        gradient_stash_bytes: bytes that I produces for W, kept beside the stash from I to W. If left out, none.
+        workspace_bytes: bytes that are allocated only while the layer runs.
+        output_bytes: bytes of each output of the layer; 0 for an output that needs no transfer.
+        spread: precision of the times: half the width of the 95 % confidence interval of the median of F + B, relative
+            to that median. Left out if it is not known.
     """
 
     forward_ns: NonNegative
@@ -78,12 +79,12 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def whole_backward_ns(self) -> int:
-        """B: what was measured of it, or I + W."""
+        """The time of B: measured, or I + W."""
         return self.input_grad_ns + self.weight_grad_ns if self.backward_ns is msgspec.UNSET else self.backward_ns
 
     @property
     def left_by_input_grad_bytes(self) -> int:
-        """What I leaves for W, 0 where nothing says so."""
+        """The bytes that I produces for W, 0 if the profile does not say."""
         return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes
 
 
@@ -105,7 +106,7 @@ class ModelProfile(
     """A model on one kind of device. Layers are in topological order.
 
     Attributes:
-        settings: how it was computed, `dtype` and `optimizer` included; left out where nobody says.
+        settings: how it was computed, `dtype` and `optimizer` included; left out if that is not known.
 
     Raises:
         InvalidFile: names are not unique, a tensor is used before it is made, or a length does not agree.
@@ -136,6 +137,11 @@ class ModelProfile(
         _check_measurements(self.layers, self.measurements)
 
     @property
+    def threads(self) -> int:
+        """The number of compute threads that it was measured with, 1 if the profile does not say."""
+        return 1 if self.settings is msgspec.UNSET else self.settings.threads
+
+    @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """The measured micro-batch sizes, ascending."""
         return tuple(sorted(m.microbatch_size for m in self.measurements))
@@ -159,7 +165,7 @@ class ModelProfile(
             raise BapipeError(
                 f"the profile of {self.model} on {self.device.kind} holds micro-batch sizes "
                 f"{sizes[0]} to {sizes[-1]}, not {microbatch_size}: choose one of those, or profile again "
-                f"with --microbatch-size {microbatch_size}"
+                f"with `microbatch_sizes` {microbatch_size}"
             )
         above = bisect_left(sizes, microbatch_size)
         low, high = sizes[above - 1], sizes[above]
@@ -168,7 +174,7 @@ class ModelProfile(
 
 
 def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.UnsetType:
-    """Returns the settings of profiles that one plan is made from; UNSET where none of them says.
+    """Returns the settings of profiles that one plan is made from; UNSET if none of them says.
 
     Raises:
         BapipeError: two of them differ.

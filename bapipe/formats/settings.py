@@ -1,4 +1,4 @@
-"""How a model is computed, where that changes its times and bytes."""
+"""Settings of a computation that change its times and bytes: data types, optimizer, threads, memory format."""
 
 from typing import Literal
 
@@ -9,15 +9,15 @@ from bapipe.units import Positive
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was chosen when a model was measured; a run computes so too, or its plan is not for it.
+    """The settings with which a model was measured. A run must use the same ones, or its plan does not hold.
 
     Attributes:
-        dtype: type of the parameters.
-        optimizer: the rule of the update.
-        threads: compute threads of a rank on a CPU.
-        autocast: the type that `torch.autocast` computes in, None without it.
-        channels_last: whether images lie in memory channel by channel for each pixel.
-        tf32: whether CUDA devices may round float32 factors to 10 bits.
+        dtype: the data type of the parameters.
+        optimizer: the optimizer, such as `sgd-momentum`.
+        threads: the number of compute threads of a rank on a CPU.
+        autocast: the data type of `torch.autocast`; None without it.
+        channels_last: whether images use torch's channels-last memory format.
+        tf32: whether CUDA devices may multiply float32 matrices in TF32 precision.
     """
 
     dtype: str = "float32"
@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_same(planned: Settings, run: Settings) -> None:
-    """Raises BapipeError where a run computes in another way than the profile its plan was made from."""
+    """Raises BapipeError if a run computes with other settings than the profile that its plan was made from."""
     if found := difference(planned, run):
         raise BapipeError(
             f"the plan is for a model that was measured with {found[0]}; this run computes with {found[1]}: profile "
@@ -38,7 +38,7 @@ def check_same(planned: Settings, run: Settings) -> None:
 
 
 def difference(a: Settings, b: Settings) -> tuple[str, str] | None:
-    """Returns the first setting that differs, in words, such as ("threads 2", "threads 1"); None where none does."""
+    """Returns the first setting that differs, in words, such as ("threads 2", "threads 1"); None if none differs."""
     for name in Settings.__struct_fields__:
         mine, other = getattr(a, name), getattr(b, name)
         if mine != other:

@@ -58,18 +58,13 @@ def profiles_with_fewest_threads(profiles: Profiles) -> dict[str, ModelProfile]:
 def _by_threads(profiles: Iterable[ModelProfile]) -> dict[str, dict[int, ModelProfile]]:
     of_kind: dict[str, dict[int, ModelProfile]] = {}
     for profile in profiles:
-        known, num = of_kind.setdefault(profile.device.kind, {}), threads_of(profile)
+        known, num = of_kind.setdefault(profile.device.kind, {}), profile.threads
         if num in known:
             raise BapipeError(f"two profiles are of device kind '{profile.device.kind}'; give one for each kind")
         known[num] = profile
     if not of_kind:
         raise BapipeError("no profile given")
     return of_kind
-
-
-def threads_of(profile: ModelProfile) -> int:
-    """Returns the threads that a profile was measured with, 1 where it does not say."""
-    return 1 if profile.settings is UNSET else profile.settings.threads
 
 
 def best_grouping(found: Iterable[Grouping], search: Callable[[Mapping[str, ModelProfile], Cluster], Plan]) -> Plan:
@@ -101,7 +96,7 @@ def _grouping(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Groupin
     kinds = [device.kind for device in cluster.devices]
     parts = []
     for kind in dict.fromkeys(kinds):
-        num, threads = kinds.count(kind), threads_of(profiles[kind]) if kind in profiles else 1
+        num, threads = kinds.count(kind), profiles[kind].threads if kind in profiles else 1
         parts.append(f"{num} {kind} device{'s' * (num > 1)} of {threads} thread{'s' * (threads > 1)}")
     return Grouping(name=", ".join(parts), profiles=profiles, cluster=cluster)
 

@@ -85,5 +85,5 @@ def probed_cluster(num_devices: int | None, kind: str, tell: PartsProgress) -> C
     if "RANK" not in os.environ:
         return probe_here(check_devices(num_devices, kind), kind)
     if num_devices is not None:
-        raise BapipeError("--devices with torchrun: the job's ranks are the devices; leave it out")
+        raise BapipeError("`num_devices` with torchrun: the job's ranks are the devices; leave it out")
     return probe_job(kind, tell)

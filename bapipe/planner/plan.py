@@ -172,18 +172,20 @@ def _plan_for_throughput(
     from bapipe.planner.throughput.search import plan_throughput
 
     if "1f1b" not in options.schedules:
-        raise BapipeError(f"--objective throughput runs 1f1b, not {', '.join(options.schedules)}: leave --schedule out")
+        raise BapipeError(
+            f"`objective` throughput runs 1f1b, not {', '.join(options.schedules)}: leave `schedules` out"
+        )
     if options.num_stages is not None:
-        raise BapipeError(f"--objective throughput chooses the stages: leave --stages {options.num_stages} out")
+        raise BapipeError(f"`objective` throughput chooses the stages: leave `num_stages` {options.num_stages} out")
     given = {
-        "--memory-margin": options.memory_margin,
-        "--constraint": options.constraints,
-        "--time-limit": stop,
-        "--no-replicas": not options.replicas,
+        "memory_margin": options.memory_margin,
+        "constraints": options.constraints,
+        "time_limit_s": options.time_limit_s is not None,
+        "replicas": not options.replicas,
     }
     for name, value in given.items():
         if value:
-            raise BapipeError(f"--objective throughput does not know {name}: leave it out, or use --objective step")
+            raise BapipeError(f"`objective` throughput does not know `{name}`: leave it out, or use `objective` step")
     looks = 0
 
     def count_and_report(load_ns: float, bound_ns: float) -> None:

@@ -1,4 +1,4 @@
-"""What is asked for, checked before a search: profiles and devices that suit one another, figures that add up."""
+"""Checks of the planner's inputs: profiles and devices that suit one another, sums that do not overflow."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,13 +13,13 @@ from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
 
 MAX_MICROBATCHES = 1024
-"""Most micro-batches in a step; more would make tables that nobody runs."""
+"""Maximum number of micro-batches in a step; more would make schedules that nobody runs."""
 
 MAX_SAMPLES = 2**31
-"""Most samples in a step."""
+"""Maximum number of samples in a step."""
 
 MAX_TOTAL = 2**57
-"""Nanoseconds or bytes that all layers and samples may add up to: 4.5 years, 144 petabytes."""
+"""Maximum sum of nanoseconds or bytes over all layers and samples: 4.5 years, 144 petabytes."""
 
 
 def named_schedules(options: PlanOptions) -> list[str]:
@@ -152,18 +152,18 @@ def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
         if small:
             raise BapipeError(
                 f"a mini-batch of {minibatch_size} is {minibatch_size // small[-1]} micro-batches of {small[-1]}; want "
-                f"at most {MAX_MICROBATCHES}: choose a smaller --minibatch-size, or profile larger micro-batches"
+                f"at most {MAX_MICROBATCHES}: choose a smaller `minibatch_size`, or profile larger micro-batches"
             )
         known = "; ".join(f"{p.device.kind}: {', '.join(map(str, p.microbatch_sizes))}" for p in used)
         if wanted is not None:
             raise InvalidFile(
-                f"micro-batches of {wanted} are not within those profiled ({known}): choose another --microbatch-size, "
+                f"micro-batches of {wanted} are not within those profiled ({known}): choose another `microbatch_size`, "
                 "or profile more sizes",
                 "$.measurements",
             )
         raise InvalidFile(
             f"no micro-batch size divides the mini-batch of {minibatch_size} and lies within those profiled ({known}): "
-            "change --minibatch-size, or profile more sizes",
+            "change `minibatch_size`, or profile more sizes",
             "$.measurements",
         )
     return sizes

@@ -51,7 +51,7 @@ def test_sizes_outside_the_measured_ones_are_refused(size: int) -> None:
         one_layer((2, 1), (8, 2)).at(size)
     assert str(caught.value) == (
         f"the profile of m on cpu holds micro-batch sizes 2 to 8, not {size}: choose one of those, or profile again "
-        f"with --microbatch-size {size}"
+        f"with `microbatch_sizes` {size}"
     )
 
 

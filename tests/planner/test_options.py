@@ -211,7 +211,7 @@ def test_a_pinned_plan_is_judged_and_bounded() -> None:
     with pytest.raises(Infeasible) as caught:
         evaluate_pinned(replace(best, stages=worse), heavy, PlanOptions(minibatch_size=4, memory_limit_bytes=300))
     assert str(caught.value) == (
-        "the pinned plan does not fit: d0 needs 400 bytes and has 300 (100 bytes short). Plan without --pin for one "
+        "the pinned plan does not fit: d0 needs 400 bytes and has 300 (100 bytes short). Plan without `pin` for one "
         "that does"
     )
 

@@ -37,7 +37,7 @@ def certify_pinned(
         if held.total > limit
     ]
     if short:
-        raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without --pin for one that does")
+        raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without `pin` for one that does")
     space, found = find_best_layout(profiles, plan.cluster, options, stop=stop, progress=progress)
     change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
     best = Alternative(
