@@ -1,4 +1,4 @@
-"""This machine as a place to compute: its devices, their names and memory, and settings that make times repeatable."""
+"""The devices of this machine as torch sees them: number, names and memory, and settings for repeatable times."""
 
 import ctypes
 import platform
@@ -13,10 +13,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
 
 def prepare_cpu(num_threads: int = 1) -> None:
-    """Fixes the number of compute threads of this process and makes freed memory cheap to take again.
+    """Fixes the number of compute threads of this process, and makes it keep the memory that it frees.
 
-    glibc gives large blocks back to the kernel when they are freed, so every weight gradient of 100 MB costs 25,000
-    page faults a micro-batch; a process that trains keeps its memory.
+    By default glibc returns large freed blocks to the kernel, so every weight gradient of 100 MB costs 25,000 page
+    faults per micro-batch.
     """
     torch.set_num_threads(num_threads)
     if sys.platform == "linux":
@@ -27,14 +27,14 @@ def prepare_cpu(num_threads: int = 1) -> None:
 
 
 def num_devices(kind: str) -> int:
-    """Returns how many devices of a kind this machine has: CUDA devices, or the cores this process may use."""
+    """Returns the number of devices of a kind: CUDA devices, or the cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
     return num_cores()
 
 
 def describe(device: torch.device) -> DeviceKind:
-    """Returns the kind, name and memory of a device; a CPU's memory is the machine's."""
+    """Returns the kind, name and memory of a device; for a CPU the memory of the machine."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceKind(kind="cuda", name=properties.name, memory_bytes=properties.total_memory)
@@ -42,7 +42,7 @@ def describe(device: torch.device) -> DeviceKind:
 
 
 def framework_bytes(device: torch.device) -> int:
-    """Returns what torch and its libraries have taken of a CUDA device besides tensors, or others have; 0 on a CPU."""
+    """Returns the memory of a CUDA device in use for anything but torch's tensors, other processes' too; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -50,7 +50,7 @@ def framework_bytes(device: torch.device) -> int:
 
 
 def environment() -> dict[str, object]:
-    """Returns the software that times depend on."""
+    """Returns the versions of the software that times depend on."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""This machine as a cluster, its links measured."""
+"""This machine as a cluster, with one measured link."""
 
 import torch
 from msgspec import UNSET
@@ -13,10 +13,10 @@ KINDS = ("cpu", "cuda")
 
 
 def cluster(num_devices: int | None, kind: str) -> Cluster:
-    """Returns the first devices of a kind on this machine, all of them for None; a CPU device is one core.
+    """Returns the first devices of a kind on this machine, or all of them for None; a CPU device is one core.
 
-    CPU devices share the machine's memory evenly. One machine knows no link between hosts: it gets the inner one's
-    figures. CPU devices sum gradients with their own compute.
+    CPU devices share the machine's memory evenly. One machine has no link between hosts; the cluster says that it is
+    equal to the link within the host. CPU devices sum gradients themselves, so the cluster has a link for sums too.
 
     Raises:
         BapipeError: an unknown kind, or a number of devices that this machine does not have.
@@ -36,7 +36,7 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
 
 
 def check_devices(num_devices: int | None, kind: str) -> int:
-    """Returns how many devices of a kind are asked for, all of them for None.
+    """Returns the number of devices of a kind, all that this machine has for None.
 
     Raises:
         BapipeError: an unknown kind, or a number of devices that this machine does not have.
@@ -45,13 +45,13 @@ def check_devices(num_devices: int | None, kind: str) -> int:
         raise BapipeError(f"unknown device kind '{kind}'; want one of {', '.join(KINDS)}")
     present = num_devices_here(kind)
     if present == 0:
-        raise BapipeError(f"this machine has no device of kind '{kind}': choose --device cpu")
+        raise BapipeError(f"this machine has no device of kind '{kind}': choose `device` cpu")
     count = present if num_devices is None else num_devices
     if count < 1:
-        raise BapipeError(f"a cluster of {count} devices was asked for: want 1 to {present}")
+        raise BapipeError(f"a cluster cannot have {count} devices: want 1 to {present}")
     if count > present:
         raise BapipeError(
-            f"{count} devices of kind '{kind}' were asked for, this machine has {present}: ask for {present} or fewer, "
+            f"{count} devices of kind '{kind}' are more than this machine has: choose {present} or fewer, "
             "or write a cluster file for the machines that have more"
         )
     return count

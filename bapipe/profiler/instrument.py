@@ -1,4 +1,4 @@
-"""A traced model that tells an observer which of its layers runs, forward and backward, while the whole of it runs."""
+"""A traced model that reports, while all of it runs, which of its layers runs, forward and backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +16,11 @@ from bapipe.tracing.extract import GradMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPass:
-    """What is measured: a traced model, its loss, and a batch.
+    """The training pass to measure: a traced model, its loss, and a batch.
 
     Attributes:
         inputs: the batch, in the order of the model's inputs.
-        autocast: the type that the forward computes in, None for its own.
+        autocast: the dtype that the forward computes in under autocast; None without autocast.
     """
 
     model: TracedModel
@@ -29,18 +29,19 @@ class TrainingPass:
     target: Tensor
     autocast: torch.dtype | None = None
 
-    def computing(self) -> torch.autocast:
+    def autocast_context(self) -> torch.autocast:
         """Returns the context that the forward runs in."""
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     def loss_of(self, module: nn.Module) -> Tensor:
-        """Returns the loss of the batch by a module that gives a tuple of the model's outputs."""
-        with self.computing():  # not by a call: torch.fx would write to stderr where a layer fails
+        """Returns the loss of the batch with a module that returns the model's outputs as a tuple."""
+        with self.autocast_context():
+            # A call of the module itself would let torch.fx write to stderr if a layer fails.
             return self.loss(self.model.result.rebuild(module.forward(*self.inputs)), self.target)
 
-    def whole_loss(self) -> Tensor:
-        """Returns the loss of the batch by the model's own code."""
-        with self.computing():
+    def model_loss(self) -> Tensor:
+        """Returns the loss of the batch with the model's own code."""
+        with self.autocast_context():
             return self.loss(self.model.root(*self.inputs), self.target)
 
     @property
@@ -50,17 +51,18 @@ class TrainingPass:
 
 @dataclass(slots=True, kw_only=True)
 class InstrumentedModel:
-    """A training_pass whose layers report to `enter` when they begin; layer number `num_layers` is the loss.
+    """A model whose layers call `enter` with their number when they begin; number `num_layers` is the loss.
 
-    What watching itself does in a forward is reported as the work of layer number `num_layers` + 1.
+    Work of the instrumentation itself is reported under number `num_layers` + 1.
 
-    Backward, a layer begins when the first operator that made one of its outputs does. Layers that run in turns report
-    at each turn, so the time between two reports belongs to the layer of the earlier one.
+    In the backward, a layer begins when autograd runs the operator that computed one of its outputs. Layers that run
+    alternately report each time, so the time between two reports belongs to the layer of the earlier one.
 
     Attributes:
-        tensors: the output tensors of the layers in the latest forward, by name; they are kept only by their sizes.
-        roots: where gradients stop that no parameter needs: outputs of layers that no gradient leaves.
-        owners: the first layer that uses each parameter, by its id.
+        running: the layer that reported last.
+        tensors: size and gradient of the layers' outputs in the latest forward, by name.
+        roots: outputs of layers that have no input with a gradient: I ends there.
+        owners: the first layer that uses each parameter, by the parameter's id.
         shared: ids of the parameters that several layers use.
     """
 
@@ -74,9 +76,9 @@ class InstrumentedModel:
     shared: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.module = _instrument(self.training_pass.model, self._enter, self._made)
-        for layer, own in enumerate(parameters_of(self.training_pass.model)):
-            for parameter in map(id, own):
+        self.module = _instrument(self.training_pass.model, self._enter, self._record_output)
+        for layer, parameters in enumerate(parameters_of(self.training_pass.model)):
+            for parameter in map(id, parameters):
                 if self.owners.setdefault(parameter, layer) != layer:
                     self.shared.add(parameter)
 
@@ -85,7 +87,7 @@ class InstrumentedModel:
         return len(self.training_pass.model.layers)
 
     def forward(self) -> Tensor:
-        """Returns the loss; the layers and the loss report."""
+        """Returns the loss of a forward in which the layers and the loss report."""
         self.tensors.clear()
         self.roots.clear()
         try:
@@ -102,11 +104,11 @@ class InstrumentedModel:
         return self.training_pass.loss(output, target)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of the parameters to those they have; the layers report."""
+        """Runs B, adding to the gradients of the parameters; the layers report."""
         self._run_backward(loss.backward, self.num_layers)
 
     def backward_inputs(self, loss: Tensor) -> tuple[WeightGroup, ...]:
-        """Runs I; the layers report, and layer number `num_layers` + 1 while torch looks for where W begins."""
+        """Runs I and returns the groups for W; the search of torch for these is reported as `num_layers` + 1."""
         self._enter(self.num_layers + 1)
         groups = find_weight_groups(loss, self.roots, self.training_pass.model.module.parameters())
         self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
@@ -115,8 +117,8 @@ class InstrumentedModel:
     def backward_weights(self, groups: Sequence[WeightGroup]) -> None:
         """Runs W after I, adding to the gradients of the parameters; the layers report.
 
-        Parameters that several layers use are left out: from the later layer there is a way to them through the
-        earlier one, and torch's W runs all that lies on it once more.
+        Parameters that several layers use are left out: a path leads to them from the later layer through the earlier
+        one, and torch's W would run all operators on it a second time.
         """
         for group in groups:
             if not self.is_shared(group):
@@ -128,9 +130,9 @@ class InstrumentedModel:
 
     @property
     def sharing_layers(self) -> set[int]:
-        """The layers that use a parameter which another one uses too."""
-        used = enumerate(parameters_of(self.training_pass.model))
-        return {layer for layer, own in used if any(id(parameter) in self.shared for parameter in own)}
+        """The layers that use a parameter which another layer uses too."""
+        parameters_of_layer = enumerate(parameters_of(self.training_pass.model))
+        return {layer for layer, parameters in parameters_of_layer if any(id(p) in self.shared for p in parameters)}
 
     def layer_of(self, group: WeightGroup) -> int:
         """Returns the first layer that uses the group's parameters."""
@@ -147,70 +149,71 @@ class InstrumentedModel:
         self.running = layer
         self.enter(layer)
 
-    def _made(self, layer: int, name: str, value: object) -> None:
+    def _record_output(self, layer: int, name: str, value: object) -> None:
         self.enter(self.num_layers + 1)
-        own = self.training_pass.model.layers[layer]
+        traced = self.training_pass.model.layers[layer]
         if not isinstance(value, Tensor):
             raise InvalidModel(
-                f"layer '{own.name}' gives other layers {value!r} ({type(value).__name__}); only tensors can "
-                "cross between layers: compute it from a tensor where it is used"
+                f"layer '{traced.name}' gives other layers {value!r} ({type(value).__name__}); only tensors can "
+                "cross between layers: compute it from a tensor in the layer that uses it"
             )
         self.tensors[name] = TensorInfo(
             num_bytes=value.numel() * value.element_size(), has_gradient=value.requires_grad
         )
         if value.grad_fn is not None:
             value.grad_fn.register_prehook(lambda _: self._enter(layer))
-            if not any(source in self.tensors and self.tensors[source].has_gradient for source in own.inputs):
-                self.roots.append(get_gradient_edge(value))  # of this moment: a later layer may change it in place
+            if not any(source in self.tensors and self.tensors[source].has_gradient for source in traced.inputs):
+                # The edge is taken now, because a later layer may change the tensor in place.
+                self.roots.append(get_gradient_edge(value))
         self.enter(layer)
 
-    def _failed(self, where: str, error: Exception) -> InvalidModel:
+    def _failed(self, phase: str, error: Exception) -> InvalidModel:
         layers = self.training_pass.model.layers
         name = layers[self.running].name if self.running < len(layers) else LOSS
-        return layer_error(name, where, self.training_pass, error)
+        return layer_error(name, phase, self.training_pass, error)
 
 
 def check_loss(loss: object) -> None:
-    """Raises InvalidModel where a loss has no gradient to give."""
+    """Raises InvalidModel unless the loss is a scalar tensor with a gradient."""
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
         raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
     if not loss.requires_grad:
         raise InvalidModel(
-            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "the loss has no gradient, so nothing would be trained: look for torch.no_grad() or detach() in the "
             "model's last layers or in the loss"
         )
 
 
-def layer_error(name: str, where: str, training_pass: TrainingPass, error: Exception) -> InvalidModel:
-    """Returns the error that says which layer failed, and what may help."""
+def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Exception) -> InvalidModel:
+    """Returns the error that says which layer failed in which phase, and what may help."""
     size = training_pass.target.shape[0] if training_pass.target.dim() else 0
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return InvalidModel(
-            f"layer '{name}' ran out of memory in its {where} at micro-batch size {size}: measure smaller sizes with "
-            "--microbatch-size, or layer by layer with --layer-by-layer"
+            f"layer '{name}' ran out of memory in its {phase} at micro-batch size {size}: measure smaller "
+            "`microbatch_sizes`, or one layer at a time with `layer_by_layer`"
         )
     if "modified by an inplace operation" in str(error) or "leaf Variable that requires grad" in str(error):
         return InvalidModel(
-            f"layer '{name}' failed in its {where} at micro-batch size {size}: a layer changes in place what its "
-            "backward needs: set inplace=False where that is, or compute a new tensor there "
+            f"layer '{name}' failed in its {phase} at micro-batch size {size}: a layer changes in place what its "
+            "backward needs: set inplace=False in that layer, or compute a new tensor there "
             f"({str(error).split(';')[0]})"
         )
     return InvalidModel(
-        f"layer '{name}' failed in its {where} at micro-batch size {size}: {type(error).__name__}: {error}"
+        f"layer '{name}' failed in its {phase} at micro-batch size {size}: {type(error).__name__}: {error}"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What a profile says of a layer's output."""
+    """The facts of a layer's output that a profile records."""
 
     num_bytes: int
     has_gradient: bool
 
 
 def parameters_of(model: TracedModel) -> tuple[tuple[nn.Parameter, ...], ...]:
-    """Returns the parameters that each layer uses, each parameter once in a layer, in the order of `model.layers`."""
+    """Returns for each of `model.layers` the parameters that it uses, each once."""
     states = layer_states(model)
     return tuple(
         tuple({id(tensor): tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)}.values())
@@ -218,35 +221,30 @@ def parameters_of(model: TracedModel) -> tuple[tuple[nn.Parameter, ...], ...]:
     )
 
 
-def batch(tensors: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns the tensors with `size` rows, theirs repeated as often as it takes."""
-    return tuple(tensor[torch.arange(size, device=tensor.device) % len(tensor)].to(device) for tensor in tensors)
-
-
 def _instrument(
-    model: TracedModel, enter: Callable[[int], None], made: Callable[[int, str, object], None]
+    model: TracedModel, enter: Callable[[int], None], record_output: Callable[[int, str, object], None]
 ) -> fx.GraphModule:
-    """Returns the model with calls of `enter` before each layer's operators and of `made` after each of its outputs."""
+    """Returns the model with calls of `enter` before a layer's operators and of `record_output` after each output."""
 
     def enter_layer(layer: int) -> None:  # torch.fx calls plain functions only
         enter(layer)
 
-    def made_tensor(layer: int, name: str, value: object) -> None:
-        made(layer, name, value)
+    def record(layer: int, name: str, value: object) -> None:
+        record_output(layer, name, value)
 
-    place = {layer.name: index for index, layer in enumerate(model.layers)}
+    number = {layer.name: index for index, layer in enumerate(model.layers)}
     name_of = {node: name for name, node in model.node_of.items()}
     graph = fx.Graph()
     copy: dict[fx.Node, fx.Node] = {}
     gradients = GradMode(graph)
     running = None
     for node in model.module.graph.nodes:
-        layer = place[model.layer_of[node]] if node in model.layer_of else None
+        layer = number[model.layer_of[node]] if node in model.layer_of else None
         if layer is not None and layer != running:
             graph.call_function(enter_layer, (layer,))
             running = layer
         gradients.enter(node)
         copy[node] = graph.node_copy(node, copy.__getitem__)
         if layer is not None and node in name_of:
-            graph.call_function(made_tensor, (layer, name_of[node], copy[node]))
+            graph.call_function(record, (layer, name_of[node], copy[node]))
     return fx.GraphModule(model.module, graph)

@@ -1,4 +1,4 @@
-"""Layers measured one by one, equal ones once, for models that do not fit as a whole."""
+"""Measures layers one at a time, equal ones once: for models that do not fit on a device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,28 +13,28 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from bapipe.errors import BapipeError
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
-from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage
-from bapipe.profiler.layer_memory import LayerMemory, memory_use, pending_gradient_bytes
+from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage_key
+from bapipe.profiler.layer_memory import LayerMemory, measure_memory_use, pending_gradient_bytes
 from bapipe.profiler.layer_timers import LayerTimer, make_layer_timer
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 
 T = TypeVar("T")
 
 _FLUSH_BYTES = 2**26
-"""Written between repeats, so that a layer finds in the caches what it would find there in training: its input."""
+"""Written before each measurement, so that the caches hold what they would hold in training: the layer's input only."""
 
 _CUDA_WRITES = 32
-"""How often, so that a CUDA device is busy until a layer's operators wait in its queue, as they do in training."""
+"""How often it is written on CUDA: until then the layer's operators wait in the device's queue, as in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerFigures:
-    """What a layer alone takes.
+    """Times and bytes of one layer.
 
     Attributes:
-        saved_inputs, saved_outputs: places of those whose storage its backward needs.
-        own_stash_bytes: what its backward needs besides.
-        has_gradient: of each output.
+        saved_inputs, saved_outputs: positions of the inputs and outputs whose storage the backward needs.
+        own_stash_bytes: other storages that the backward needs.
+        has_gradient: for each output.
     """
 
     forward_ns: int
@@ -46,184 +46,192 @@ class _LayerFigures:
     saved_inputs: tuple[int, ...]
     saved_outputs: tuple[int, ...]
     own_stash_bytes: int
-    left_bytes: int
+    gradient_stash_bytes: int
     workspace_bytes: int
     has_gradient: tuple[bool, ...]
 
 
 def measure_isolated(
-    training_pass: TrainingPass, seconds: float, target: float, exhaustive: bool
+    training_pass: TrainingPass, seconds: float, target_spread: float, exhaustive: bool
 ) -> tuple[LayerTimes, LayerMemory]:
     """Returns times and bytes of every layer and the loss.
 
-    Layers of the same code, shapes, types and settings are measured once, unless `exhaustive`. Each runs on the real
-    inputs, which come from a forward that keeps only what later layers use. Times are those of a layer whose input is
-    in the caches and whose parameters and stash are not.
+    Layers of the same code, shapes, types and settings are measured once, unless `exhaustive`. Each runs on its real
+    inputs, from a forward that keeps only what later layers use. Times are those of a layer whose input is in the
+    caches and whose parameters and stash are not.
 
     Raises:
         InvalidModel: a layer fails.
     """
-    known: dict[object, _LayerFigures] = {}
-    found: list[_LayerFigures] = []
-    facts: dict[str, TensorInfo] = {}
+    measured: dict[object, _LayerFigures] = {}  # by signature
+    figures_of_layer: list[_LayerFigures] = []
+    tensors: dict[str, TensorInfo] = {}
     stash: list[int] = []
-    charged: set[int] = set()
-    parts = list(callable_layers(training_pass))
+    counted: set[int] = set()  # storages that are in the stash of a layer so far
+    layers = list(callable_layers(training_pass))
     num_measured = 0
-    for call in run_layers(training_pass, parts):
-        charged &= call.living
-        graded = tuple(source in facts and facts[source].has_gradient for source in call.part.inputs)
-        key = (signature(call.part.module, call.inputs), graded)
-        if exhaustive or key not in known:
+    for call in run_layers(training_pass, layers):
+        counted &= call.storages_before
+        needs_gradient = tuple(name in tensors and tensors[name].has_gradient for name in call.layer.inputs)
+        key = (signature(call.layer.module, call.inputs), needs_gradient)
+        if exhaustive or key not in measured:
             num_measured += 1
             try:
-                known[key] = _measure_layer(training_pass, call.part, call.inputs, graded, seconds / len(parts), target)
+                measured[key] = _measure_layer(
+                    training_pass, call.layer, call.inputs, needs_gradient, seconds / len(layers), target_spread
+                )
             except BapipeError:
                 raise
             except Exception as error:  # whatever a layer raises
-                raise layer_error(call.part.name, "forward or backward", training_pass, error) from error
-        figures = known[key]
-        found.append(figures)
+                raise layer_error(call.layer.name, "forward or backward", training_pass, error) from error
+        figures = measured[key]
+        figures_of_layer.append(figures)
         saved = [call.inputs[i] for i in figures.saved_inputs] + [call.outputs[i] for i in figures.saved_outputs]
-        new = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved if storage(tensor) not in charged}
-        charged |= new.keys()
+        new = {storage_key(t): t.untyped_storage().nbytes() for t in saved if storage_key(t) not in counted}
+        counted |= new.keys()
         stash.append(figures.own_stash_bytes + sum(new.values()))
-        for name, tensor, has_gradient in zip(call.part.outputs, call.outputs, figures.has_gradient, strict=True):
-            facts[name] = TensorInfo(num_bytes=tensor.nbytes, has_gradient=has_gradient)
-    times = LayerTimes(
-        forward_ns=tuple(f.forward_ns for f in found),
-        input_grad_ns=tuple(f.input_grad_ns for f in found),
-        weight_grad_ns=tuple(f.weight_grad_ns for f in found),
-        backward_ns=tuple(f.backward_ns for f in found),
-        spreads=tuple(f.spread for f in found),
-        num_passes=min(f.num_repeats for f in found),
+        for name, tensor, has_gradient in zip(call.layer.outputs, call.outputs, figures.has_gradient, strict=True):
+            tensors[name] = TensorInfo(num_bytes=tensor.nbytes, has_gradient=has_gradient)
+    pending = (*pending_gradient_bytes(training_pass.model), 0)  # the loss has no parameters
+    memory = LayerMemory(
+        stash_bytes=tuple(stash),
+        gradient_stash_bytes=tuple(f.gradient_stash_bytes for f in figures_of_layer),
+        # Twice: the gradient from later layers, and its sum with the layer's own.
+        workspace_bytes=tuple(f.workspace_bytes + 2 * p for f, p in zip(figures_of_layer, pending, strict=True)),
+        tensors=tensors,
+    )
+    return _layer_times(figures_of_layer, num_measured), memory
+
+
+def _layer_times(figures: Sequence[_LayerFigures], num_measured: int) -> LayerTimes:
+    return LayerTimes(
+        forward_ns=tuple(f.forward_ns for f in figures),
+        input_grad_ns=tuple(f.input_grad_ns for f in figures),
+        weight_grad_ns=tuple(f.weight_grad_ns for f in figures),
+        backward_ns=tuple(f.backward_ns for f in figures),
+        spreads=tuple(f.spread for f in figures),
+        num_passes=min(f.num_repeats for f in figures),
         sum_over_whole=None,
         num_groups=num_measured,
     )
-    memory = LayerMemory(
-        stash_bytes=tuple(stash),
-        gradient_stash_bytes=tuple(f.left_bytes for f in found),
-        workspace_bytes=tuple(
-            f.workspace_bytes + 2 * waiting  # the gradient that waits, and its sum with the layer's own
-            for f, waiting in zip(found, (*pending_gradient_bytes(training_pass.model), 0), strict=True)
-        ),
-        tensors=facts,
-    )
-    return times, memory
 
 
 def _measure_layer(
     training_pass: TrainingPass,
-    part: CallableLayer,
+    layer: CallableLayer,
     inputs: Sequence[Tensor],
-    graded: tuple[bool, ...],
+    needs_gradient: tuple[bool, ...],
     seconds: float,
-    target: float,
+    target_spread: float,
 ) -> _LayerFigures:
     device = training_pass.device
-    module = part.module
+    module = layer.module
     parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
 
     def forward() -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        leaves = [x.detach().requires_grad_(g) for x, g in zip(inputs, graded, strict=True)]
-        with training_pass.computing():
-            return leaves, part.run(leaves)
+        leaves = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needs_gradient, strict=True)]
+        with training_pass.autocast_context():
+            return leaves, layer.run(leaves)
 
     leaves, outputs = forward()
     has_gradient = tuple(o.requires_grad for o in outputs)
     gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
-    clock, flush = make_layer_timer(device), _flush(device, inputs)
+    timer, flush = make_layer_timer(device), _flush(device, inputs)
 
     def backward(outputs: Sequence[Tensor]) -> None:
         if gradients:
             torch.autograd.backward([o for o in outputs if o.requires_grad], gradients)
 
-    backward(outputs)  # makes the gradients to add to
-    repeats: list[tuple[int, int, int, int]] = []
-    left_bytes = 0
+    backward(outputs)  # creates the gradients to add to
+    repeats: list[tuple[int, int, int, int]] = []  # (F, I, W, B)
+    gradient_stash_bytes = 0
     end = time.monotonic() + seconds
     while len(repeats) < MIN_PASSES or (
-        len(repeats) < MAX_PASSES and time.monotonic() < end and _wide(repeats, target)
+        len(repeats) < MAX_PASSES and time.monotonic() < end and _total_spread(repeats) > target_spread
     ):
-        (_, outputs), forward_ns = _timed(clock, flush, forward)
-        _, backward_ns = _timed(clock, flush, lambda made=outputs: backward(made))  # type: ignore[misc]
+        (_, outputs), forward_ns = _timed(timer, flush, forward)
+        _, backward_ns = _timed(timer, flush, lambda outputs=outputs: backward(outputs))  # type: ignore[misc]
         input_ns, weight_ns = 0, backward_ns
-        if any(graded):
+        if any(needs_gradient):
             leaves, outputs = forward()
-            own = [o.clone() if o._is_view() else o for o in outputs if o.requires_grad]  # torch detaches in place
+            # Views are cloned, because torch's I detaches outputs in place.
+            roots = [o.clone() if o._is_view() else o for o in outputs if o.requires_grad]
             (_, groups), input_ns = _timed(
-                clock,
+                timer,
                 flush,
-                lambda own=own, leaves=leaves: stage_backward_input(own, gradients, leaves, iter(parameters)),  # type: ignore[misc]
+                lambda roots=roots, leaves=leaves: stage_backward_input(roots, gradients, leaves, iter(parameters)),  # type: ignore[misc]
             )
-            left_bytes = _left_bytes(groups)
-            _, weight_ns = _timed(clock, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
+            gradient_stash_bytes = _saved_gradient_bytes(groups)
+            _, weight_ns = _timed(timer, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
             weight_ns = weight_ns if parameters else 0
         repeats.append((forward_ns, input_ns, weight_ns, backward_ns))
-    if not any(graded) and parameters:
-        left_bytes = sum(g.nbytes for g in gradients)
-    saved = _saved(module, forward)
+    if not any(needs_gradient) and parameters:  # there is no I: W needs the gradients of the outputs
+        gradient_stash_bytes = sum(g.nbytes for g in gradients)
+    saved_inputs, saved_outputs, own_stash_bytes = _stash(module, forward)
     del leaves, outputs
-    (_, made), ran = memory_use(device, forward)
-    workspace = ran.peak_bytes - max(ran.before_bytes, ran.after_bytes)
-    _, ran = memory_use(device, lambda: backward(made))
-    given = sum(g.nbytes for g in gradients)
+    (_, outputs), use = measure_memory_use(device, forward)
+    forward_workspace = use.peak_bytes - max(use.before_bytes, use.after_bytes)
+    _, use = measure_memory_use(device, lambda: backward(outputs))
+    backward_workspace = use.peak_bytes - use.before_bytes + sum(g.nbytes for g in gradients)
     for parameter in parameters:
         parameter.grad = None
-    typical = [round(median(column)) for column in zip(*repeats, strict=True)]
+    forward_ns, input_ns, weight_ns, backward_ns = (round(median(column)) for column in zip(*repeats, strict=True))
     return _LayerFigures(
-        forward_ns=typical[0],
-        input_grad_ns=typical[1],
-        weight_grad_ns=typical[2],
-        backward_ns=typical[3],
-        spread=spread([f + b for f, _, _, b in repeats]),
+        forward_ns=forward_ns,
+        input_grad_ns=input_ns,
+        weight_grad_ns=weight_ns,
+        backward_ns=backward_ns,
+        spread=_total_spread(repeats),
         num_repeats=len(repeats),
-        saved_inputs=saved[0],
-        saved_outputs=saved[1],
-        own_stash_bytes=saved[2],
-        left_bytes=left_bytes,
-        workspace_bytes=max(workspace, ran.peak_bytes - ran.before_bytes + given),
+        saved_inputs=saved_inputs,
+        saved_outputs=saved_outputs,
+        own_stash_bytes=own_stash_bytes,
+        gradient_stash_bytes=gradient_stash_bytes,
+        workspace_bytes=max(forward_workspace, backward_workspace),
         has_gradient=has_gradient,
     )
 
 
-def _wide(repeats: Sequence[tuple[int, int, int, int]], target: float) -> bool:
-    return spread([f + b for f, _, _, b in repeats]) > target
+def _total_spread(repeats: Sequence[tuple[int, int, int, int]]) -> float:
+    """Returns the spread of F + B."""
+    return spread([f + b for f, _, _, b in repeats])
 
 
-def _saved(
+def _stash(
     module: Callable[..., Any], forward: Callable[[], tuple[list[Tensor], tuple[Tensor, ...]]]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Places of the inputs and outputs whose storage is saved, and the bytes of all other storages that are."""
-    own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
-    fixed = {storage(tensor) for tensor in own}
-    found: dict[int, int] = {}
+    """Returns positions of the inputs and outputs whose storage is saved, and the bytes of all other saved storages."""
+    state = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
+    state_storages = {storage_key(tensor) for tensor in state}
+    saved: dict[int, int] = {}  # bytes, by key of the storage
 
     def pack(tensor: Tensor) -> Tensor:
-        if storage(tensor) not in fixed:
-            found[storage(tensor)] = tensor.untyped_storage().nbytes()
+        if storage_key(tensor) not in state_storages:
+            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         inputs, outputs = forward()
-    ins = tuple(i for i, x in enumerate(inputs) if storage(x) in found)
-    outs = tuple(i for i, x in enumerate(outputs) if storage(x) in found)
-    seen = {storage(inputs[i]) for i in ins} | {storage(outputs[i]) for i in outs}
-    return ins, outs, sum(num_bytes for key, num_bytes in found.items() if key not in seen)
+    saved_inputs = tuple(i for i, x in enumerate(inputs) if storage_key(x) in saved)
+    saved_outputs = tuple(i for i, x in enumerate(outputs) if storage_key(x) in saved)
+    outside = {storage_key(inputs[i]) for i in saved_inputs} | {storage_key(outputs[i]) for i in saved_outputs}
+    return saved_inputs, saved_outputs, sum(num_bytes for key, num_bytes in saved.items() if key not in outside)
 
 
-def _left_bytes(groups: Sequence[dict[str, Any]]) -> int:
-    kept = {
-        storage(g): g.untyped_storage().nbytes()
+def _saved_gradient_bytes(groups: Sequence[dict[str, Any]]) -> int:
+    """Returns the bytes of the gradients that torch keeps for W in its parameter groups."""
+    num_bytes = {
+        storage_key(g): g.untyped_storage().nbytes()
         for group in groups
         for gradients in group.get("grads") or ()
         for g in gradients or ()
         if g is not None
     }
-    return sum(kept.values())
+    return sum(num_bytes.values())
 
 
 def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Returns a function that empties the caches, and then loads a layer's inputs into them."""
     filler = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     num_writes = _CUDA_WRITES if device.type == "cuda" else 1
 
@@ -236,9 +244,9 @@ def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]
     return flush
 
 
-def _timed(clock: LayerTimer, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
-    clock.intervals()
+def _timed(timer: LayerTimer, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
+    timer.intervals()
     flush()
-    clock.stamp(0)
+    timer.stamp(0)
     result = run()
-    return result, sum(length_ns for _, length_ns in clock.intervals())
+    return result, sum(length_ns for _, length_ns in timer.intervals())

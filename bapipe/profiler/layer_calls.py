@@ -1,5 +1,6 @@
-"""The layers of a model one by one, the loss the last, and which of them are alike."""
+"""Runs the layers of a model one after another, the loss last, and finds which of them are equal."""
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from bapipe.formats.profile import LOSS, TARGET
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, check_loss, layer_error, parameters_of
 from bapipe.tracing import extract
 
+TARGET_OF_LOSS = f"{TARGET} of the loss"
+"""Name of the target among the tensors; no tensor of the model can have it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableLayer:
-    """A layer, or the loss, as what maps tensors to a tuple of tensors.
+    """A layer, or the loss, as a function from tensors to a tuple of tensors.
 
     Attributes:
         inputs, outputs: names of the tensors.
@@ -27,23 +31,24 @@ class CallableLayer:
     module: Callable[..., Any]
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        """Returns what it maps the inputs to."""
+        """Returns the layer's outputs for some inputs."""
+        # A call of the module itself would let torch.fx write to stderr if it fails.
         call = self.module.forward if isinstance(self.module, nn.Module) else self.module
-        return call(*inputs)  # torch.fx writes to stderr where a module that is called fails
+        return call(*inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """A part called on the batch.
+    """A layer called on the batch.
 
     Attributes:
-        living: storages of the tensors that were there before it.
+        storages_before: keys of the storages that existed before the call, see `storage_key`.
     """
 
-    part: CallableLayer
+    layer: CallableLayer
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
-    living: set[int]
+    storages_before: set[int]
 
 
 def callable_layers(training_pass: TrainingPass) -> Iterator[CallableLayer]:
@@ -53,8 +58,8 @@ def callable_layers(training_pass: TrainingPass) -> Iterator[CallableLayer]:
         module = extract(model, [layer.name], layer.inputs, layer.outputs).train()
         yield CallableLayer(name=layer.name, inputs=layer.inputs, outputs=layer.outputs, module=module)
 
-    def loss(*given: Tensor) -> tuple[Tensor]:
-        *outputs, target = given
+    def loss(*outputs_and_target: Tensor) -> tuple[Tensor]:
+        *outputs, target = outputs_and_target
         value = training_pass.loss(model.result.rebuild(outputs), target)
         if torch.is_grad_enabled():
             check_loss(value)
@@ -63,40 +68,36 @@ def callable_layers(training_pass: TrainingPass) -> Iterator[CallableLayer]:
     yield CallableLayer(name=LOSS, inputs=(*model.outputs, TARGET_OF_LOSS), outputs=(LOSS,), module=loss)
 
 
-TARGET_OF_LOSS = f"{TARGET} of the loss"
-"""Not the name of any tensor of the model."""
+def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> Iterator[LayerCall]:
+    """Yields each layer as called in a forward without gradients; one layer at a time is on the device.
 
-
-def run_layers(training_pass: TrainingPass, parts: Sequence[CallableLayer]) -> Iterator[LayerCall]:
-    """Yields every part as it is called in a forward that keeps only what later parts use, and one part on the device.
+    A tensor is freed after the last layer that uses it.
 
     Raises:
-        InvalidModel: a part fails.
+        InvalidModel: a layer fails.
     """
-    last_use = {source: index for index, part in enumerate(parts) for source in part.inputs}
-    alive = dict(zip(training_pass.model.inputs, training_pass.inputs, strict=True)) | {
-        TARGET_OF_LOSS: training_pass.target
-    }
-    for index, part in enumerate(parts):
-        inputs = [alive[source] for source in part.inputs]
-        with _resident(part.module, training_pass.device):
+    last_use = {source: index for index, layer in enumerate(layers) for source in layer.inputs}
+    alive = dict(zip(training_pass.model.inputs, training_pass.inputs, strict=True))
+    alive[TARGET_OF_LOSS] = training_pass.target
+    for index, layer in enumerate(layers):
+        inputs = [alive[source] for source in layer.inputs]
+        with _on_device(layer.module, training_pass.device):
             try:
-                with torch.no_grad(), training_pass.computing():
-                    made = part.run(inputs)
+                with torch.no_grad(), training_pass.autocast_context():
+                    outputs = layer.run(inputs)
             except Exception as error:  # whatever a layer raises
-                raise layer_error(part.name, "forward", training_pass, error) from error
-            yield LayerCall(
-                part=part, inputs=inputs, outputs=made, living={storage(tensor) for tensor in alive.values()}
-            )
-        alive |= zip(part.outputs, made, strict=True)
+                raise layer_error(layer.name, "forward", training_pass, error) from error
+            storages = {storage_key(tensor) for tensor in alive.values()}
+            yield LayerCall(layer=layer, inputs=inputs, outputs=outputs, storages_before=storages)
+        alive |= zip(layer.outputs, outputs, strict=True)
         for source in list(alive):
             if last_use.get(source, -1) <= index:
                 del alive[source]
 
 
 @contextmanager
-def _resident(module: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Has a part's parameters and buffers on the device within; those that live elsewhere go back there."""
+def _on_device(module: Callable[..., Any], device: torch.device) -> Iterator[None]:
+    """Keeps a layer's parameters and buffers on the device meanwhile, and moves them back afterwards."""
     home = next((p.device for p in module.parameters()), device) if isinstance(module, nn.Module) else device
     if not isinstance(module, nn.Module) or home.type == device.type:
         yield
@@ -108,55 +109,60 @@ def _resident(module: Callable[..., Any], device: torch.device) -> Iterator[None
         module.to(home)
 
 
-def storage(tensor: Tensor) -> int:
-    """Returns what tells a storage that lives from others."""
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that distinguishes a tensor's storage from all others that exist at the same time."""
     return tensor.untyped_storage().data_ptr()
 
 
 def equal_layer_groups(
-    training_pass: TrainingPass, tensors: Mapping[str, TensorInfo], reached: Container[int]
+    training_pass: TrainingPass, tensors: Mapping[str, TensorInfo], with_backward: Container[int]
 ) -> tuple[int, ...]:
-    """Returns for each layer, and the loss, the first of those of its kind.
+    """Returns for each layer, and the loss, the number of the first layer that is equal to it.
 
-    Layers are of one kind that have the same code, shapes, types and settings, and the same inputs that need gradients;
-    `reached` are those with a backward. One that shares parameters with another is of its own kind.
+    Layers are equal if they have the same code, shapes, types and settings, and the same inputs need gradients. A layer
+    that shares parameters with another is equal to none.
+
+    Args:
+        tensors: the outputs of all layers, by name.
+        with_backward: numbers of the layers that the backward reaches.
     """
-    users: dict[int, int] = {}
-    for own in parameters_of(training_pass.model):
-        for parameter in own:
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    first: dict[object, int] = {}
-    kinds = []
+    num_users = Counter(id(parameter) for parameters in parameters_of(training_pass.model) for parameter in parameters)
+    first_of_key: dict[object, int] = {}
+    groups = []
     for index, call in enumerate(run_layers(training_pass, list(callable_layers(training_pass)))):
-        graded = tuple(source in tensors and tensors[source].has_gradient for source in call.part.inputs)
-        module = call.part.module
-        held = module.parameters() if isinstance(module, nn.Module) else ()
-        shares = any(users[id(parameter)] > 1 for parameter in held)
-        key = index if shares else (signature(module, call.inputs), graded, index in reached)
-        kinds.append(first.setdefault(key, index))
-    return tuple(kinds)
+        needs_gradient = tuple(name in tensors and tensors[name].has_gradient for name in call.layer.inputs)
+        module = call.layer.module
+        parameters = module.parameters() if isinstance(module, nn.Module) else ()
+        shares_parameters = any(num_users[id(parameter)] > 1 for parameter in parameters)
+        key = index if shares_parameters else (signature(module, call.inputs), needs_gradient, index in with_backward)
+        groups.append(first_of_key.setdefault(key, index))
+    return tuple(groups)
 
 
 def signature(module: Callable[..., Any], inputs: Sequence[Tensor]) -> object:
-    """Returns what two parts have in common where their times are the same."""
+    """Returns a value that is equal for two layers whose times are expected to be the same.
+
+    It holds the operators and their arguments, the attributes of modules, and shapes and types of inputs and state.
+    """
     shapes = tuple((tuple(x.shape), x.dtype, x.stride()) for x in inputs)
     if not isinstance(module, fx.GraphModule):
         return id(module)
-    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
     steps = []
     for node in module.graph.nodes:
         target = str(node.target)
         if node.op == "call_module":
-            target = "; ".join(map(_code, module.get_submodule(target).modules()))
+            target = "; ".join(map(_class_and_attributes, module.get_submodule(target).modules()))
         elif node.op in ("placeholder", "get_attr", "output"):
             target = ""
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")
+        # Nodes are written as positions, because their names contain the names of layers.
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{position[n]}")
         steps.append((node.op, target, repr(arguments)))
-    held = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*module.parameters(), *module.buffers()))
-    return tuple(steps), held, shapes
+    state = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*module.parameters(), *module.buffers()))
+    return tuple(steps), state, shapes
 
 
-def _code(module: nn.Module) -> str:
-    """A module's class and its plain attributes; not all of them show in its `repr`, such as heads of attention."""
+def _class_and_attributes(module: nn.Module) -> str:
+    """Returns a module's class and plain attributes; `repr` leaves some out, such as the heads of attention."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | tuple | None)}
     return f"{type(module).__module__}.{type(module).__qualname__} {sorted(plain.items(), key=lambda item: item[0])}"

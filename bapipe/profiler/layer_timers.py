@@ -1,4 +1,4 @@
-"""Clocks that tell how long each layer of a running model takes, and what telling costs."""
+"""Timers that say how long each layer of a running model takes, and the time that reporting to them costs."""
 
 import sys
 import time
@@ -18,42 +18,42 @@ _NUM_ELEMENTS, _NUM_REPORTS, _NUM_ROUNDS = 2**18, 50, 15
 
 
 def now_ns(device: torch.device) -> int:
-    """Returns the time of this thread on the processor where it alone computes, else that of the clock."""
+    """Returns the processor time of this thread if it alone computes, else the time of the clock."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.thread_time_ns()
     return time.perf_counter_ns()
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what the device still computes."""
+    """Waits until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def minor_page_faults() -> int:
-    """Returns how many pages of memory this process has taken from the kernel so far; 0 where nobody counts them."""
+    """Returns how many pages of memory the kernel has given this process so far; 0 on systems that do not count."""
     return 0 if sys.platform == "win32" else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class LayerTimer(Protocol):
-    """Stamps of the layer that begins, and the times between them."""
+    """Takes a stamp when a layer begins, and returns the times between stamps."""
 
     def stamp(self, layer: int) -> None:
-        """Notes that a layer begins now."""
+        """Records that a layer begins now."""
         ...
 
     def intervals(self) -> Iterable[tuple[int, int]]:
-        """Returns the layer and the length of each interval so far, and forgets them."""
+        """Returns (layer, nanoseconds) from each stamp to the next one, and forgets the stamps."""
         ...
 
 
 def make_layer_timer(device: torch.device) -> LayerTimer:
-    """Returns the clock for what runs on a device."""
+    """Returns the timer for work on a device."""
     return CudaLayerTimer(device) if device.type == "cuda" else CpuLayerTimer()
 
 
 class CpuLayerTimer:
-    """The clock of this thread."""
+    """Times of this thread, by `now_ns`."""
 
     def __init__(self) -> None:
         self.stamps: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ class CpuLayerTimer:
 
 
 class CudaLayerTimer:
-    """The current stream of a device, where a layer begins when the work before it is done."""
+    """Times of the current stream of a device, on which a layer begins when the work queued before it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,20 +86,20 @@ class CudaLayerTimer:
 
 
 def instrumentation_overhead_ns(device: torch.device) -> tuple[int, int]:
-    """Returns what a report adds to the time of a layer: one called from Python, and one from a hook of autograd.
+    """Returns the time that one report adds to a layer: a report called from Python, and one from a hook of autograd.
 
-    Measured with and without, between operators that leave nothing of Python in the nearest caches, as layers do; 0 on
-    CUDA, whose clock runs on the device.
+    It is the difference of loops with and without reports. Their operators are large enough to clear Python's data from
+    the nearest caches, as real layers do. It is 0 on CUDA, whose stamps are taken on the device.
     """
     if device.type != "cpu":
         return 0, 0
-    clock = CpuLayerTimer()
-    called = [_forward_ns(clock.stamp) - _forward_ns(None) for _ in range(_NUM_ROUNDS)]
-    hooked = [_backward_ns(clock.stamp) - _backward_ns(None) for _ in range(_NUM_ROUNDS)]
-    return max(round(median(called) / _NUM_REPORTS), 0), max(round(median(hooked) / _NUM_REPORTS), 0)
+    timer = CpuLayerTimer()
+    from_python = [_forward_loop_ns(timer.stamp) - _forward_loop_ns(None) for _ in range(_NUM_ROUNDS)]
+    from_hook = [_backward_loop_ns(timer.stamp) - _backward_loop_ns(None) for _ in range(_NUM_ROUNDS)]
+    return max(round(median(from_python) / _NUM_REPORTS), 0), max(round(median(from_hook) / _NUM_REPORTS), 0)
 
 
-def _forward_ns(report: Callable[[int], None] | None) -> int:
+def _forward_loop_ns(report: Callable[[int], None] | None) -> int:
     x = torch.ones(_NUM_ELEMENTS)
     start = now_ns(CPU)
     for _ in range(_NUM_REPORTS):
@@ -109,7 +109,7 @@ def _forward_ns(report: Callable[[int], None] | None) -> int:
     return now_ns(CPU) - start
 
 
-def _backward_ns(report: Callable[[int], None] | None) -> int:
+def _backward_loop_ns(report: Callable[[int], None] | None) -> int:
     x = y = torch.ones(_NUM_ELEMENTS, requires_grad=True)
     for _ in range(_NUM_REPORTS):
         y = y * 1.0

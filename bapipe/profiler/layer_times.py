@@ -1,4 +1,4 @@
-"""Times of layers, taken while the whole model runs, so that caches and memory are as in training."""
+"""Times of layers, taken in passes of the whole model, so that caches and memory are as in training."""
 
 import time
 from collections import Counter
@@ -24,28 +24,26 @@ T = TypeVar("T")
 MIN_PASSES, MAX_PASSES = 5, 60
 
 MIN_RELEVANT_SHARE = 0.005
-"""Share of a pass below which a layer's spread does not matter for how often passes are repeated."""
-
+"""Share of a pass below which the spread of a layer does not matter for how often passes are repeated."""
 
 MAX_WAIT_SHARE = 0.05
-"""Share of a pass that a thread may wait for the processor before the pass does not count."""
-
+"""Share of a pass that this thread may wait for the processor; a pass that waits longer counts as disturbed."""
 
 MAX_NEW_PAGES = 1000
-"""Pages of memory that a pass may take from the kernel and still be like those of a long training."""
+"""Pages of memory that a pass may take from the kernel; a pass that takes more is unlike those of a long training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Times of the layers of a model, and of the loss after them.
+    """Times of the layers of a model, and of the loss after them; each tuple has one value for each of these.
 
     Attributes:
         forward_ns, input_grad_ns, weight_grad_ns, backward_ns: F, I, W and B of the typical pass.
         spreads: half the width of the 95 % confidence interval of the median of a layer's F + B, relative to it.
-        num_passes: how many there were.
-        sum_over_whole: what the layers' F + B add up to, relative to F + B of the model without anything watching it;
-            None where the model did not run as a whole.
-        num_groups: how many layers, the loss among them, were measured by themselves.
+        num_passes: how many passes count.
+        sum_over_whole: sum of F + B over all layers, relative to F + B of the model without instrumentation; None if
+            the model did not run as a whole.
+        num_groups: how many layers, the loss among them, were measured, each for all that are equal to it.
     """
 
     forward_ns: tuple[int, ...]
@@ -58,186 +56,200 @@ class LayerTimes:
     num_groups: int
 
 
-def time_layers(training_pass: TrainingPass, seconds: float, target: float, exhaustive: bool) -> LayerTimes:
-    """Returns the times of every layer, from whole passes: at least five, until spreads are small or time is over.
+def time_layers(training_pass: TrainingPass, seconds: float, target_spread: float, exhaustive: bool) -> LayerTimes:
+    """Returns the times of every layer, from at least five passes of the whole model.
 
-    Passes end when no layer that takes a two-hundredth of a pass has a spread above `target`, or after about `seconds`.
-    A pass runs F and then B of all layers, parameter gradients added to those that are there, as in all micro-batches
-    of a step but the first; then F, I and W of all layers, as the runtime splits them; then F and B of the model alone.
-    Equal layers (see `equal_layer_groups`) count as one measured several times: in each pass, each gets their mean.
-    With `exhaustive` each has its own time.
+    Passes end when no layer that takes `MIN_RELEVANT_SHARE` of a pass or more has a spread above `target_spread`, or
+    after about `seconds`. A pass runs F and then B of all layers, adding to existing gradients, as every micro-batch of
+    a step but the first does; then F, I and W of all layers, split as the runtime splits them; then F and B of the
+    model without instrumentation. In each pass, equal layers (see `equal_layer_groups`) all get the mean of their
+    times; with `exhaustive` each layer has its own time.
 
-    On a CPU with one thread, times are those of the processor, without what other processes take of it. A pass in which
-    they take much does not count, for they empty the caches too; nor one that takes new memory from the kernel, which
-    is slow and soon ends in a long training. Where such passes are all there are, twice as long is spent, and the least
-    disturbed half counts. What watching adds to a layer's time is measured and taken off.
+    On a CPU with one thread, times are processor times, so they exclude what other processes use. A pass in which these
+    use much does not count, because they empty the caches too; nor does one that takes new memory from the kernel,
+    which is slow and soon ends in a long training. If there are only such passes, measuring takes twice as long, and
+    the half of the passes that was disturbed least counts. The overhead of instrumentation is measured and subtracted.
     """
-    clock = make_layer_timer(training_pass.device)
-    instrumented = InstrumentedModel(training_pass=training_pass, enter=clock.stamp)
-    runner = _Runner(
-        instrumented, clock, tuple(range(instrumented.num_layers + 1)) if exhaustive else _kinds(training_pass)
-    )
-    runner.run()  # warms up, and makes the gradients to add to
+    timer = make_layer_timer(training_pass.device)
+    model = InstrumentedModel(training_pass=training_pass, enter=timer.stamp)
+    groups = tuple(range(model.num_layers + 1)) if exhaustive else _groups(training_pass)
+    runner = _PassRunner(model, timer, groups)
+    runner.run()  # warms up, and creates the gradients to add to
     start, passes = time.monotonic(), [runner.run()]
 
-    def wants_more() -> bool:
-        kept, elapsed = _undisturbed(passes), time.monotonic() - start
-        if len(kept) < MIN_PASSES:
+    def needs_another_pass() -> bool:
+        undisturbed, elapsed = _undisturbed(passes), time.monotonic() - start
+        if len(undisturbed) < MIN_PASSES:
             return len(passes) < MIN_PASSES or (len(passes) < 2 * MAX_PASSES and elapsed < 2 * seconds)
-        return len(passes) < MAX_PASSES and elapsed < seconds and _widest(kept) > target
+        return len(passes) < MAX_PASSES and elapsed < seconds and _max_spread(undisturbed) > target_spread
 
-    while wants_more():
+    while needs_another_pass():
         passes.append(runner.run())
-    kept = _undisturbed(passes)
-    if len(kept) < MIN_PASSES:
-        kept = sorted(passes, key=lambda one: one.disturbed)[: max(MIN_PASSES, len(passes) // 2)]
-    return _times(kept, runner)
+    counted = _undisturbed(passes)
+    if len(counted) < MIN_PASSES:
+        counted = sorted(passes, key=lambda one: one.disturbance)[: max(MIN_PASSES, len(passes) // 2)]
+    return _layer_times(counted, runner)
 
 
-def _kinds(training_pass: TrainingPass) -> tuple[int, ...]:
+def _groups(training_pass: TrainingPass) -> tuple[int, ...]:
+    """Returns `equal_layer_groups` of a model; a layer has a backward if it reports in one."""
     reported: list[int] = []
-    instrumented = InstrumentedModel(training_pass=training_pass, enter=reported.append)
-    loss = instrumented.forward()
+    model = InstrumentedModel(training_pass=training_pass, enter=reported.append)
+    loss = model.forward()
     reported.clear()
-    instrumented.backward(loss)
-    return equal_layer_groups(training_pass, instrumented.tensors, set(reported))
+    model.backward(loss)
+    return equal_layer_groups(training_pass, model.tensors, set(reported))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
-    """One pass: the time of each layer in each part, the loss after them.
+    """The times of one pass, in lists of one time for each layer, the loss last.
 
     Attributes:
-        alone_ns: F + B of the model as it is.
-        disturbed: the share of the time in which this thread waited for the processor, 1 where it took new memory from
-            the kernel; 0 where that is not known.
+        forward, backward: F and B, run one after the other.
+        split_forward, input_grad, weight_grad: F, I and W, run after those.
+        model_ns: F + B of the model without instrumentation.
+        disturbance: the share of the time in which this thread waited for the processor, 1 if it took new memory from
+            the kernel; 0 on devices that do not tell.
     """
 
     forward: list[int]
-    whole: list[int]
-    forward_again: list[int]
-    inputs: list[int]
-    weights: list[int]
-    alone_ns: int
-    disturbed: float
+    backward: list[int]
+    split_forward: list[int]
+    input_grad: list[int]
+    weight_grad: list[int]
+    model_ns: int
+    disturbance: float
 
     @property
     def totals(self) -> list[int]:
         """F + B of each layer."""
-        return [f + b for f, b in zip(self.forward, self.whole, strict=True)]
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
 
 
-class _Runner:
-    """Runs passes of a instrumented model.
+class _PassRunner:
+    """Runs passes of an instrumented model.
 
     Attributes:
-        kinds: of each layer and the loss, see `equal_layer_groups`.
+        groups: for each layer and the loss, see `equal_layer_groups`.
+        python_report_ns, hook_report_ns: see `instrumentation_overhead_ns`.
     """
 
-    def __init__(self, instrumented: InstrumentedModel, clock: LayerTimer, kinds: Sequence[int]) -> None:
-        self.instrumented, self.clock, self.kinds = instrumented, clock, kinds
-        self.called_ns, self.hooked_ns = instrumentation_overhead_ns(instrumented.training_pass.device)
+    def __init__(self, model: InstrumentedModel, timer: LayerTimer, groups: Sequence[int]) -> None:
+        self.model, self.timer, self.groups = model, timer, groups
+        self.python_report_ns, self.hook_report_ns = instrumentation_overhead_ns(model.training_pass.device)
 
     def run(self) -> _Pass:
-        instrumented = self.instrumented
-        start_ns, own_ns, pages = time.perf_counter_ns(), time.thread_time_ns(), minor_page_faults()
-        whole, forward = self._timed(instrumented.forward, self.called_ns)
-        _, backward = self._timed(lambda: instrumented.backward(whole), self.hooked_ns)
-        split, again = self._timed(instrumented.forward, self.called_ns)
-        groups, inputs = self._timed(lambda: instrumented.backward_inputs(split), self.hooked_ns, watching=True)
-        _, weights = self._timed(lambda: instrumented.backward_weights(groups), self.called_ns)
-        alone_ns = self._alone_ns()
-        waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - own_ns)
-        inner = [group for group in groups if not group.at_root and not instrumented.is_shared(group)]
-        _share(inputs, {instrumented.layer_of(group) for group in inner})
-        on_cpu = instrumented.training_pass.device.type == "cpu"
-        new_memory = minor_page_faults() - pages > MAX_NEW_PAGES
+        model = self.model
+        start_ns, start_thread_ns, start_faults = time.perf_counter_ns(), time.thread_time_ns(), minor_page_faults()
+        loss, forward = self._timed(model.forward, self.python_report_ns)
+        _, backward = self._timed(lambda: model.backward(loss), self.hook_report_ns)
+        split_loss, split_forward = self._timed(model.forward, self.python_report_ns)
+        groups, input_grad = self._timed(
+            lambda: model.backward_inputs(split_loss), self.hook_report_ns, with_overhead=True
+        )
+        _, weight_grad = self._timed(lambda: model.backward_weights(groups), self.python_report_ns)
+        model_ns = self._model_ns()
+        # Wall time minus processor time is how long this thread waited, on a CPU with one thread.
+        waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - start_thread_ns)
+        layers_with_search = {
+            model.layer_of(group) for group in groups if not group.starts_at_root and not model.is_shared(group)
+        }
+        _spread_search_time(input_grad, layers_with_search)
+        on_cpu = model.training_pass.device.type == "cpu"
+        has_new_memory = minor_page_faults() - start_faults > MAX_NEW_PAGES
+        wait_share = waited_ns / (time.perf_counter_ns() - start_ns)
         return _Pass(
-            forward=pooled(forward, self.kinds),
-            whole=pooled(backward, self.kinds),
-            forward_again=pooled(again, self.kinds),
-            inputs=pooled(inputs, self.kinds),
-            weights=pooled(weights, self.kinds),
-            alone_ns=alone_ns,
-            disturbed=(1.0 if new_memory else waited_ns / (time.perf_counter_ns() - start_ns)) if on_cpu else 0.0,
+            forward=group_means(forward, self.groups),
+            backward=group_means(backward, self.groups),
+            split_forward=group_means(split_forward, self.groups),
+            input_grad=group_means(input_grad, self.groups),
+            weight_grad=group_means(weight_grad, self.groups),
+            model_ns=model_ns,
+            disturbance=(1.0 if has_new_memory else wait_share) if on_cpu else 0.0,
         )
 
-    def _alone_ns(self) -> int:
-        training_pass = self.instrumented.training_pass
+    def _model_ns(self) -> int:
+        """Returns the time of F + B of the model's own code."""
+        training_pass = self.model.training_pass
         synchronize(training_pass.device)
         start = now_ns(training_pass.device)
         try:
-            training_pass.whole_loss().backward()  # type: ignore[no-untyped-call]
+            training_pass.model_loss().backward()  # type: ignore[no-untyped-call]
             synchronize(training_pass.device)
         except Exception as error:  # whatever the model raises
             name = type(training_pass.model.root).__name__
             raise layer_error(name, "forward and backward as a whole", training_pass, error) from error
         return now_ns(training_pass.device) - start
 
-    def _timed(self, run: Callable[[], T], report_ns: int, watching: bool = False) -> tuple[T, list[int]]:
-        """Returns what `run` returns and the time of each layer in it, that of watching where asked for."""
-        self.clock.intervals()
+    def _timed(self, run: Callable[[], T], report_ns: int, with_overhead: bool = False) -> tuple[T, list[int]]:
+        """Returns the result of `run` and the time of each layer in it, less `report_ns` for each report.
+
+        The last time of the list, after that of the loss, is that of instrumentation itself: 0 unless `with_overhead`.
+        """
+        self.timer.intervals()
         result = run()
-        total = [0] * (self.instrumented.num_layers + 2)
-        for layer, length_ns in self.clock.intervals():
+        total = [0] * (self.model.num_layers + 2)
+        for layer, length_ns in self.timer.intervals():
             total[layer] += max(length_ns - report_ns, 0)
-        if not watching:
+        if not with_overhead:
             total[-1] = 0
         return result, total
 
 
-def pooled(times: Sequence[int], kinds: Sequence[int]) -> list[int]:
-    """Returns for each layer the mean over those of its kind."""
-    totals, counts = Counter[int](), Counter(kinds)
-    for kind, time_ns in zip(kinds, times, strict=False):  # what follows them is watching
-        totals[kind] += time_ns
-    return [round(totals[kind] / counts[kind]) for kind in kinds]
+def group_means(times: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Returns for each layer the mean over the layers of its group."""
+    totals, counts = Counter[int](), Counter(groups)
+    for group, time_ns in zip(groups, times, strict=False):  # `times` has one more, that of instrumentation
+        totals[group] += time_ns
+    return [round(totals[group] / counts[group]) for group in groups]
 
 
-def _share(times: list[int], layers: set[int]) -> None:
-    """Gives what torch takes to look for where W begins to the layers where one does, in equal parts."""
+def _spread_search_time(times: list[int], layers: set[int]) -> None:
+    """Adds the time in which torch searches where W begins to the layers in which one begins, in equal parts."""
     search_ns, times[-1] = times[-1], 0
     for layer in layers:
         times[layer] += search_ns // len(layers)
 
 
 def _undisturbed(passes: Sequence[_Pass]) -> list[_Pass]:
-    return [one for one in passes if one.disturbed <= MAX_WAIT_SHARE]
+    return [one for one in passes if one.disturbance <= MAX_WAIT_SHARE]
 
 
 def _spreads(passes: Sequence[_Pass]) -> list[float]:
-    return [spread(own) for own in zip(*(one.totals for one in passes), strict=True)]
+    return [spread(times_of_layer) for times_of_layer in zip(*(one.totals for one in passes), strict=True)]
 
 
-def _widest(passes: Sequence[_Pass]) -> float:
-    """The largest spread among layers that matter."""
+def _max_spread(passes: Sequence[_Pass]) -> float:
+    """Returns the largest spread among layers that take a relevant share of a pass."""
     typical = _medians([one.totals for one in passes])
-    least = MIN_RELEVANT_SHARE * sum(typical)
-    return max(own for own, ns in zip(_spreads(passes), typical, strict=True) if ns >= least)
+    min_ns = MIN_RELEVANT_SHARE * sum(typical)
+    return max(spread for spread, ns in zip(_spreads(passes), typical, strict=True) if ns >= min_ns)
 
 
-def _times(passes: Sequence[_Pass], runner: _Runner) -> LayerTimes:
-    forward = _typical([times for one in passes for times in (one.forward, one.forward_again)])
-    whole, inputs = _typical([one.whole for one in passes]), _typical([one.inputs for one in passes])
-    weights = list(_typical([one.weights for one in passes]))
-    for layer in runner.instrumented.sharing_layers:  # their W was not run, and splitting costs such layers little
-        weights[layer] = max(whole[layer] - inputs[layer], 0)
+def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
+    forward = _typical([times for one in passes for times in (one.forward, one.split_forward)])
+    backward, input_grad = _typical([one.backward for one in passes]), _typical([one.input_grad for one in passes])
+    weight_grad = list(_typical([one.weight_grad for one in passes]))
+    for layer in runner.model.sharing_layers:  # their W was not run; splitting adds little to their B
+        weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
     return LayerTimes(
         forward_ns=forward,
-        input_grad_ns=inputs,
-        weight_grad_ns=tuple(weights),
-        backward_ns=whole,
+        input_grad_ns=input_grad,
+        weight_grad_ns=tuple(weight_grad),
+        backward_ns=backward,
         spreads=tuple(_spreads(passes)),
         num_passes=len(passes),
-        sum_over_whole=median(sum(one.totals) for one in passes) / median(one.alone_ns for one in passes),
-        num_groups=len(set(runner.kinds)),
+        sum_over_whole=median(sum(one.totals) for one in passes) / median(one.model_ns for one in passes),
+        num_groups=len(set(runner.groups)),
     )
 
 
 def spread(values: Sequence[int]) -> float:
     """Returns half the width of the 95 % confidence interval of the median, relative to the median.
 
-    By the sign test, which assumes nothing of the distribution; below six values the interval is all of them.
+    It is the interval of the sign test, which assumes nothing about the distribution: between the order statistics at
+    n / 2 ± 1.96 sqrt(n) / 2. Below six values it is the whole range.
     """
     ordered = sorted(values)
     low = max(0, int((len(ordered) - 1.96 * sqrt(len(ordered))) / 2)) if len(ordered) >= 6 else 0
@@ -246,10 +258,13 @@ def spread(values: Sequence[int]) -> float:
 
 
 def _typical(passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the medians, scaled to add up to the median pass; alone they add up to less, being skewed."""
+    """Returns the medians of the layers, scaled to add up to the median pass.
+
+    Times are skewed to long ones, so the medians of layers alone add up to less than the median of their sums.
+    """
     medians = _medians(passes)
-    whole, total = median(map(sum, passes)), sum(medians)
-    return tuple(round(time_ns * whole / total) for time_ns in medians) if total else medians
+    median_total, total = median(map(sum, passes)), sum(medians)
+    return tuple(round(time_ns * median_total / total) for time_ns in medians) if total else medians
 
 
 def _medians(passes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What messages between two processes of this machine cost, and summing with them."""
+"""Latency and bandwidth between two processes of this machine, of messages and of all-reduce."""
 
 import sys
 import time
@@ -21,10 +21,11 @@ SUM_BYTES = tuple(2**exponent for exponent in (16, 20, 22, 24, 25))
 
 
 def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth, Bandwidth]:
-    """Returns latency and bandwidth between two new processes, gloo over loopback or nccl for `cuda`, and of summing.
+    """Returns the link between two new processes for messages, and the link for sums: see `fit`.
 
-    The processes, of one thread each, send messages to and fro into tensors that are there, and all-reduce others; an
-    all-reduce counts as two messages of half the tensor. See `fit`. It takes a few seconds, most of it imports.
+    The processes, of one thread each, talk by gloo over loopback, or by nccl for `cuda`. They send messages back and
+    forth into tensors allocated before, and all-reduce others; an all-reduce of two ranks counts as two messages of
+    half the tensor. It takes a few seconds, most of which are imports.
 
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
@@ -34,20 +35,22 @@ def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth,
 
 
 MAX_SPEEDUP_OVER_FASTEST = 2
-"""How many times faster than the fastest message, its latency included, a link can be thought to be."""
+"""Upper limit of a link's bandwidth, relative to the fastest message, its latency included."""
 
 
 MAX_UNDERESTIMATE = 0.1
-"""The part of the largest message's time that a line may leave out; plans are mostly about large messages."""
+"""Upper limit of the share of the largest message's time that a line may miss; most messages of plans are large."""
 
 
 def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
-    """Returns the line through one-way times with the least sum of squared relative errors.
+    """Returns the line latency + bytes / bandwidth through one-way times, by least squares of the relative errors.
 
-    Where that line would start below 0, the best one without latency. Where it would hurry the largest message by more
-    than `MAX_UNDERESTIMATE`, as on a link that lets bursts through faster than it can go on, the one that the two
-    largest messages are on, with the latency that is left for the others.
+    - If its latency is negative, the best line without latency.
+    - If its bandwidth exceeds `MAX_SPEEDUP_OVER_FASTEST`, that bandwidth, with the latency that fits best.
+    - If it underestimates the largest message by more than `MAX_UNDERESTIMATE`, as on a link that is faster in bursts
+      than in the long run, the bandwidth between the two largest messages, with the median latency of all.
     """
+    # Weighted linear regression: weights 1 / t² make the errors relative.
     weights = [1 / max(t, 1) ** 2 for t in times_ns]
     total = sum(weights)
     mean_bytes = sum(w * n for w, n in zip(weights, num_bytes, strict=True)) / total
@@ -56,16 +59,16 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     slope = sum(w * (n - mean_bytes) * (t - mean_ns) for w, n, t in points) / sum(
         w * (n - mean_bytes) ** 2 for w, n, _ in points
     )
-    latency_ns = mean_ns - slope * mean_bytes
+    latency_ns = mean_ns - slope * mean_bytes  # slope: nanoseconds per byte
     if latency_ns < 0 or slope <= 0:
         latency_ns, slope = 0.0, sum(w * n * t for w, n, t in points) / sum(w * n * n for w, n, _ in points)
-    fastest = max(n / t for n, t in zip(num_bytes, times_ns, strict=True) if t)  # bytes a nanosecond, all included
-    if slope < 1 / (MAX_SPEEDUP_OVER_FASTEST * fastest):  # so much noise that large messages seem to cost nothing more
+    fastest = max(n / t for n, t in zip(num_bytes, times_ns, strict=True) if t)  # bytes per ns
+    if slope < 1 / (MAX_SPEEDUP_OVER_FASTEST * fastest):  # noise: large messages seem as fast as small ones
         slope = 1 / (MAX_SPEEDUP_OVER_FASTEST * fastest)
         latency_ns = max(mean_ns - slope * mean_bytes, 0.0)
-    (fewer, fewer_ns), (most, most_ns) = sorted(zip(num_bytes, times_ns, strict=True))[-2:]
-    if fewer_ns < most_ns and latency_ns + slope * most < (1 - MAX_UNDERESTIMATE) * most_ns:
-        slope = (most_ns - fewer_ns) / (most - fewer)
+    (second_bytes, second_ns), (max_bytes, max_ns) = sorted(zip(num_bytes, times_ns, strict=True))[-2:]
+    if second_ns < max_ns and latency_ns + slope * max_bytes < (1 - MAX_UNDERESTIMATE) * max_ns:
+        slope = (max_ns - second_ns) / (max_bytes - second_bytes)
         latency_ns = max(median(t - slope * n for n, t in zip(num_bytes, times_ns, strict=True)), 0.0)
     return Bandwidth(bytes_per_s=max(round(1e9 / slope), 1), latency_ns=round(latency_ns))
 
@@ -78,7 +81,7 @@ def _rank(rank: int, num_ranks: int, kind: str, folder: str) -> None:
 
 
 def _half_ns(time_ns: Callable[[int, Tensor], int], rank: int, message: Tensor) -> int:
-    """Returns half the median time of a message to and fro, or of two that sum it."""
+    """Returns half the median time of a round trip, or of an all-reduce of two ranks."""
     num_repeats = 8 if message.nbytes > 2**20 else 40
     return round(median([time_ns(rank, message) for _ in range(num_repeats + 2)][2:]) / 2)
 

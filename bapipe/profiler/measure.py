@@ -1,4 +1,4 @@
-"""From a module to its profile: every layer run and measured on a device of this machine."""
+"""Measures a module: traces it, times its layers and their memory at each micro-batch size, and makes a profile."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,6 +24,7 @@ from bapipe.profiler.prepare import (
     in_memory_format,
     prepared,
 )
+from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, environment, framework_bytes, prepare_cpu
 from bapipe.tracing import TracedModel, trace
 
@@ -50,73 +51,75 @@ def measure_model(
     arguments: Mapping[str, object] | None = None,
     settings: Settings = Settings(),  # noqa: B008
     seconds_per_size: float = 12.0,
-    spread: float = 0.03,
+    target_spread: float = 0.03,
     layer_by_layer: bool = False,
     exhaustive: bool = False,
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
     resume_from: ModelProfile | None = None,
-    keep: Callable[[ModelProfile], None] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    save: Callable[[ModelProfile], None] | None = None,
+    progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model in training, its last layer the loss.
 
     Example inputs of any batch size are repeated to each micro-batch size. The module's parameters, buffers and mode
-    are left as they were, its gradients as None. `progress` is called with the number of parts done, the number of all
-    parts, and what comes next.
+    are left as they were, its gradients as None.
 
     Args:
-        settings: how the model is computed; `dtype` is the module's own, whatever they say.
-        seconds_per_size, spread: passes at a size end when every layer that matters is sure to this relative spread, or
-            after about this time.
-        leaf_modules, operator_layers: what is a layer, see `bapipe.tracing.trace`.
-        layer_by_layer: see `measure_isolated`; without, layers are measured in passes of the whole model, unless its
-            parameters and their gradients are more than the device holds.
-        exhaustive: whether each layer has figures of its own, those of equal layers too.
+        settings: how the model is computed; their `dtype` is replaced by the module's.
+        seconds_per_size, target_spread: measuring at a size ends when the time of every layer that matters has this
+            relative spread, or after about this time.
+        leaf_modules, operator_layers: which modules and operators are layers, see `bapipe.tracing.trace`.
+        layer_by_layer: measures one layer at a time, see `measure_isolated`. Otherwise layers are measured in passes of
+            the whole model, unless its parameters and their gradients do not fit on the device.
+        exhaustive: measures every layer, also those that are equal to another one.
         resume_from: a profile of the same model on the same machine; its sizes are not measured again.
-        keep: called with the profile so far after each size.
+        save: called with the profile so far after each size.
+        progress: called with the number of parts done, the number of all parts, and the name of the next one.
 
     Raises:
-        InvalidModel: the module cannot be traced, or a layer fails or gives another something else than a tensor.
+        InvalidModel: the module cannot be traced, or a layer fails or gives another layer a value that is not a tensor.
         BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
     """
     sizes = _checked_sizes(microbatch_sizes)
     if settings.optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
-    tell = progress or (lambda done, total, what: None)
+    report = progress or (lambda done, total, next_part: None)
     check_examples(inputs, target)
     check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
     settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
     autocast = getattr(torch, settings.autocast) if settings.autocast else None
-    made = resume_from
-    todo = [size for size in sizes if made is None or size not in made.microbatch_sizes]
-    num_parts = 2 * len(todo) + (made is None)
+    profile = resume_from
+    missing_sizes = [size for size in sizes if profile is None or size not in profile.microbatch_sizes]
+    num_parts = 2 * len(missing_sizes) + (profile is None)
     done = 0
     layer_by_layer = layer_by_layer or not fits_on_device(module, device)
     if not layer_by_layer:
         module.to(device)
     with prepared(module, device, settings):
         model = _traced(module, inputs, leaf_modules, operator_layers)
-        for size in todo:
-            *own, wanted = batch_on_device((*inputs, target), size, device)
-            own = [in_memory_format(tensor, settings) for tensor in own]
-            training_pass = TrainingPass(model=model, loss=loss, inputs=tuple(own), target=wanted, autocast=autocast)
+        for size in missing_sizes:
+            *batch, batch_target = batch_on_device((*inputs, target), size, device)
+            batch = [in_memory_format(tensor, settings) for tensor in batch]
+            training_pass = TrainingPass(
+                model=model, loss=loss, inputs=tuple(batch), target=batch_target, autocast=autocast
+            )
             if layer_by_layer:
-                tell(done, num_parts, f"layers one by one at micro-batch size {size}")
-                times, memory = measure_isolated(training_pass, seconds_per_size, spread, exhaustive)
+                report(done, num_parts, f"layers one by one at micro-batch size {size}")
+                times, memory = measure_isolated(training_pass, seconds_per_size, target_spread, exhaustive)
             else:
-                tell(done, num_parts, f"times at micro-batch size {size}")
-                times = time_layers(training_pass, seconds_per_size, spread, exhaustive)
-                tell(done + 1, num_parts, f"memory at micro-batch size {size}")
+                report(done, num_parts, f"times at micro-batch size {size}")
+                times = time_layers(training_pass, seconds_per_size, target_spread, exhaustive)
+                report(done + 1, num_parts, f"memory at micro-batch size {size}")
                 memory = layer_memory(training_pass)
             done += 2
             measured = _measurement(model, size, times, memory)
-            if made is None:
-                tell(done, num_parts, "optimizer")
+            if profile is None:
+                report(done, num_parts, "optimizer")
                 done += 1
-                made = ModelProfile(
+                profile = ModelProfile(
                     model=name,
                     factory=factory,
                     arguments=dict(arguments or {}),
@@ -125,31 +128,31 @@ def measure_model(
                     optimizer=settings.optimizer,
                     settings=settings,
                     environment=environment() | _framework(device),
-                    layers=(*_layers(training_pass, memory, settings.optimizer), _loss_layer(model, loss)),
+                    layers=(*_layer_profiles(training_pass, memory, settings.optimizer), _loss_profile(model, loss)),
                     measurements=(measured,),
                 )
             else:
-                every = (*made.measurements, measured)
-                made = structs.replace(made, measurements=tuple(sorted(every, key=lambda m: m.microbatch_size)))
-            made = _with_check(made, size, times)
-            if keep is not None:
-                keep(made)
-    tell(num_parts, num_parts, "done")
-    assert made is not None
-    return structs.replace(made, measurements=tuple(m for m in made.measurements if m.microbatch_size in sizes))
+                measurements = sorted((*profile.measurements, measured), key=lambda m: m.microbatch_size)
+                profile = structs.replace(profile, measurements=tuple(measurements))
+            profile = _with_quality(profile, size, times)
+            if save is not None:
+                save(profile)
+    report(num_parts, num_parts, "done")
+    assert profile is not None
+    return structs.replace(profile, measurements=tuple(m for m in profile.measurements if m.microbatch_size in sizes))
 
 
 def _framework(device: torch.device) -> dict[str, object]:
     return {"framework_bytes": framework_bytes(device)} if device.type == "cuda" else {}
 
 
-def _with_check(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
-    """Notes how often a size was repeated, and how the sum of its layers compares with the model alone."""
-    found: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_groups}
+def _with_quality(profile: ModelProfile, size: int, times: LayerTimes) -> ModelProfile:
+    """Records the passes at a size, and the sum of the layers' times relative to the model as a whole."""
+    quality: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_groups}
     if times.sum_over_whole is not None:
-        found["sum_over_whole"] = round(times.sum_over_whole, 4)
+        quality["sum_over_whole"] = round(times.sum_over_whole, 4)
     notes: dict[str, Any] = {
-        key: {**profile.environment.get(key, {}), str(size): value} for key, value in found.items()
+        key: {**profile.environment.get(key, {}), str(size): value} for key, value in quality.items()
     }
     return structs.replace(profile, environment=profile.environment | notes)
 
@@ -171,18 +174,19 @@ def _traced(
     return model
 
 
-def _layers(training_pass: TrainingPass, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
+    """Yields names, tensors, parameters and optimizer of each layer; a shared parameter counts for its first layer."""
     model = training_pass.model
-    parameters = parameters_of(model)
-    first: dict[int, int] = {}
-    for index, own in enumerate(parameters):
-        for parameter in own:
-            first.setdefault(id(parameter), index)
-    # A shared parameter counts for the first layer that uses it.
-    counted = [[p for p in own if first[id(p)] == index] for index, own in enumerate(parameters)]
-    trained = [[p for p in own if p.requires_grad] for own in counted]
+    parameters = parameters_of(model)  # of each layer
+    first_layer: dict[int, int] = {}  # that uses a parameter, by the parameter's id
+    for index, used in enumerate(parameters):
+        for parameter in used:
+            first_layer.setdefault(id(parameter), index)
+    counted = [[p for p in used if first_layer[id(p)] == index] for index, used in enumerate(parameters)]
+    trained = [[p for p in used if p.requires_grad] for used in counted]
     updates = [
-        _update(training_pass, layer.name, own, optimizer) for layer, own in zip(model.layers, trained, strict=True)
+        _optimizer_step(training_pass, layer.name, used, optimizer)
+        for layer, used in zip(model.layers, trained, strict=True)
     ]
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
@@ -196,15 +200,15 @@ def _layers(training_pass: TrainingPass, memory: LayerMemory, optimizer: str) ->
             update_ns=updates[index].ns,
             shares=tuple(
                 other.name
-                for other, own in zip(model.layers, parameters, strict=True)
-                if other is not layer and any(id(parameter) in ids for parameter in own)
+                for other, used in zip(model.layers, parameters, strict=True)
+                if other is not layer and any(id(parameter) in ids for parameter in used)
             ),
-            shared_bytes=_num_bytes([p for p in parameters[index] if p.requires_grad and first[id(p)] != index]),
+            shared_bytes=_num_bytes([p for p in parameters[index] if p.requires_grad and first_layer[id(p)] != index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
         )
 
 
-def _update(
+def _optimizer_step(
     training_pass: TrainingPass, name: str, parameters: Sequence[nn.Parameter], optimizer: str
 ) -> OptimizerStep:
     try:
@@ -213,7 +217,7 @@ def _update(
         raise layer_error(name, "update", training_pass, error) from error
 
 
-def _loss_layer(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
+def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
     function = loss.func if isinstance(loss, partial) else loss
     return LayerProfile(
         name=LOSS,

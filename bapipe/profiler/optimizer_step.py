@@ -1,4 +1,4 @@
-"""What an optimizer's step costs, layer by layer."""
+"""Times of the optimizer's step, layer by layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class OptimizerStep:
     """An optimizer's step on the parameters of a layer.
 
     Attributes:
-        state_bytes: what the optimizer keeps of them between steps.
+        state_bytes: state that the optimizer keeps for them between steps.
     """
 
     ns: int
@@ -27,9 +27,11 @@ class OptimizerStep:
 def time_optimizer_step(
     parameters: Sequence[nn.Parameter], make: Callable[..., torch.optim.Optimizer], device: torch.device
 ) -> OptimizerStep:
-    """Returns what an optimizer's step costs on some parameters, setting their gradients to None included.
+    """Returns the time of an optimizer's step on some parameters, with setting their gradients to None.
 
-    The parameters keep their values: the learning rate is 0. Those that live elsewhere are on the device meanwhile.
+    Args:
+        make: makes the optimizer of parameters, with a learning rate of 0, so that the parameters keep their values.
+        device: where the step runs; parameters that are elsewhere are moved there and back.
     """
     if not parameters:
         return OptimizerStep(ns=0, state_bytes=0)
@@ -37,8 +39,8 @@ def time_optimizer_step(
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
     optimizer = make(parameters)
-    _update_ns(optimizer)  # makes the optimizer's state
-    times = [_update_ns(optimizer) for _ in range(_NUM_ROUNDS)]
+    _step_ns(optimizer)  # makes the optimizer's state
+    times = [_step_ns(optimizer) for _ in range(_NUM_ROUNDS)]
     for parameter, home in zip(parameters, homes, strict=True):
         parameter.data = parameter.data.to(home)
     return OptimizerStep(ns=round(median(times)), state_bytes=_state_bytes(optimizer))
@@ -50,7 +52,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
-def _update_ns(optimizer: torch.optim.Optimizer) -> int:
+def _step_ns(optimizer: torch.optim.Optimizer) -> int:
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

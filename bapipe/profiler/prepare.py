@@ -1,4 +1,4 @@
-"""What is measured, made prepared for it: the module's mode and layout, and batches of the examples."""
+"""Prepares a module for measuring: checks, training mode and memory format, and batches of its examples."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
-from bapipe.profiler.instrument import batch
 from bapipe.torch_device import describe
+from bapipe.tracing.sizes import repeat_to_batch
 
 
 def check_examples(inputs: Sequence[object], target: object) -> None:
-    """Raises InvalidModel unless all are tensors of one sample or more."""
+    """Raises InvalidModel unless all examples are tensors with at least one sample."""
     named = [(f"input {index}", example) for index, example in enumerate(inputs)]
     for name, example in (*named, ("the target", target)):
         if not isinstance(example, Tensor):
             raise InvalidModel(
                 f"{name} is {_shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
-                "first: keep what is no tensor inside the module"
+                "first: keep other values inside the module"
             )
         if example.dim() == 0 or len(example) == 0:
             raise InvalidModel(
@@ -28,7 +28,7 @@ def check_examples(inputs: Sequence[object], target: object) -> None:
 
 
 def check_trainable(module: nn.Module) -> None:
-    """Raises InvalidModel where a module has no values, or nothing to train."""
+    """Raises InvalidModel if a module is on the meta device, or has nothing to train."""
     if any(parameter.is_meta for parameter in module.parameters()):
         raise InvalidModel(f"{type(module).__name__} is on the meta device, so it cannot run: build it on a real one")
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -36,16 +36,16 @@ def check_trainable(module: nn.Module) -> None:
 
 
 def fits_on_device(module: nn.Module, device: torch.device) -> bool:
-    """Whether the device holds the parameters and a gradient of each."""
+    """Returns whether the device has memory for the parameters and a gradient of each."""
     return 2 * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
 
 
 @contextmanager
 def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
-    """Puts the module in training mode without gradients, and restores it and the random state after."""
+    """Puts the module in training mode without gradients; restores module, random state and TF32 afterwards."""
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
-    training = {part: part.training for part in module.modules()}
+    training = {submodule: submodule.training for submodule in module.modules()}
     module.train()
     if settings.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -62,33 +62,33 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Ite
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
-        for part, mode in training.items():
-            part.training = mode
+        for submodule, mode in training.items():
+            submodule.training = mode
 
 
 def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns `size` samples on the device, the examples repeated as often as it takes.
+    """Returns `size` samples on the device, the examples repeated as often as needed.
 
     Raises:
-        BapipeError: there is no memory for them.
+        BapipeError: there is not enough memory for them.
     """
     try:
-        return batch(examples, size, device)
+        return tuple(repeat_to_batch(example, size, device) for example in examples)
     except RuntimeError as error:
         raise BapipeError(
-            f"no memory for a batch of {size} samples: measure smaller sizes with --microbatch-size "
+            f"no memory for a batch of {size} samples: measure smaller `microbatch_sizes` "
             f"({_shortened(str(error), 100)})"
         ) from error
 
 
 def in_memory_format(tensor: Tensor, settings: Settings) -> Tensor:
-    """Returns a tensor as the settings want images to lie in memory."""
+    """Returns a tensor in the memory format of the settings: images channels-last if these ask for it."""
     if settings.channels_last and tensor.dim() == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor
 
 
 def _shortened(text: str, length: int = 60) -> str:
-    """Returns a text on one line, its end left out where it is long."""
+    """Returns a text on one line, cut to a length."""
     line = " ".join(text.split())
     return line if len(line) <= length else f"{line[:length]}..."

@@ -1,4 +1,4 @@
-"""What messages cost between every two ranks of a job, and what they do to one another and to computing."""
+"""Links between all pairs of ranks, both directions at once, all-reduce, and how receiving slows down computing."""
 
 import os
 import socket
@@ -35,79 +35,78 @@ def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
     """
-    found = run_ranks(__name__, num_devices, kind, "the links", timeout_s)
-    return msgspec.convert(found, Cluster)
+    return msgspec.convert(run_ranks(__name__, num_devices, kind, "the links", timeout_s), Cluster)
 
 
-def probe_job(kind: str, tell: PartsProgress) -> Cluster:
-    """Returns the ranks of the torchrun job that this process is one of as a cluster; all ranks call it together."""
+def probe_job(kind: str, progress: PartsProgress) -> Cluster:
+    """Returns the ranks of this process's torchrun job as a cluster; all ranks call it at the same time."""
     torch.set_num_threads(1)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=120))
     try:
-        return probe(kind, tell)
+        return probe(kind, progress)
     finally:
         dist.destroy_process_group()
 
 
-def probe(kind: str, tell: PartsProgress) -> Cluster:
+def probe(kind: str, progress: PartsProgress) -> Cluster:
     """Returns the process group's ranks as a cluster, in rank order; every rank gets the same.
 
-    Pairs of ranks take turns. Links are lines through one-way times, as in `bapipe.profiler.links.fit`; within and
-    between hosts, the middle link's.
+    One pair of ranks is measured after another. A link is the line through its one-way times, see
+    `bapipe.profiler.links.fit`; the cluster's links within and between hosts are the median of theirs.
     """
     size = dist.get_world_size()
     pairs = list(combinations(range(size), 2))
-    everything: list[Any] = []
+    results: list[dict[str, Any] | None] = []  # of each pair; None if this rank is not in it
     for index, pair in enumerate(pairs):
-        tell(index, len(pairs) + 1, f"ranks {pair[0]} and {pair[1]}")
+        progress(index, len(pairs) + 1, f"ranks {pair[0]} and {pair[1]}")
         dist.barrier()
-        everything.append(_pair(pair, kind) if dist.get_rank() in pair else None)
-    tell(len(pairs), len(pairs) + 1, "all-reduce")
+        results.append(_measure_pair(pair, kind) if dist.get_rank() in pair else None)
+    progress(len(pairs), len(pairs) + 1, "all-reduce")
     reductions = [AllReduce(num_bytes=n, ns=_all_reduce_ns(n, kind)) for n in MESSAGE_BYTES] if size > 1 else []
-    tell(len(pairs) + 1, len(pairs) + 1, "done")
-    gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, (_device(kind), everything))
-    found = {pair: gathered[pair[0]][1][index] for index, pair in enumerate(pairs)}
-    return _cluster([device for device, _ in gathered], found, reductions)
+    progress(len(pairs) + 1, len(pairs) + 1, "done")
+    gathered: list[Any] = [None] * size  # (device, results) of each rank
+    dist.all_gather_object(gathered, (_device(kind), results))
+    by_pair = {pair: gathered[pair[0]][1][index] for index, pair in enumerate(pairs)}
+    return _cluster([device for device, _ in gathered], by_pair, reductions)
 
 
 def _device(kind: str) -> Device:
-    rank, here = dist.get_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    memory_bytes = describe(torch.device(kind, local) if kind == "cuda" else torch.device("cpu")).memory_bytes
+    rank, local_size = dist.get_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    memory_bytes = describe(torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")).memory_bytes
     host = socket.gethostname() + (f":{group}" if (group := os.environ.get("GROUP_RANK", "0")) != "0" else "")
     return Device(
         name=f"{kind}{rank}",
         host=host,
         kind=kind,
-        memory_bytes=memory_bytes if kind == "cuda" else memory_bytes // here,
+        memory_bytes=memory_bytes if kind == "cuda" else memory_bytes // local_size,
     )
 
 
-def _pair(pair: tuple[int, int], kind: str) -> dict[str, Any]:
-    """What one rank of a pair measures with the other; the first one's figures count."""
+def _measure_pair(pair: tuple[int, int], kind: str) -> dict[str, Any]:
+    """Returns the figures of a link, measured by both ranks of a pair at once; those of the first rank count."""
     messages = [torch.zeros(n // 4, device=kind) for n in MESSAGE_BYTES]
     answer = messages[0]
     answer_ns = _median(partial(_one_way_ns, pair, answer, answer), 40) / 2
-    found: dict[str, Any] = {}
-    for name, way in (("there", pair), ("back", pair[::-1])):
-        # Timed where the message starts, until a small answer is back; the other end's figures say nothing.
-        times = [_median(partial(_one_way_ns, way, message, answer), _num_repeats(message)) for message in messages]
-        found[name] = _from(way[0], pair, [max(round(t - answer_ns), 1) for t in times])
+    figures: dict[str, Any] = {}
+    for name, direction in (("there", pair), ("back", pair[::-1])):
+        # The sender's clock counts: from the start of the message until a small answer has come back.
+        times = [_median(partial(_one_way_ns, direction, m, answer), _num_repeats(m)) for m in messages]
+        figures[name] = _broadcast_in_pair(direction[0], pair, [max(round(t - answer_ns), 1) for t in times])
     large = torch.zeros(LARGE_BYTES // 4, device=kind), torch.zeros(LARGE_BYTES // 4, device=kind)
-    found["both_ns"] = _median(partial(_both_ways_ns, pair, *large), 6)
-    found["slowdown"] = _slowdown(pair, large[0])
-    return found
+    figures["both_ns"] = _median(partial(_both_ways_ns, pair, *large), 6)
+    figures["slowdown"] = _slowdown(pair, large[0])
+    return figures
 
 
 def _num_repeats(message: Tensor) -> int:
     return 6 if message.nbytes > 2**20 else 20
 
 
-def _from(source: int, pair: tuple[int, int], times_ns: list[int]) -> list[int]:
-    """Returns the times that rank `source` of a pair has, on both of them."""
+def _broadcast_in_pair(source: int, pair: tuple[int, int], times_ns: list[int]) -> list[int]:
+    """Returns the times of rank `source` of a pair, on both ranks."""
     times = torch.tensor(times_ns, dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     if dist.get_rank() == source:
         dist.send(times, _other(pair))
@@ -130,23 +129,26 @@ def _now_ns() -> int:
     return time.perf_counter_ns()
 
 
-def _one_way_ns(way: tuple[int, int], message: Tensor, answer: Tensor) -> int:
-    """A message and its answer, by the clock of the rank that sends the message."""
+def _one_way_ns(direction: tuple[int, int], message: Tensor, answer: Tensor) -> int:
+    """Returns the time of a message and its answer; only the sender's value is of use."""
     start = _now_ns()
-    if dist.get_rank() == way[0]:
-        dist.send(message, way[1])
-        dist.recv(answer, way[1])
+    if dist.get_rank() == direction[0]:
+        dist.send(message, direction[1])
+        dist.recv(answer, direction[1])
     else:
-        dist.recv(message, way[0])
-        dist.send(answer, way[0])
+        dist.recv(message, direction[0])
+        dist.send(answer, direction[0])
     return _now_ns() - start
 
 
-def _both_ways_ns(pair: tuple[int, int], own: Tensor, others: Tensor) -> int:
-    """A message each way at the same time; receives come first, as gloo tells the other of one after what it sends."""
+def _both_ways_ns(pair: tuple[int, int], sent: Tensor, received: Tensor) -> int:
+    """Returns the time of a message in each direction at the same time.
+
+    The receive is posted first: gloo announces a receive to the sender behind whatever it is sending itself.
+    """
     start = _now_ns()
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.irecv, others, _other(pair)), dist.P2POp(dist.isend, own, _other(pair))]
+        [dist.P2POp(dist.irecv, received, _other(pair)), dist.P2POp(dist.isend, sent, _other(pair))]
     )
     for work in works:
         work.wait()
@@ -154,20 +156,20 @@ def _both_ways_ns(pair: tuple[int, int], own: Tensor, others: Tensor) -> int:
 
 
 def _slowdown(pair: tuple[int, int], message: Tensor, num_messages: int = 12) -> float:
-    """How much longer the first rank computes while it receives from the second, relative to computing alone."""
+    """Returns how much longer the first rank computes while it receives from the second, relative to otherwise."""
     matrix = torch.randn(256, 256, device=message.device)
     if dist.get_rank() == pair[1]:
         for _ in range(num_messages):
             dist.send(message, pair[0])
         return 0.0
     alone_ns = _median(partial(_compute_ns, matrix), 40)
-    received = threading.Thread(target=_receive_all, args=(message, pair[1], num_messages))
-    received.start()
-    busy = []
-    while received.is_alive():
-        busy.append(_compute_ns(matrix))
-    received.join()
-    return max(0.0, median(busy) / alone_ns - 1) if busy else 0.0
+    receiver = threading.Thread(target=_receive_all, args=(message, pair[1], num_messages))
+    receiver.start()
+    receiving_ns = []
+    while receiver.is_alive():
+        receiving_ns.append(_compute_ns(matrix))
+    receiver.join()
+    return max(0.0, median(receiving_ns) / alone_ns - 1) if receiving_ns else 0.0
 
 
 def _receive_all(message: Tensor, source: int, num_messages: int) -> None:
@@ -182,7 +184,7 @@ def _compute_ns(matrix: Tensor) -> int:
 
 
 def _all_reduce_ns(num_bytes: int, kind: str) -> int:
-    """The slowest rank's typical time to sum a tensor over all ranks."""
+    """Returns the slowest rank's median time of an all-reduce."""
     tensor = torch.zeros(num_bytes // 4, device=kind)
 
     def run_ns() -> int:
@@ -197,22 +199,22 @@ def _all_reduce_ns(num_bytes: int, kind: str) -> int:
 
 
 def _cluster(
-    devices: Sequence[Device], found: dict[tuple[int, int], dict[str, Any]], reductions: Sequence[AllReduce]
+    devices: Sequence[Device], by_pair: dict[tuple[int, int], dict[str, Any]], reductions: Sequence[AllReduce]
 ) -> Cluster:
     lines: dict[tuple[int, int], Bandwidth] = {}
-    left = []
-    for (a, b), measured in found.items():
-        lines[a, b], lines[b, a] = fit(MESSAGE_BYTES, measured["there"]), fit(MESSAGE_BYTES, measured["back"])
+    both_ways = []  # of each pair, the share of its bandwidth that a link has if both directions are used
+    for (a, b), figures in by_pair.items():
+        lines[a, b], lines[b, a] = fit(MESSAGE_BYTES, figures["there"]), fit(MESSAGE_BYTES, figures["back"])
         alone_ns = max(lines[a, b].transfer_ns(LARGE_BYTES), lines[b, a].transfer_ns(LARGE_BYTES))
-        left.append(min(1.0, alone_ns / measured["both_ns"]))
-    inner = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host == devices[p[1]].host]
-    outer = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host != devices[p[1]].host]
-    alone = [Bandwidth(bytes_per_s=10**12, latency_ns=0)]  # one device: no link is ever used
+        both_ways.append(min(1.0, alone_ns / figures["both_ns"]))
+    intra_host = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host == devices[p[1]].host]
+    inter_host = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host != devices[p[1]].host]
+    unused = [Bandwidth(bytes_per_s=10**12, latency_ns=0)]  # for a cluster of one device, which has no link
     return Cluster(
         devices=tuple(devices),
-        intra_host=_middle(inner or outer or alone),
-        inter_host=_middle(outer or inner or alone),
-        intra_host_sum=_sum(devices, reductions),
+        intra_host=_median_link(intra_host or inter_host or unused),
+        inter_host=_median_link(inter_host or intra_host or unused),
+        intra_host_sum=_sum_link(devices, reductions),
         links=tuple(
             Link(
                 source=devices[a].name,
@@ -223,30 +225,33 @@ def _cluster(
             for (a, b), line in sorted(lines.items())
         ),
         probe=Probe(
-            both_ways=round(median(left), 3),
-            compute_slowdown=round(median(measured["slowdown"] for measured in found.values()), 3),
+            both_ways=round(median(both_ways), 3),
+            compute_slowdown=round(median(figures["slowdown"] for figures in by_pair.values()), 3),
             all_reduce=tuple(reductions),
         )
-        if found
+        if by_pair
         else msgspec.UNSET,
     )
 
 
-def _sum(devices: Sequence[Device], reductions: Sequence[AllReduce]) -> Bandwidth | msgspec.UnsetType:
-    """What a message of an all-reduce takes, of the 2(r-1) of an r-th, where CPU devices of one host sum themselves."""
+def _sum_link(devices: Sequence[Device], reductions: Sequence[AllReduce]) -> Bandwidth | msgspec.UnsetType:
+    """Returns the link for the messages of an all-reduce, if CPU devices of one host sum gradients themselves.
+
+    A ring all-reduce over r ranks is 2 (r - 1) messages, each an r-th of the tensor.
+    """
     size = len(devices)
     if not reductions or {device.kind for device in devices} != {"cpu"} or len({d.host for d in devices}) > 1:
         return msgspec.UNSET
     return fit([-(-r.num_bytes // size) for r in reductions], [r.ns // (2 * (size - 1)) for r in reductions])
 
 
-def _middle(links: Sequence[Bandwidth]) -> Bandwidth:
+def _median_link(links: Sequence[Bandwidth]) -> Bandwidth:
     return sorted(links, key=lambda link: link.transfer_ns(2**20))[len(links) // 2]
 
 
 def _rank(rank: int, num_ranks: int, kind: str, folder: str) -> None:
     meet(rank, num_ranks, kind, folder)
-    part(rank, folder, msgspec.to_builtins(probe(kind, lambda done, total, what: None)))
+    part(rank, folder, msgspec.to_builtins(probe(kind, lambda done, total, next_part: None)))
 
 
 if __name__ == "__main__":

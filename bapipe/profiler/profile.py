@@ -1,4 +1,4 @@
-"""Profile a module, or a model by its name."""
+"""The entry points: profiles of a module, and of a model by its name, with what was interrupted kept on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,15 +34,15 @@ def profile(
     operator_layers: bool = False,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
-    """Returns the profile of a module: times and bytes of its layers, measured in training on a device of this machine.
+    """Returns the profile of a module: times and bytes of its layers, measured while it trains on this machine.
 
     Args:
-        inputs, target: examples, batch first, of any batch size.
+        inputs, target: example tensors, batch first, of any batch size.
         loss: (output, target) -> mean loss over the batch.
-        name: what the profile calls the model; its class where None.
-        settings: how it is computed; `dtype` is the module's own, whatever they say.
-        leaf_modules: paths of modules of which each call is one layer; `*` stands for any part of a path.
-        operator_layers: operators outside modules are layers of their own.
+        name: the model's name in the profile; None for the name of its class.
+        settings: how the model is computed; their `dtype` is replaced by the module's.
+        leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
+        operator_layers: makes each operator outside modules a layer.
 
     Raises:
         InvalidModel: the module cannot be traced, or a layer fails.
@@ -81,11 +81,12 @@ def profile_model(
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
 
-    Each size that was measured is kept until all are, so that what was interrupted goes on where it stopped.
+    The measurements of finished sizes are stored until all sizes are done, so a second call continues after an
+    interruption.
 
     Args:
-        num_co_runners: how many other processes train the model meanwhile. Ranks on the cores of one machine share its
-            memory, so each computes more slowly than one alone; with a neighbour for each other core the times say so.
+        num_co_runners: number of other processes that train the model meanwhile. Ranks on the cores of one machine
+            share its memory bandwidth, so each computes more slowly than one alone, and the profile should show it.
     """
     factory = resolve(model)
     torch = require_torch()
@@ -93,9 +94,14 @@ def profile_model(
     from bapipe.zoo.factory import build
 
     example = build(factory, arguments)
-    key = _key(factory, arguments, device, settings)
-    way = {"alone": layer_by_layer, "exhaustive": exhaustive, "whole": list(leaf_modules), "fine": operator_layers}
-    part = profile_path(key | {"unfinished": True, "neighbours": num_co_runners} | way)
+    key = _cache_key(factory, arguments, device, settings)
+    layer_choice = {
+        "alone": layer_by_layer,
+        "exhaustive": exhaustive,
+        "whole": list(leaf_modules),
+        "fine": operator_layers,
+    }
+    unfinished_path = profile_path(key | {"unfinished": True, "neighbours": num_co_runners} | layer_choice)
     try:
         with neighbours(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
             measured = measure_model(
@@ -113,20 +119,20 @@ def profile_model(
                 exhaustive=exhaustive,
                 leaf_modules=leaf_modules,
                 operator_layers=operator_layers,
-                resume_from=load_profile(part),
-                keep=partial(write, part),
+                resume_from=load_profile(unfinished_path),
+                save=partial(write, unfinished_path),
                 progress=progress,
             )
     except (BapipeError, KeyboardInterrupt) as error:
-        kept = load_profile(part)
-        if kept is None:
+        unfinished = load_profile(unfinished_path)
+        if unfinished is None:
             raise
-        sizes = ", ".join(map(str, kept.microbatch_sizes))
+        sizes = ", ".join(map(str, unfinished.microbatch_sizes))
         raise RunFailed(
-            f"{str(error) or 'interrupted'}; what was measured at micro-batch size {sizes} is kept, and the same "
-            "command goes on from there"
+            f"{str(error) or 'interrupted'}; the measurements at micro-batch size {sizes} are stored, and the same "
+            "command continues from there"
         ) from error
-    part.unlink(missing_ok=True)
+    unfinished_path.unlink(missing_ok=True)
     if not num_co_runners:
         return measured
     return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_co_runners})
@@ -141,13 +147,14 @@ def profile_model_cached(
     settings: Settings = Settings(),  # noqa: B008
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
-    """Returns the profile of a named model that was measured on this machine before, or measures and keeps it.
+    """Returns the profile of a named model from the cache of this machine, or measures and stores it.
 
-    One measured before the factory's file was changed does not count; files that it imports are not looked at.
+    A profile from before the last change of the factory's file is not used; changes of files that it imports are not
+    noticed.
     """
     factory = resolve(model)
     require_torch()
-    path = profile_path(_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
+    path = profile_path(_cache_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
     found = load_profile(path)
     if found is None:
         found = profile_model(
@@ -157,8 +164,8 @@ def profile_model_cached(
     return found
 
 
-def _key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
-    """What a kept profile depends on."""
+def _cache_key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
+    """Returns everything that a cached profile depends on."""
     torch = require_torch()
     from bapipe.torch_device import describe, environment
     from bapipe.zoo.factory import source_digest

@@ -1,7 +1,8 @@
-"""A backward split into I and W by the same functions of torch with which the runtime splits it.
+"""Splits a backward into I and W with the functions of torch that the runtime uses too.
 
-Torch finds, for each parameter, where its gradient leaves the path from the loss to the inputs. I runs that path and
-keeps what arrives at these places; W begins there, once for each group of parameters that meet.
+Torch finds, for each parameter, the nodes of the autograd graph at which its gradient leaves the path from the loss to
+the inputs. I runs that path and keeps the gradients that arrive at these nodes; W begins there, once for each group of
+parameters whose paths meet.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,68 +17,77 @@ from torch.distributed.pipelining._backward import construct_reverse_graph, get_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
-    """Parameters whose W begins at the same places.
+    """Parameters whose W begins at the same nodes.
 
     Attributes:
-        at_root: whether it begins where I ends, so that I does not reach it.
-        held: torch's own record: the places, and after I what arrived there. W empties it.
+        starts_at_root: whether W begins at nodes at which I ends, which I does not run.
+        param_group: torch's own record: the nodes as "intermediates", and after I the gradients that arrived there as
+            "grads". W empties it.
     """
 
     parameters: tuple[nn.Parameter, ...]
-    at_root: bool
-    held: dict[str, Any]
+    starts_at_root: bool
+    param_group: dict[str, Any]
 
     @property
-    def kept(self) -> tuple[Tensor, ...]:
-        """What I leaves for this W."""
-        return tuple(grad for grads in self.held["grads"] for grad in grads if grad is not None)
+    def saved_gradients(self) -> tuple[Tensor, ...]:
+        """The gradients that I keeps for this W."""
+        return tuple(grad for grads in self.param_group["grads"] for grad in grads if grad is not None)
 
     def run(self) -> None:
-        """Runs W: adds the gradients of the parameters to those they have."""
-        stage_backward_weight(iter(self.parameters), [self.held])
+        """Runs W, adding to the gradients of the parameters."""
+        stage_backward_weight(iter(self.parameters), [self.param_group])
 
 
 def find_weight_groups(
     loss: Tensor, roots: Sequence[GradientEdge], parameters: Iterable[nn.Parameter]
 ) -> tuple[WeightGroup, ...]:
-    """Returns the groups of the parameters that a loss depends on, where I goes from the loss to `roots`."""
+    """Returns the groups of the parameters that a loss depends on, if I runs from the loss to `roots`."""
     parameter_of = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
     assert loss.grad_fn is not None
-    found = get_param_groups([edge.node for edge in roots], list(parameter_of), construct_reverse_graph([loss.grad_fn]))
-    return tuple(_group(held, parameter_of, {edge.node for edge in roots}) for held in found)
+    root_nodes = [edge.node for edge in roots]
+    groups = get_param_groups(root_nodes, list(parameter_of), construct_reverse_graph([loss.grad_fn]))
+    return tuple(_weight_group(group, parameter_of, set(root_nodes)) for group in groups)
 
 
-def _group(held: dict[str, Any], parameter_of: Mapping[Node, nn.Parameter], ends: set[Node]) -> WeightGroup:
-    places = list(held["intermediates"])
-    held |= {"intermediates": places, "grads": [()] * len(places)}
+def _weight_group(
+    param_group: dict[str, Any], parameter_of: Mapping[Node, nn.Parameter], roots: set[Node]
+) -> WeightGroup:
+    nodes = list(param_group["intermediates"])
+    param_group |= {"intermediates": nodes, "grads": [()] * len(nodes)}
     return WeightGroup(
-        parameters=tuple(parameter_of[node] for node in held["params"]), at_root=ends.issuperset(places), held=held
+        parameters=tuple(parameter_of[node] for node in param_group["params"]),
+        starts_at_root=roots.issuperset(nodes),
+        param_group=param_group,
     )
 
 
 def run_input_grads(loss: Tensor, roots: Sequence[GradientEdge], groups: Sequence[WeightGroup]) -> None:
-    """Runs I, and keeps in the groups what arrives where their W begins."""
+    """Runs I, and keeps in each group the gradients that arrive where its W begins."""
     hooks = [
-        node.register_prehook(_keeper(group.held["grads"], index))
+        node.register_prehook(_keep_gradients(group.param_group["grads"], index))
         for group in groups
-        for index, node in enumerate(group.held["intermediates"])
+        for index, node in enumerate(group.param_group["intermediates"])
     ]
     try:
         gradients = torch.autograd.grad(loss, roots, retain_graph=True, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
-    arrived: dict[Node, dict[int, Tensor | None]] = {}  # where I ends; it does not run these operators
+    # I does not run the nodes at which it ends, so their hooks were not called.
+    arrived: dict[Node, dict[int, Tensor | None]] = {}  # by output of the node
     for edge, gradient in zip(roots, gradients, strict=True):
         arrived.setdefault(edge.node, {})[edge.output_nr] = gradient
     for group in groups:
-        for index, node in enumerate(group.held["intermediates"]):
-            if node in arrived and not group.held["grads"][index]:
-                own = arrived[node]
-                group.held["grads"][index] = tuple(own.get(i) for i in range(max(own) + 1))
+        for index, node in enumerate(group.param_group["intermediates"]):
+            if node in arrived and not group.param_group["grads"][index]:
+                by_output = arrived[node]
+                group.param_group["grads"][index] = tuple(by_output.get(i) for i in range(max(by_output) + 1))
 
 
-def _keeper(kept: list[tuple[Tensor | None, ...]], index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+def _keep_gradients(kept: list[tuple[Tensor | None, ...]], index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """Returns a hook that stores the gradients arriving at a node."""
+
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
         kept[index] = gradients
 

@@ -67,7 +67,7 @@ def meta() -> nn.Module:
         (
             Sized,
             "layer 'a' gives other layers 16 (int); only tensors can cross between layers: "
-            "compute it from a tensor where it is used",
+            "compute it from a tensor in the layer that uses it",
         ),
         (meta, "Sequential is on the meta device, so it cannot run: build it on a real one"),
         (
@@ -102,20 +102,22 @@ class Greedy(nn.Identity):
         return input + torch.empty(10**15 if len(input) > 2 else 0).sum()
 
 
-def test_what_was_measured_before_memory_ran_out_is_kept() -> None:
+def test_measurements_before_memory_ran_out_are_saved() -> None:
     Greedy.__module__ = "torch.nn.own"  # a layer, to the tracer
-    kept: list[ModelProfile] = []
+    saved: list[ModelProfile] = []
     with pytest.raises(InvalidModel) as error:
-        profile(nn.Sequential(nn.Linear(6, 6), Greedy(), nn.Linear(6, 5)), 6, sizes=(1, 2, 4), keep=kept.append)
+        profile(nn.Sequential(nn.Linear(6, 6), Greedy(), nn.Linear(6, 5)), 6, sizes=(1, 2, 4), save=saved.append)
     assert str(error.value) == (
-        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
-        "or layer by layer with --layer-by-layer"
+        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller `microbatch_sizes`, "
+        "or one layer at a time with `layer_by_layer`"
     )
-    assert kept[-1].microbatch_sizes == (1, 2)
+    assert saved[-1].microbatch_sizes == (1, 2)
 
 
-def test_a_batch_that_fits_nowhere() -> None:
-    with pytest.raises(BapipeError, match=r"^no memory for a batch of 1000000000000000 samples: measure smaller sizes"):
+def test_a_batch_that_does_not_fit_in_memory() -> None:
+    with pytest.raises(
+        BapipeError, match=r"^no memory for a batch of 1000000000000000 samples: measure smaller `microbatch_sizes`"
+    ):
         profile(nn.Sequential(nn.Linear(6, 5)), 6, sizes=(10**15,))
 
 
@@ -204,7 +206,7 @@ def each(output: Tensor, target: Tensor) -> Tensor:
             (torch.randn(1, 6),),
             functional.cross_entropy,
             "layer 'squash' failed in its backward at micro-batch size 4: a layer changes in place what its backward "
-            "needs: set inplace=False where that is, or compute a new tensor there (one of the variables needed for "
+            "needs: set inplace=False in that layer, or compute a new tensor there (one of the variables needed for "
             "gradient computation has been modified by an inplace operation: [torch.FloatTensor [4, 6]], which is output "
             "0 of Sigmoid",
         ),
@@ -212,7 +214,7 @@ def each(output: Tensor, target: Tensor) -> Tensor:
             nn.Sequential(nn.Linear(6, 5)),
             (torch.randn(1, 6),),
             no_gradient,
-            "no gradient leaves the loss, so nothing would be trained: look for torch.no_grad() or detach() in the "
+            "the loss has no gradient, so nothing would be trained: look for torch.no_grad() or detach() in the "
             "model's last layers or in the loss",
         ),
         (
@@ -225,7 +227,7 @@ def each(output: Tensor, target: Tensor) -> Tensor:
             nn.Sequential(nn.Linear(6, 5)),
             ([1.0, 2.0],),
             functional.cross_entropy,
-            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first: keep what is no tensor inside the module",
+            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first: keep other values inside the module",
         ),
         (
             nn.Sequential(nn.Linear(6, 5)),

@@ -41,12 +41,12 @@ def test_more_devices_than_there_are() -> None:
     with pytest.raises(BapipeError) as error:
         cluster(present + 1, "cpu")
     assert str(error.value) == (
-        f"{present + 1} devices of kind 'cpu' were asked for, this machine has {present}: ask for {present} or fewer, "
+        f"{present + 1} devices of kind 'cpu' are more than this machine has: choose {present} or fewer, "
         "or write a cluster file for the machines that have more"
     )
     with pytest.raises(BapipeError) as error:
         cluster(0, "cpu")
-    assert str(error.value) == f"a cluster of 0 devices was asked for: want 1 to {present}"
+    assert str(error.value) == f"a cluster cannot have 0 devices: want 1 to {present}"
     with pytest.raises(BapipeError) as error:
         cluster(1, "tpu")
     assert str(error.value) == "unknown device kind 'tpu'; want one of cpu, cuda"

@@ -11,7 +11,7 @@ from bapipe.formats import codec
 from bapipe.formats.profile import DeviceKind
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
 from bapipe.profiler.layer_calls import equal_layer_groups
-from bapipe.profiler.layer_times import pooled, spread
+from bapipe.profiler.layer_times import group_means, spread
 from bapipe.profiler.measure import measure_model
 from bapipe.tracing import trace
 from tests.models.small_modules import Blocks, Branches, Reader, layers, profile
@@ -88,7 +88,7 @@ def test_split_and_whole_backward_give_the_same_gradients(
     module.zero_grad()
     for _ in range(2):
         groups = instrumented.backward_inputs(instrumented.forward())
-        assert any(group.kept for group in groups)
+        assert any(group.saved_gradients for group in groups)
         reported.clear()
         instrumented.backward_weights(groups)
         with_parameters = {i for i, own in enumerate(parameters_of(training_pass.model)) if own}
@@ -142,8 +142,9 @@ def test_layers_of_other_settings_are_of_another_kind() -> None:
 
 
 def test_the_time_of_equal_layers_is_their_mean() -> None:
-    assert pooled([10, 3, 20, 5, 30], (0, 1, 0, 3, 0)) == [20, 3, 20, 5, 20]
-    assert pooled([10, 3, 77], (0, 0)) == [6, 6]  # halves are rounded to even; what follows the layers is watching
+    assert group_means([10, 3, 20, 5, 30], (0, 1, 0, 3, 0)) == [20, 3, 20, 5, 20]
+    # Halves are rounded to even; the third time is that of the instrumentation.
+    assert group_means([10, 3, 77], (0, 0)) == [6, 6]
 
 
 class Looking(nn.Identity):

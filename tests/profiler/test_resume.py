@@ -41,32 +41,35 @@ FACTORY = f"{__name__}:narrow"
 def profiled(*sizes: int) -> tuple[list[str], tuple[int, ...]]:
     told: list[str] = []
     made = profile_model(
-        FACTORY, {}, microbatch_sizes=sizes, progress=lambda done, total, what: told.append(f"{done}/{total} {what}")
+        FACTORY,
+        {},
+        microbatch_sizes=sizes,
+        progress=lambda done, total, next_part: told.append(f"{done}/{total} {next_part}"),
     )
     return told, made.microbatch_sizes
 
 
-def test_an_interrupted_profile_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here = f"{__name__}"
     with pytest.raises(InvalidModel) as error:
         profiled(4)
     text = (
-        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller sizes with --microbatch-size, "
-        "or layer by layer with --layer-by-layer"
+        "layer '1' ran out of memory in its forward at micro-batch size 4: measure smaller `microbatch_sizes`, "
+        "or one layer at a time with `layer_by_layer`"
     )
     assert str(error.value) == text
     with pytest.raises(RunFailed) as failed:
         profiled(1, 2, 4)
-    kept = "; what was measured at micro-batch size 1, 2 is kept, and the same command goes on from there"
-    assert str(failed.value) == text + kept
+    stored = "; the measurements at micro-batch size 1, 2 are stored, and the same command continues from there"
+    assert str(failed.value) == text + stored
     monkeypatch.setattr(f"{here}.failure", KeyboardInterrupt())
     with pytest.raises(RunFailed) as failed:
         profiled(1, 2, 4)
-    assert str(failed.value) == f"interrupted{kept}"
+    assert str(failed.value) == f"interrupted{stored}"
     monkeypatch.setattr(f"{here}.most_samples", 10**6)
     told, sizes = profiled(1, 4)
     assert told == ["0/2 times at micro-batch size 4", "1/2 memory at micro-batch size 4", "2/2 done"]
     assert sizes == (1, 4)
-    assert list((tmp_path / "bapipe").iterdir()) == []  # a whole profile keeps no part
+    assert list((tmp_path / "bapipe").iterdir()) == []  # a complete profile leaves no unfinished one
     assert profiled(1)[0][0] == "0/3 times at micro-batch size 1"
