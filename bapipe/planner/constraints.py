@@ -56,10 +56,12 @@ class Constraints:
                 )
         return cuts
 
-    def mask(self, profile: ModelProfile, grid: IntervalIndex, classes: Sequence[DeviceClass]) -> ForbiddenIntervals:
+    def mask(
+        self, profile: ModelProfile, intervals: IntervalIndex, classes: Sequence[DeviceClass]
+    ) -> ForbiddenIntervals:
         """Returns which runs of layers a slot must not hold."""
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
-        starts, ends = np.array(grid.cuts)[grid.starts], np.array(grid.cuts)[grid.ends]
+        starts, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
 
         def holds(name: str) -> IntArray:
             found: IntArray = (starts <= index[name]) & (index[name] < ends)
@@ -71,12 +73,12 @@ class Constraints:
         held = {name: holds(name) for name, _ in self.on}
         may = [(name, {c for c, own in enumerate(classes) if own.device.name in devices}) for name, devices in self.on]
         if not self.separate and not self.on:
-            return lambda slot, rows: None
+            return lambda placement, rows: None
 
-        def forbidden(slot: StagePlacement, rows: slice) -> IntArray:
+        def forbidden(placement: StagePlacement, rows: slice) -> IntArray:
             found = never[rows]
             for name, allowed in may:
-                if not set(slot.devices) <= allowed:
+                if not set(placement.device_classes) <= allowed:
                     found = found | held[name][rows]
             return found
 

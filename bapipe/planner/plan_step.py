@@ -90,7 +90,7 @@ def plan_of(profiles: Mapping[str, ModelProfile], found: "SearchResult", minibat
     """Returns what a search found as a plan, without alternatives."""
     problem, layout = found.problem, found.layout
     names = _names(profiles)
-    table, _ = problem.table(layout.slots)
+    table, _ = problem.compiled(layout.placements)
     first = profiles[problem.cluster.devices[table.devices[0][0]].kind]
     return Plan(
         model=first.model,
@@ -111,7 +111,7 @@ def plan_of(profiles: Mapping[str, ModelProfile], found: "SearchResult", minibat
             for (start, stop), ranks, again in zip(pairwise(layout.cuts), table.devices, layout.recompute, strict=True)
         ),
         order=tuple(tuple(map(str, actions)) for actions in table.order),
-        prediction=problem.judge(layout).prediction(minibatch_size),
+        prediction=problem.simulate(layout).prediction(minibatch_size),
         certificate=certify(found.step_ns, found.lower_bound_ns, space),
         alternatives=(),
     )

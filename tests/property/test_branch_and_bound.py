@@ -12,7 +12,6 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.exhaustive import exhaustive, layouts
 from bapipe.planner.branch_and_bound.infeasible import least_infeasible
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import best_first
@@ -23,6 +22,7 @@ from bapipe.planner.schedule_placement import merge_stages
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
+from tests.oracles.exhaustive_layouts import exhaustive, layouts
 from tests.random_profiles import random_cluster, random_profile
 
 
@@ -105,20 +105,20 @@ def test_best_first_is_exact_for_every_schedule(schedule: str) -> None:
 def test_best_first_is_exact_where_devices_have_two_stages(schedule: str) -> None:
     seen = 0
     for seed in range(40):
-        problems = [p for p in random_problems(seed, [schedule], splits_badly=seed % 2 == 1) if p.starts]
+        problems = [p for p in random_problems(seed, [schedule], splits_badly=seed % 2 == 1) if p.roots]
         seen += assert_exact(problems, seed)
     assert seen > 10
 
 
 def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
     """The bounds of all prefixes of a layout, up to one that does not fit."""
-    bounds = problem.bounds
+    bounds = problem.lower_bound
     places = [problem.cuts.index(cut) for cut in layout.cuts]
-    num_places = next(start.num_places for start in problem.starts if layout.slots[0] in start.first)
-    for bound_ns, prefix in bounds.starts(layout.slots[:1], num_places):
+    num_places = next(start.num_positions for start in problem.roots if layout.placements[0] in start.first_placements)
+    for bound_ns, prefix in bounds.roots(layout.placements[:1], num_places):
         yield bound_ns
-        for place, slot in zip(places[1:], (*layout.slots[1:], None), strict=True):
-            number = prefix.slots[-1].next.index(slot) if slot else -1
+        for place, slot in zip(places[1:], (*layout.placements[1:], None), strict=True):
+            number = prefix.placements[-1].successors.index(slot) if slot else -1
             for found_ns, end, next_number in zip(*bounds.children(prefix), strict=True):
                 if (end, next_number) == (place, number) and found_ns < 2**60:
                     yield int(found_ns)
@@ -136,8 +136,8 @@ def test_bounds_never_exceed_the_judge(schedule: str) -> None:
         mode = {"splits_badly": seed % 2 == 1, "buckets": seed % 5 == 0}
         for problem in random_problems(seed, [schedule], most_layers=5, **mode):
             for layout in layouts(problem):
-                if all(lack <= 0 for lack in problem.lacks(layout).values()):
-                    step_ns = problem.judge(layout).step_ns
+                if all(lack <= 0 for lack in problem.shortfall_bytes(layout).values()):
+                    step_ns = problem.simulate(layout).step_ns
                     assert problem.step_ns(layout) == step_ns
                     assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), (seed, layout.cuts)
                     checked += 1
@@ -150,23 +150,31 @@ def test_bounds_never_exceed_the_judge_of_many_microbatches(schedule: str) -> No
     for seed in range(25):
         random = Random(seed)
         problem = random_pipeline(random, schedule)
-        if not problem.starts:
+        if not problem.roots:
             continue
         for _ in range(6):
-            start = random.choice(problem.starts)
-            bound_ns, prefix = random.choice([*problem.bounds.starts(start.first, start.num_places)] or [(0, None)])
+            start = random.choice(problem.roots)
+            bound_ns, prefix = random.choice(
+                [*problem.lower_bound.roots(start.first_placements, start.num_positions)] or [(0, None)]
+            )
             bounds_ns = [bound_ns]
-            while prefix is not None and not prefix.whole:
-                children = [child for child in zip(*problem.bounds.children(prefix), strict=True) if child[0] < 2**60]
+            while prefix is not None and not prefix.is_complete:
+                children = [
+                    child for child in zip(*problem.lower_bound.children(prefix), strict=True) if child[0] < 2**60
+                ]
                 if not children:
                     prefix = None
                     break
                 bound_ns, place, number = random.choice(children)
-                prefix = problem.bounds.extend(prefix, int(place), int(number))
+                prefix = problem.lower_bound.extend(prefix, int(place), int(number))
                 bounds_ns.append(int(bound_ns))
             if prefix is not None:
-                step_ns = problem.judge(problem.layout(prefix.places, prefix.slots)).step_ns
-                assert max(bounds_ns) <= step_ns, (seed, prefix.places, [slot.devices for slot in prefix.slots])
+                step_ns = problem.simulate(problem.layout(prefix.boundaries, prefix.placements)).step_ns
+                assert max(bounds_ns) <= step_ns, (
+                    seed,
+                    prefix.boundaries,
+                    [slot.device_classes for slot in prefix.placements],
+                )
                 checked += 1
                 late += max(bounds_ns) > 0.98 * step_ns
     assert checked > 80
@@ -204,13 +212,13 @@ def test_what_fits_a_slot_fits_by_the_judges_count() -> None:
     for seed in range(60):
         for problem in random_problems(seed, ["1f1b", "zb-h1", "2f2b"], most_layers=4, splits_badly=seed % 2 == 1):
             for layout in layouts(problem):
-                pieces = problem.bounds.pieces
+                pieces = problem.lower_bound.costs
                 places = [problem.cuts.index(cut) for cut in layout.cuts]
                 fits = all(
-                    pieces.row(slot, start).fits[stop - start - 1]
-                    for slot, (start, stop) in zip(layout.slots, pairwise(places), strict=True)
+                    pieces.candidates_from(slot, start).fits[stop - start - 1]
+                    for slot, (start, stop) in zip(layout.placements, pairwise(places), strict=True)
                 )
-                assert fits == all(lack <= 0 for lack in problem.lacks(layout).values())
+                assert fits == all(lack <= 0 for lack in problem.shortfall_bytes(layout).values())
                 seen[fits] += 1
     assert min(seen) > 200
 
@@ -284,7 +292,7 @@ def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
         limits=[2**40] * 4,
         recompute=False,
     ).problems
-    assert [own.twin for own in problems[0].classes] == [0, 0]
+    assert [own.symmetric_to for own in problems[0].classes] == [0, 0]
     want = []
     for stages in every_plan(profile, cluster):
         if not any(stage.recompute for stage in stages):
@@ -310,9 +318,11 @@ def test_a_stopped_search_gives_an_honest_bound() -> None:
 
 def least_lack(problem: Problem, layout: Layout) -> int:
     """What the worst device lacks, each stage with or without recomputation, whichever lacks less."""
-    may = [False, True] if problem.bounds.pieces.may_recompute else [False]
-    lacks = [problem.lacks(dataclasses.replace(layout, recompute=(flag,) * len(layout.slots))) for flag in may]
-    return max(min(max(found[rank] for rank in ranks) for found in lacks) for ranks in problem.ranks(layout.slots))
+    may = [False, True] if problem.lower_bound.costs.may_recompute else [False]
+    lacks = [
+        problem.shortfall_bytes(dataclasses.replace(layout, recompute=(flag,) * len(layout.placements))) for flag in may
+    ]
+    return max(min(max(found[rank] for rank in ranks) for found in lacks) for ranks in problem.ranks(layout.placements))
 
 
 def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:

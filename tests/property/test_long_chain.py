@@ -5,11 +5,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from bapipe.planner.branch_and_bound.exhaustive import exhaustive
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.long_chain import bisection as search
 from bapipe.planner.long_chain.relaxation import range_min
 from bapipe.schedules import LOOPED, SCHEDULES
+from tests.oracles.exhaustive_layouts import exhaustive
 from tests.property.test_branch_and_bound import random_problems
 
 
@@ -27,7 +27,7 @@ def check(seed: int, schedules: list[str], **changes: object) -> tuple[int, int,
     if found is None or want is None:
         return 0, 0, 0
     assert found.lower_bound_ns <= want.step_ns <= found.step_ns, seed
-    assert found.problem.judge(found.layout).step_ns == found.step_ns, seed
+    assert found.problem.simulate(found.layout).step_ns == found.step_ns, seed
     return found.lower_bound_ns, found.step_ns, want.step_ns
 
 
@@ -54,7 +54,7 @@ def test_bounds_hold_where_all_reduces_take_several_buckets() -> None:
 @pytest.mark.parametrize("schedule", [*LOOPED, *(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))])
 def test_bounds_hold_for_every_schedule(schedule: str) -> None:
     for seed in range(5):
-        if any(problem.starts for problem in random_problems(seed, [schedule], splits_badly=seed % 2 == 1)):
+        if any(problem.roots for problem in random_problems(seed, [schedule], splits_badly=seed % 2 == 1)):
             check(seed, [schedule], splits_badly=seed % 2 == 1)
 
 

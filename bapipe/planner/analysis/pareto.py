@@ -55,10 +55,10 @@ def pareto(
         given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
         problems = search_space(profiles, cluster, given).problems
         best: list[ParetoPoint] = []
-        for count in sorted({start.devices for problem in problems for start in problem.starts}):
+        for count in sorted({root.num_devices for problem in problems for root in problem.roots}):
             if progress:
                 progress(count, limit)
-            answer = best_first([problem.on(count) for problem in problems], max_nodes=NODES_PER_POINT)
+            answer = best_first([problem.with_num_devices(count) for problem in problems], max_nodes=NODES_PER_POINT)
             if answer is not None:
                 plan = plan_of(profiles, answer, options.minibatch_size, f"{count} devices, {limit:,} bytes each")
                 best.append(_point(plan, count))

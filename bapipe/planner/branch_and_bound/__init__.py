@@ -1,1 +1,30 @@
-"""Plans for the least time of a step: every cut, device, micro-batch size and schedule, best first."""
+"""Plans for the minimum step time: best-first branch and bound over cuts, placements, schedules and micro-batch sizes.
+
+The problem. A model is a chain of layers with measured times and bytes, a cluster has devices and links. A plan cuts
+the chain into stages, gives each stage one or several devices (replicas), and names a schedule and a micro-batch size.
+The simulator (`bapipe.simulator`) gives the step time of a plan; the search finds a plan with the minimum step time
+that fits in memory, and proves it: its certificate is a lower bound on the step time of every plan of the space.
+
+The search tree. For each schedule and micro-batch size there is a `Problem`. A node is a `PartialPlan`: the first
+stages, each an interval of layers on a `StagePlacement`, and the placement of the next stage. A child fixes where that
+stage ends and which placement follows. Nodes are expanded in the order of their lower bounds. A bound is the maximum of eight
+admissible bounds, from what the placed stages cost and from a precomputed cost-to-go of all stages still to come.
+
+Where to begin. docs/algorithm.md explains the whole with proofs. In the code, read in this order:
+
+    space.py             options -> problems: which devices, orders of devices, schedules and sizes are searched
+    problem.py           one schedule at one micro-batch size; Layout (a solution) and its step time by the simulator
+    search.py            best_first: the queue, dives, incumbents, the node budget
+    lower_bound.py       the eight bounds, stated; PartialPlan, its children and their bounds
+    cost_to_go.py        the backward dynamic programme over placements and boundaries; sync classes
+    stage_bound.py       the bounds of one stage in isolation
+    stage_candidates.py  times, memory and feasibility of a stage on a placement, for all intervals
+    stage_schedule.py    what an order of actions demands of one stage: in flight, memory peaks
+    intervals.py         all intervals of layers as flat arrays: prefix sums, all-reduce buckets
+    placements.py        the graph of placements; devices.py: classes of devices (symmetry)
+    local_search.py      the neighbourhoods that improve incumbents
+    infeasible.py        when nothing fits: the least infeasible plan, and advice
+    chain.py             the same costs for one interval at a time, as the simulator wants them
+
+Chains with hundreds of cuts are searched by `bapipe.planner.long_chain` instead.
+"""

@@ -1,254 +1,341 @@
-"""What the stages still to come must add to the step, wherever they are cut: one dynamic programme over slots.
+"""Admissible cost-to-go: the minimum that all stages still to come add to the step, wherever they are cut.
 
-Letters as in `bapipe.planner.branch_and_bound.lower_bound`.
+One backward dynamic programme over placements (last to first) and boundaries. For a placement p and a boundary i it
+gives what a stage on p that begins at i, and all stages after it, add at least: a minimum over the end j of the stage
+and over the placement of the next one. Each of the eight quantities of `CostToGo` is minimized on its own, by cuts and
+placements of its own; that is the relaxation, and why their combination never exceeds the cost of any completion.
+
+Sync classes. A short trip back for the last micro-batch needs stages that have nothing to do after it (small e), and
+little work per device needs replicas, whose all-reduces make e large: minimized on their own, both would be claimed at
+once. So completions are partitioned by the largest e that occurs in them, at the thresholds `sync_limits_ns`; each
+quantity is minimized per class, and a bound is the minimum over the classes of the maximum of its terms. The notation
+and the names of the bounds are those of `lower_bound.py`.
+
+Shapes: C sync classes, N successors of a placement, B = K + 1 boundaries.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
+from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.stage_bound import TransferStalls, bound_stage, keep, maximum
+from bapipe.planner.branch_and_bound.stage_bound import (
+    LAST_MICROBATCH,
+    RETURN,
+    WORK,
+    StageBound,
+    TransferStalls,
+    bound_stage,
+    clip_inf,
+    largest,
+    maximum,
+)
 from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
 
 UNUSED = np.zeros(0, dtype=np.int64)
-"""Stands for what nobody asks for."""
+"""Stands for quantities that the schedule at hand does not need."""
 
 
 class CostToGo(NamedTuple):
-    """For every place, the least that a slot and those after it add, counted from the first F there.
-
-    A row for each class of what is to come: of the largest e in it.
+    """The minimum that a placement and those after it add, counted from the first F there. All [C, B].
 
     Attributes:
-        path: one micro-batch all the way down and back.
-        last: the same, until all updates that its way back allows are done.
+        round_trip: one micro-batch to the last stage and back, its backward here included.
+        last: the same for the last micro-batch, and until the updates are done that its way back allows.
         done: until all updates are done.
-        load: until the last r of the slot is on its way to the stage before.
-        total: F and B of one micro-batch.
-        send: for gpipe, what the F of all micro-batches add to those of the first one.
-        back_done, back_load: for gpipe, `done` and `load` without that.
+        returned: until the last r of the placement is over and the gradients before it have been sent back.
+        total_work: F and B of one micro-batch, summed over the stages.
+        forwards: for forwards-first schedules, what F of all micro-batches add to those of the first one.
+        backwards_done, backwards_returned: for these schedules, `done` and `returned` if only backwards remained.
     """
 
-    path: IntArray
+    round_trip: IntArray
     last: IntArray
     done: IntArray
-    load: IntArray
-    total: IntArray
-    send: IntArray
-    back_done: IntArray
-    back_load: IntArray
+    returned: IntArray
+    total_work: IntArray
+    forwards: IntArray
+    backwards_done: IntArray
+    backwards_returned: IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """From a slot to each of those that can be next, a row for each class of its rest, at every place.
+    """From a placement to each of its successors, at every boundary. Rows: successors, each with all its sync classes.
 
     Attributes:
-        x, y: transfer times of one micro-batch.
-        all_x, all_y: how long the busiest link takes for all of them.
-        most: micro-batches that pass a link before the last one, a column.
-        before: those that pass it before one of the last device's last ones.
-        rest: of the next slots.
+        send_ns, grad_ns: x and y, transfers of one micro-batch to the next stage and back. [N * C, B]
+        busy_send_ns, busy_grad_ns: all micro-batches on the busiest link to the next stage and back. [N * C, B]
+        num_earlier: micro-batches that cross a link before the last micro-batch does. [N * C, 1]
+        num_before_final: those that cross it before one of the final micro-batches does, one per replica of the last
+            stage. [N * C, 1]
+        cost_to_go: of the successors. [N * C, B]
     """
 
-    x: IntArray
-    y: IntArray
-    all_x: IntArray
-    all_y: IntArray
-    most: IntArray
-    before: IntArray
-    rest: CostToGo
+    send_ns: IntArray
+    grad_ns: IntArray
+    busy_send_ns: IntArray
+    busy_grad_ns: IntArray
+    num_earlier: IntArray
+    num_before_final: IntArray
+    cost_to_go: CostToGo
 
-    def at(self, rows: slice, places: slice) -> "Transitions":
-        """Returns some rows, at some places."""
-        part = (rows, places)
+    @property
+    def beyond_ns(self) -> IntArray:
+        """One micro-batch from the end of F of a stage until its gradients are back. [N * C, B]"""
+        return self.send_ns + self.grad_ns + self.cost_to_go.round_trip
+
+    @property
+    def busy_link_ns(self) -> IntArray:
+        """The same while all micro-batches cross the link in one direction. [N * C, B]"""
+        one_way = np.maximum(self.busy_send_ns + self.grad_ns, self.send_ns + self.busy_grad_ns)
+        busy_link_ns: IntArray = self.cost_to_go.round_trip + one_way
+        return busy_link_ns
+
+    def select(self, rows: slice, boundaries: slice) -> "Transitions":
+        """Returns some rows, at some boundaries."""
+        part = (rows, boundaries)
         return Transitions(
-            self.x[part],
-            self.y[part],
-            self.all_x[part],
-            self.all_y[part],
-            self.most[rows],
-            self.before[rows],
-            CostToGo(*(values[part] for values in self.rest)),
+            self.send_ns[part],
+            self.grad_ns[part],
+            self.busy_send_ns[part],
+            self.busy_grad_ns[part],
+            self.num_earlier[rows],
+            self.num_before_final[rows],
+            CostToGo(*(values[part] for values in self.cost_to_go)),
         )
 
 
 class CostToGoTable:
-    """The rests of one schedule and micro-batch size. Each takes O(places**2) for every class.
+    """The cost-to-go of one schedule and micro-batch size, computed when first asked for.
 
-    A short way for the last micro-batch needs stages with a small e, and less work for a device needs replicas, whose
-    all-reduces make e large. So what is to come is told apart by its largest e, between `limits_ns`.
+    A placement takes O(C * K**2 + N * C * K) time.
     """
 
     def __init__(
         self,
-        pieces: StageCostTable,
+        costs: StageCostTable,
         num_microbatches: int,
-        send: IntArray,
-        grad: IntArray,
-        limits_ns: Sequence[int],
+        sync_limits_ns: Sequence[int],
         *,
-        gpipe: bool,
+        forwards_first: bool,
+        enabled: Set[str],
     ) -> None:
-        self.pieces, self.num, self.gpipe = pieces, num_microbatches, gpipe
-        self._limits = np.array(limits_ns, dtype=np.int64)
-        self.num_classes = len(limits_ns) + 1
-        self.send, self.grad = send, grad
-        self._rests: dict[Hashable, tuple[StagePlacement, CostToGo]] = {}
-        self._steps: dict[int, tuple[StagePlacement, Transitions | None]] = {}
+        """`sync_limits_ns` are the ascending thresholds of e between the sync classes."""
+        self.costs, self.num_microbatches, self.forwards_first = costs, num_microbatches, forwards_first
+        self.enabled = enabled
+        self._sync_limits_ns = np.array(sync_limits_ns, dtype=np.int64)
+        self.num_classes = len(sync_limits_ns) + 1
+        self._cost_to_go: dict[Hashable, CostToGo] = {}
+        self._transitions: dict[StagePlacement, Transitions | None] = {}
 
-    def rest(self, slot: StagePlacement) -> CostToGo:
-        """Returns the least that a slot and those after it add, made when it is first asked for."""
-        key = id(slot) if slot.alike is None else slot.alike
-        if key not in self._rests:
-            self._rests[key] = slot, self._make(slot)
-        return self._rests[key][1]
+    def of(self, placement: StagePlacement) -> CostToGo:
+        """Returns the cost-to-go of a placement. Placements with equal symmetry keys share it."""
+        key = placement if placement.symmetry_key is None else placement.symmetry_key
+        if key not in self._cost_to_go:
+            self._cost_to_go[key] = self._compute(placement)
+        return self._cost_to_go[key]
 
-    def steps(self, slot: StagePlacement) -> Transitions | None:
-        """Returns the ways from a slot to the next ones; None where there is none."""
-        if id(slot) not in self._steps:
-            self._steps[id(slot)] = slot, self._make_steps(slot)
-        return self._steps[id(slot)][1]
+    def transitions(self, placement: StagePlacement) -> Transitions | None:
+        """Returns the transitions from a placement to its successors; None if it has none."""
+        if placement not in self._transitions:
+            self._transitions[placement] = self._compute_transitions(placement)
+        return self._transitions[placement]
 
-    def before(self, slot: StagePlacement) -> int:
-        """Micro-batches that a device has passed on before one of the last ones of a device of the last stage."""
-        return max(0, (self.num - self._last(slot)) // len(slot.devices))
+    def num_before_final(self, placement: StagePlacement) -> int:
+        """Returns how many micro-batches a device has passed on before one of the final ones.
 
-    def _last(self, slot: StagePlacement) -> int:
-        """Devices that the last stage has at most."""
-        return len(slot.devices) if slot.last else slot.most_last
+        The final micro-batches are the last one of each replica of the last stage.
+        """
+        return max(0, (self.num_microbatches - self._num_final(placement)) // placement.num_replicas)
 
-    def _make_steps(self, slot: StagePlacement) -> Transitions | None:
-        if not slot.next:
+    def _num_final(self, placement: StagePlacement) -> int:
+        """Returns the maximum number of replicas of the last stage."""
+        return placement.num_replicas if placement.is_last else placement.max_last_replicas
+
+    def _compute_transitions(self, placement: StagePlacement) -> Transitions | None:
+        successors = placement.successors
+        if not successors:
             return None
-        ways = [self.pieces.transfers(slot, other, self.send, forward=True) for other in slot.next]
-        backs = [self.pieces.transfers(slot, other, self.grad, forward=False) for other in slot.next]
-        links = [int(np.lcm(len(slot.devices), len(other.devices))) for other in slot.next]
+        sends = [self.costs.transfers(placement, successor, forward=True) for successor in successors]
+        grads = [self.costs.transfers(placement, successor, forward=False) for successor in successors]
+        # Micro-batch m crosses link m mod lcm(R, R').
+        num_links = [int(np.lcm(placement.num_replicas, successor.num_replicas)) for successor in successors]
+        num_before_final = max(0, self.num_microbatches - self._num_final(placement))
 
-        def rows(values: Sequence[object]) -> IntArray:
+        def per_class(values: Sequence[object]) -> IntArray:
+            """A row per successor, repeated for its sync classes."""
             return np.repeat(np.array(values), self.num_classes, axis=0)
 
         return Transitions(
-            rows([one for one, _ in ways]),
-            rows([one for one, _ in backs]),
-            rows([every for _, every in ways]),
-            rows([every for _, every in backs]),
-            rows([[(self.num - 1) // link] for link in links]),
-            rows([[max(0, (self.num - self._last(slot)) // link)] for link in links]),
-            CostToGo(*map(np.concatenate, zip(*map(self.rest, slot.next), strict=True))),
+            send_ns=per_class([one for one, _ in sends]),
+            grad_ns=per_class([one for one, _ in grads]),
+            busy_send_ns=per_class([every for _, every in sends]),
+            busy_grad_ns=per_class([every for _, every in grads]),
+            num_earlier=per_class([[(self.num_microbatches - 1) // count] for count in num_links]),
+            num_before_final=per_class([[num_before_final // count] for count in num_links]),
+            cost_to_go=CostToGo(*map(np.concatenate, zip(*map(self.of, successors), strict=True))),
         )
 
-    def _make(self, slot: StagePlacement) -> CostToGo:
-        piece = self.pieces.all(slot, slice(None))
-        steps = self.steps(slot)
-        if steps is None and not slot.last:
-            return CostToGo(*[np.full((self.num_classes, self.pieces.grid.num_places), INF, dtype=np.int64)] * 8)
-        after = self._after(slot, steps)
-        own = np.searchsorted(self._limits, piece.after)
+    def _compute(self, placement: StagePlacement) -> CostToGo:
+        stage = self.costs.candidates(placement, slice(None))  # [intervals]
+        transitions = self.transitions(placement)
+        if transitions is None and not placement.is_last:  # too few devices remain: no completion
+            infinite = np.full((self.num_classes, self.costs.intervals.num_boundaries), INF, dtype=np.int64)
+            return CostToGo(*[infinite] * len(CostToGo._fields))
+        following = self._following(placement, transitions)  # [C, B]
+        own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # of each interval's own e. [intervals]
         rows = []
-        for k in range(self.num_classes):
-            chosen = _SuccessorCosts(*(self._at_ends(values, own, k) for values in after))
-            rows.append(self._row(slot, piece, chosen, own <= k))
+        for sync_class in range(self.num_classes):
+            at_ends = _Following(*(self._at_ends(values, own_class, sync_class) for values in following))
+            rows.append(self._minimize(placement, stage, at_ends, own_class <= sync_class))
         return CostToGo(*map(np.stack, zip(*rows, strict=True)))
 
-    def _at_ends(self, values: IntArray, own: IntArray, k: int) -> IntArray:
-        """Returns for every run what follows it, where that makes the larger of its class and that of the rest k."""
-        ends = self.pieces.grid.ends
+    def _at_ends(self, values: IntArray, own_class: IntArray, sync_class: int) -> IntArray:
+        """Returns what follows every interval, so that the largest e of both is in a sync class. [C, B] -> [intervals]
+
+        If the interval's own e is in that class, what follows may be in it or any lower class; else it must be in it.
+        """
+        ends = self.costs.intervals.ends
         if not len(values):
             return UNUSED
-        found: IntArray = values[k].take(ends)
+        at_ends: IntArray = values[sync_class].take(ends)
         if self.num_classes > 1:
-            found = np.where(own == k, np.minimum.reduce(values[: k + 1]).take(ends), found)
-        return found
+            of_any_lower = np.minimum.reduce(values[: sync_class + 1]).take(ends)
+            at_ends = np.where(own_class == sync_class, of_any_lower, at_ends)
+        return at_ends
 
-    def _row(self, slot: StagePlacement, piece: StageCandidates, after: "_SuccessorCosts", may: IntArray) -> CostToGo:
-        """The least that a slot adds with the runs that it may hold, `after` being what follows each of them."""
-        grid, num = self.pieces.grid, self.num
-        f, r, e = piece.forward, piece.back, piece.after
-        own = bound_stage(slot, num, piece, after.path, after.linked, self._held(slot, after))
-        fits = piece.fits & may & (after.path < INF)
-        load = np.maximum(own.load, f + r + after.load)
-        left = np.maximum(own.left, load)
-        last = f + after.last
-        done = maximum([load + e, f + after.done, own.start + last, *(work for _, work in own.work)])
+    def _minimize(
+        self, placement: StagePlacement, stage: StageCandidates, following: "_Following", in_class: BoolArray
+    ) -> CostToGo:
+        """One sync class: the minimum over the intervals of a placement, with what follows each. All [intervals].
 
-        def least(values: IntArray) -> IntArray:
-            return keep(grid.least(np.where(fits, values, INF)))
-
-        none = np.zeros(grid.num_places, dtype=np.int64)
-        send = back_done = back_load = none
-        if self.gpipe:
-            again = np.maximum(own.around + own.again, f + r + after.back_load)
-            back_load = least(again)
-            back_done = least(maximum([again + e, own.around - r + piece.spent, f + after.back_done]))
-            send = least(np.maximum(self.before(slot) * f, after.send))
-        return CostToGo(
-            path=least(own.around),
-            last=least(np.maximum(own.around + e, last)),
-            done=least(done),
-            load=least(left),
-            total=none if slot.place is None else least(piece.both + after.total),
-            send=send,
-            back_done=back_done,
-            back_load=back_load,
+        Returns arrays [B].
+        """
+        intervals = self.costs.intervals
+        f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
+        own = bound_stage(
+            placement,
+            self.num_microbatches,
+            stage,
+            following.beyond,
+            following.busy_link,
+            self._stalls(placement, following),
+            self.enabled,
+        )
+        feasible = stage.fits & in_class & (following.beyond < INF)
+        # All r of this stage are over when it says so itself, or when the next stage has returned its last gradients.
+        backward_done = np.maximum(own.backward_done_ns, f + r + following.returned)
+        last = f + following.last
+        done = largest(
+            [
+                (RETURN, backward_done + e),
+                (LAST_MICROBATCH, own.last_start_ns + last),
+                *((WORK, work) for _, work in own.replica_done_ns),
+            ],
+            self.enabled,
+            otherwise=f + following.done,
         )
 
-    def _held(self, slot: StagePlacement, after: "_SuccessorCosts") -> TransferStalls:
-        if not self.pieces.stalls(slot):
-            return TransferStalls()
-        starts = self.pieces.grid.starts
-        enter = self.pieces.entry(slot, self.send, forward=True)
-        leave = self.pieces.entry(slot, self.grad, forward=False)
-        return TransferStalls(enter[starts], leave[starts], after.one_x, after.one_y)
+        def minimum(values: IntArray) -> IntArray:
+            return clip_inf(intervals.min_per_begin(np.where(feasible, values, INF)))
 
-    def _after(self, slot: StagePlacement, steps: Transitions | None) -> "_SuccessorCosts":
-        """What follows a slot, at every place where it may end, a row for each class; only what is asked for."""
-        gpipe, stalls, looped = self.gpipe, self.pieces.stalls(slot), slot.place is not None
-        if steps is None:
-            last = np.full((self.num_classes, self.pieces.grid.num_places), INF, dtype=np.int64)
-            last[0, -1] = 0
-            none = UNUSED
-            return _SuccessorCosts(
-                *[last] * 5,
-                *[last if looped else none],
-                *[last if gpipe else none] * 3,
-                *[last if stalls else none] * 2,
+        zeros = np.zeros(intervals.num_boundaries, dtype=np.int64)
+        forwards, backwards_done, backwards_returned = zeros, zeros, zeros
+        if self.forwards_first:
+            forwards, backwards_done, backwards_returned = map(
+                minimum, self._forwards_first(placement, stage, own, following)
             )
-        rest, x, y = steps.rest, steps.x, steps.y
+        return CostToGo(
+            round_trip=minimum(own.round_trip_ns),
+            last=minimum(np.maximum(own.round_trip_ns + e, last)),
+            done=minimum(np.maximum(done, f + following.done)),
+            returned=minimum(np.maximum(own.returned_ns, backward_done)),
+            total_work=zeros if placement.position is None else minimum(stage.microbatch_ns + following.total_work),
+            forwards=forwards,
+            backwards_done=backwards_done,
+            backwards_returned=backwards_returned,
+        )
 
-        def least(values: IntArray) -> IntArray:
-            return keep(np.minimum.reduce(values.reshape(-1, self.num_classes, values.shape[-1])))
+    def _forwards_first(
+        self, placement: StagePlacement, stage: StageCandidates, own: StageBound, following: "_Following"
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Bound "forwards first": forwards, backwards_done and backwards_returned of `CostToGo`. All [intervals]"""
+        f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
+        forwards = np.maximum(self.num_before_final(placement) * f, following.forwards)
+        returned = np.maximum(own.round_trip_ns + own.other_backwards_ns, f + r + following.backwards_returned)
+        done = maximum([returned + e, own.round_trip_ns - r + stage.max_backward_work_ns, f + following.backwards_done])
+        return forwards, done, returned
 
-        return _SuccessorCosts(
-            path=least(x + y + rest.path),
-            last=least(x + rest.last),
-            done=least(x + rest.done),
-            load=least(x + y + rest.load),
-            linked=least(rest.path + np.maximum(steps.all_x + y, x + steps.all_y)),
-            total=least(rest.total) if looped else UNUSED,
-            send=least(np.maximum(steps.before * x, rest.send)) if gpipe else UNUSED,
-            back_done=least(x + rest.back_done) if gpipe else UNUSED,
-            back_load=least(x + y + np.maximum(rest.back_load, rest.path + steps.most * y)) if gpipe else UNUSED,
-            one_x=least(x) if stalls else UNUSED,
-            one_y=least(y) if stalls else UNUSED,
+    def _stalls(self, placement: StagePlacement, following: "_Following") -> TransferStalls:
+        """How long transfers block the devices, at least, whatever the stages before and after. [intervals]"""
+        if not self.costs.blocks_on_transfers(placement):
+            return TransferStalls()
+        begins = self.costs.intervals.begins
+        recv_activation = self.costs.min_entry_ns(placement, forward=True)
+        send_gradient = self.costs.min_entry_ns(placement, forward=False)
+        return TransferStalls(recv_activation[begins], send_gradient[begins], following.send_ns, following.grad_ns)
+
+    def _following(self, placement: StagePlacement, transitions: Transitions | None) -> "_Following":
+        """What follows a stage on a placement, minimized over the successors. All [C, B], or unused."""
+        forwards_first, blocks = self.forwards_first, self.costs.blocks_on_transfers(placement)
+        is_multi_stage = placement.position is not None
+        if transitions is None:  # the last stage ends at the last boundary, and no e follows it
+            end = np.full((self.num_classes, self.costs.intervals.num_boundaries), INF, dtype=np.int64)
+            end[0, -1] = 0
+            return _Following(
+                *[end] * 5,
+                *[end if is_multi_stage else UNUSED],
+                *[end if forwards_first else UNUSED] * 3,
+                *[end if blocks else UNUSED] * 2,
+            )
+        after, x, y = transitions.cost_to_go, transitions.send_ns, transitions.grad_ns
+
+        def minimum(values: IntArray) -> IntArray:
+            """The minimum over the successors. [N * C, B] -> [C, B]"""
+            return clip_inf(np.minimum.reduce(values.reshape(-1, self.num_classes, values.shape[-1])))
+
+        forwards = backwards_done = backwards_returned = UNUSED
+        if forwards_first:
+            forwards = minimum(np.maximum(transitions.num_before_final * x, after.forwards))
+            backwards_done = minimum(x + after.backwards_done)
+            busy_back = after.round_trip + transitions.num_earlier * y
+            backwards_returned = minimum(x + y + np.maximum(after.backwards_returned, busy_back))
+        return _Following(
+            beyond=minimum(transitions.beyond_ns),
+            last=minimum(x + after.last),
+            done=minimum(x + after.done),
+            returned=minimum(x + y + after.returned),
+            busy_link=minimum(transitions.busy_link_ns),
+            total_work=minimum(after.total_work) if is_multi_stage else UNUSED,
+            forwards=forwards,
+            backwards_done=backwards_done,
+            backwards_returned=backwards_returned,
+            send_ns=minimum(x) if blocks else UNUSED,
+            grad_ns=minimum(y) if blocks else UNUSED,
         )
 
 
-class _SuccessorCosts(NamedTuple):
-    """A `CostToGo` from the transfer before it on, least over what can be next."""
+class _Following(NamedTuple):
+    """A `CostToGo` of the next stage from the transfer to it on, minimized over the successors. [C, B] or [intervals]
 
-    path: IntArray
+    Attributes:
+        beyond: x, the round trip beyond, y.
+        busy_link: the same while all micro-batches cross the link.
+        send_ns, grad_ns: x and y.
+    """
+
+    beyond: IntArray
     last: IntArray
     done: IntArray
-    load: IntArray
-    linked: IntArray
-    total: IntArray
-    send: IntArray
-    back_done: IntArray
-    back_load: IntArray
-    one_x: IntArray
-    one_y: IntArray
+    returned: IntArray
+    busy_link: IntArray
+    total_work: IntArray
+    forwards: IntArray
+    backwards_done: IntArray
+    backwards_returned: IntArray
+    send_ns: IntArray
+    grad_ns: IntArray

@@ -1,7 +1,7 @@
-"""When nothing fits: the plan that comes nearest, what each of its devices lacks, and what would help."""
+"""When nothing fits: the least infeasible plan, the shortfall of each of its devices, and what would help."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,76 +19,96 @@ TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
 
 def least_infeasible(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int]] | None:
-    """Returns the layout whose worst device lacks the fewest bytes, each stage taken alone, and what its devices lack.
+    """Returns the layout with the smallest shortfall of its worst device, and the shortfall of each device in bytes.
 
-    None where constraints leave none. O(slots * places**2) for each problem.
+    Each stage is taken alone, as the search does. None if constraints leave no layout. O(placements * boundaries**2)
+    per problem.
     """
     best: tuple[int, Problem, Layout, dict[int, int]] | None = None
     for problem in problems:
-        lacks = _ShortfallDP(problem)
-        for start in problem.starts:
-            layout = lacks.least(start)
+        shortfalls = _ShortfallDP(problem)
+        for root in problem.roots:
+            layout = shortfalls.best_layout(root)
             if layout is None:
                 continue
-            layout = _recomputing(problem, layout)
-            found = problem.lacks(layout)
-            if best is None or max(found.values()) < best[0]:
-                best = (max(found.values()), problem, layout, found)
+            layout = _recompute_if_better(problem, layout)
+            shortfall = problem.shortfall_bytes(layout)
+            if best is None or max(shortfall.values()) < best[0]:
+                best = (max(shortfall.values()), problem, layout, shortfall)
     return None if best is None else best[1:]
 
 
-def _recomputing(problem: Problem, layout: Layout) -> Layout:
-    """Returns the layout with recomputation also where a stage does not fit even so, but lacks less."""
-    if layout.slots[0].place is not None or not problem.bounds.pieces.may_recompute:
+def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
+    """Returns the layout with recomputation also in stages that do not fit even so, but lack less with it."""
+    if layout.placements[0].position is not None or not problem.lower_bound.costs.may_recompute:
         return layout
-    plain, again = (problem.lacks(replace(layout, recompute=(flag,) * len(layout.slots))) for flag in (False, True))
+    num_stages = len(layout.placements)
+    plain, recomputed = (
+        problem.shortfall_bytes(replace(layout, recompute=(flag,) * num_stages)) for flag in (False, True)
+    )
     flags = []
-    for ranks in problem.ranks(layout.slots):
-        short = max(plain[rank] for rank in ranks)
-        flags.append(short > 0 and max(again[rank] for rank in ranks) < short)
+    for ranks in problem.ranks(layout.placements):
+        worst = max(plain[rank] for rank in ranks)
+        flags.append(worst > 0 and max(recomputed[rank] for rank in ranks) < worst)
     return replace(layout, recompute=tuple(flags))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShortfallToGo:
+    """For a placement, per boundary at which its stage begins: the optimum, and the choices that give it.
+
+    Attributes:
+        shortfall_bytes: the minimum over layouts of the maximum shortfall from here on. [boundaries]
+        ends: where the stage then ends. [boundaries - 1]
+        successors: the number of the placement that then follows. [boundaries - 1]
+    """
+
+    shortfall_bytes: IntArray
+    ends: IntArray
+    successors: IntArray
+
+
 class _ShortfallDP:
-    """For every slot and place, the least largest lack of the slots from there on."""
+    """Backward dynamic programme: the minimum over layouts of the maximum shortfall, per placement and boundary."""
 
     def __init__(self, problem: Problem) -> None:
-        self.pieces = problem.bounds.pieces
-        self.problem = problem
-        self._found: dict[int, tuple[StagePlacement, IntArray, IntArray, IntArray]] = {}
+        self.problem, self.costs = problem, problem.lower_bound.costs
+        self._solved: dict[StagePlacement, _ShortfallToGo] = {}
 
-    def least(self, start: Root) -> Layout | None:
-        slot = min(start.first, key=lambda slot: int(self.of(slot)[1][0]))
-        if self.of(slot)[1][0] >= INF:
+    def best_layout(self, root: Root) -> Layout | None:
+        """Returns the layout with the minimum, None if all are forbidden."""
+        placement = min(root.first_placements, key=lambda first: int(self._to_go(first).shortfall_bytes[0]))
+        if self._to_go(placement).shortfall_bytes[0] >= INF:
             return None
-        places, slots = [0], [slot]
-        while True:
-            _, _, ends, following = self.of(slots[-1])
-            at = places[-1]
-            places.append(int(ends[at]))
-            if slots[-1].last:
-                return self.problem.layout(places, tuple(slots))
-            slots.append(slots[-1].next[int(following[at])])
+        boundaries, placements = [0], [placement]
+        while True:  # follow the choices that give the minimum
+            to_go, begin = self._to_go(placements[-1]), boundaries[-1]
+            boundaries.append(int(to_go.ends[begin]))
+            if placements[-1].is_last:
+                return self.problem.layout(boundaries, tuple(placements))
+            placements.append(placements[-1].successors[int(to_go.successors[begin])])
 
-    def of(self, slot: StagePlacement) -> tuple[StagePlacement, IntArray, IntArray, IntArray]:
-        """The slot, its least lack at every place, where its stage then ends, and the number of the next slot."""
-        if id(slot) not in self._found:
-            self._found[id(slot)] = self._make(slot)
-        return self._found[id(slot)]
+    def _to_go(self, placement: StagePlacement) -> _ShortfallToGo:
+        if placement not in self._solved:
+            self._solved[placement] = self._solve(placement)
+        return self._solved[placement]
 
-    def _make(self, slot: StagePlacement) -> tuple[StagePlacement, IntArray, IntArray, IntArray]:
-        grid = self.pieces.grid
-        if slot.last:
-            rest = np.full((1, grid.num_places), INF, dtype=np.int64)
-            rest[0, -1] = -INF
+    def _solve(self, placement: StagePlacement) -> _ShortfallToGo:
+        intervals = self.costs.intervals
+        if placement.is_last:
+            following = np.full((1, intervals.num_boundaries), INF, dtype=np.int64)
+            following[0, -1] = -INF  # no stage follows the last boundary
         else:
-            rest = np.array([self.of(other)[1] for other in slot.next])
-        following = np.argmin(rest, axis=0)
-        lacks = np.maximum(self.pieces.lacks(slot), rest.min(axis=0)[grid.ends])
-        ends = [int(np.argmin(lacks[grid.row(place)])) + place + 1 for place in range(grid.num_places - 1)]
-        least = grid.least(lacks)
-        number = np.array([int(following[end]) for end in ends])
-        return slot, least, np.array(ends), number
+            following = np.array([self._to_go(other).shortfall_bytes for other in placement.successors])
+        best_successor = np.argmin(following, axis=0)  # [boundaries]
+        shortfall = np.maximum(self.costs.shortfall_bytes(placement), following.min(axis=0)[intervals.ends])
+        begins = range(intervals.num_boundaries - 1)
+        ends = [int(np.argmin(shortfall[intervals.row(begin)])) + begin + 1 for begin in begins]
+        return _ShortfallToGo(
+            shortfall_bytes=intervals.min_per_begin(shortfall),
+            ends=np.array(ends),
+            successors=np.array([int(best_successor[end]) for end in ends]),
+        )
 
 
 def infeasible_error(
@@ -96,23 +116,24 @@ def infeasible_error(
 ) -> BapipeError:
     """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
 
-    Where constraints leave none at all, it is about these.
+    If constraints leave no plan at all, it is about these.
     """
-    found = least_infeasible(space.problems)
-    if found is None:
+    closest = least_infeasible(space.problems)
+    if closest is None:
         return BapipeError(_contradiction(profiles, cluster, options))
-    problem, layout, lacks = found
+    problem, layout, shortfall = closest
     names = [layer.name for layer in next(iter(profiles.values())).layers]
-    num_stages = len(layout.slots)
+    num_stages = len(layout.placements)
     return Infeasible(
         f"no plan fits in memory; the closest is {problem.schedule} with {num_stages} "
         f"{'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
-        f"{'; '.join(_devices(problem, layout, lacks, names))}. {_advice(profiles, cluster, options, lacks)}"
+        f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
+        f"{_advice(profiles, cluster, options, shortfall)}"
     )
 
 
 def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
-    """Says which of the constraints to drop: one of those without which there is a plan."""
+    """Returns which constraint to drop: any of those without which there is a plan."""
     culprits = []
     for i, text in enumerate(options.constraints):
         fewer = replace(options, constraints=(*options.constraints[:i], *options.constraints[i + 1 :]))
@@ -126,25 +147,27 @@ def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
     return f"no plan{stages} keeps the constraints {rules}: {drop}, or allow more stages or devices"
 
 
-def _devices(problem: Problem, layout: Layout, lacks: Mapping[int, int], names: Sequence[str]) -> list[str]:
-    limit = {rank: own.limit_bytes for own in problem.classes for rank in own.ranks}
-    held: dict[int, list[str]] = {rank: [] for rank in lacks}
-    spans = list(pairwise(layout.cuts))
-    for ranks, (start, stop), again in zip(problem.ranks(layout.slots), spans, layout.recompute, strict=True):
+def _device_texts(problem: Problem, layout: Layout, shortfall: Mapping[int, int], names: Sequence[str]) -> list[str]:
+    """Returns for each device what it needs, for which layers, and what it has."""
+    limits = {rank: cls.limit_bytes for cls in problem.classes for rank in cls.ranks}
+    layers_of: dict[int, list[str]] = {rank: [] for rank in shortfall}
+    ranks_of_stage = problem.ranks(layout.placements)
+    for ranks, (begin, end), recompute in zip(ranks_of_stage, pairwise(layout.cuts), layout.recompute, strict=True):
         for rank in ranks:
-            text = f"'{names[start]}' to '{names[stop - 1]}'"
-            held[rank].append(f"{text} (recomputed)" if again else text)
+            text = f"'{names[begin]}' to '{names[end - 1]}'"
+            layers_of[rank].append(f"{text} (recomputed)" if recompute else text)
     return [
-        f"{problem.cluster.devices[rank].name} needs {limit[rank] + lack:,} bytes for {' and '.join(held[rank])} and "
-        f"has {limit[rank]:,} ({f'{lack:,} bytes short' if lack > 0 else 'fits'})"
-        for rank, lack in lacks.items()
+        f"{problem.cluster.devices[rank].name} needs {limits[rank] + short:,} bytes for "
+        f"{' and '.join(layers_of[rank])} and has {limits[rank]:,} "
+        f"({f'{short:,} bytes short' if short > 0 else 'fits'})"
+        for rank, short in shortfall.items()
     ]
 
 
 def _advice(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, lacks: Mapping[int, int]
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, shortfall: Mapping[int, int]
 ) -> str:
-    """What each thing that the options hold fixed would do."""
+    """Returns what would change without each of the options that restrict the search."""
     changes = {}
     if not options.recompute:
         changes["recomputation"] = replace(options, recompute=True)
@@ -154,27 +177,27 @@ def _advice(
         changes["another number of stages"] = replace(options, num_stages=None)
     if options.microbatch_size is not None:
         changes["other micro-batch sizes"] = replace(options, microbatch_size=None)
-    said = []
+    effects = []
     for name, changed in changes.items():
         try:
-            found = least_infeasible(search_space(profiles, cluster, changed).problems)
+            closest = least_infeasible(search_space(profiles, cluster, changed).problems)
         except BapipeError:
             continue
-        short = max(found[2].values()) if found else INF
-        if short < max(lacks.values()):
-            said.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
-    helps = f"{'; '.join(said)}. " if said else ""
-    return f"{helps[:1].upper()}{helps[1:]}{_too_large(profiles, cluster, options) or TRY}"
+        short = max(closest[2].values()) if closest else INF
+        if short < max(shortfall.values()):
+            effects.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
+    text = f"{'; '.join(effects)}. " if effects else ""
+    return f"{text[:1].upper()}{text[1:]}{_too_large_layer(profiles, cluster, options) or TRY}"
 
 
-def _too_large(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
-    """Says so where one layer alone is more than any device may hold."""
+def _too_large_layer(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
+    """Returns a sentence about the largest layer if it alone exceeds every memory limit, else nothing."""
     layers = next(iter(profiles.values())).layers
     largest = max(layers, key=lambda layer: 2 * layer.param_bytes + layer.optimizer_state_bytes)
-    num_bytes, most = 2 * largest.param_bytes + largest.optimizer_state_bytes, max(options.limits(cluster))
-    if num_bytes <= most:
+    num_bytes, max_limit = 2 * largest.param_bytes + largest.optimizer_state_bytes, max(options.limits(cluster))
+    if num_bytes <= max_limit:
         return ""
     return (
         f"'{largest.name}' alone takes {num_bytes:,} bytes for its parameters, gradients and optimizer state, more "
-        f"than any device may hold ({most:,}): only devices with more memory, or smaller layers, would do"
+        f"than any device may hold ({max_limit:,}): only devices with more memory, or smaller layers, would do"
     )

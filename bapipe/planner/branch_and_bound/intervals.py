@@ -1,7 +1,10 @@
-"""All runs of layers between two places where the chain may be cut, as flat arrays: times and bytes of each.
+"""All layer intervals [begin, end) between legal cuts, as flat arrays: times and bytes of each.
 
-Places 0 to K are the start of the chain, the legal cuts, and its end. Runs are sorted by the place where they start,
-then by the one where they end: a place's runs are a slice, and a minimum over ends is one `reduceat`.
+Boundaries 0 to K are the start of the chain, its legal cuts, and its end. The K (K + 1) / 2 intervals [begin, end) are
+sorted by begin, then by end: the intervals with one begin are a slice, and a minimum over ends is one `reduceat`.
+
+Shapes: `[intervals]` one entry per interval, `[boundaries]` one per boundary 0 to K, `[layers]` one per layer. Sums
+over an interval are differences of prefix sums. Times are rounded as the simulator rounds them, once per stage.
 """
 
 from collections.abc import Sequence
@@ -19,200 +22,253 @@ from bapipe.simulator.stage_cost import BUCKET_BYTES
 from bapipe.simulator.tied_weights import TiedWeights
 
 IntArray = NDArray[Any]
+"""Nanoseconds, bytes, counts or numbers: int64, and where a sum could overflow, Python integers."""
+
+BoolArray = NDArray[Any]
 
 INF = 1 << 60
-"""Stands for infinity in arrays of nanoseconds; two of them still add up."""
+"""Stands for infinity in arrays of nanoseconds and bytes; the sum of two still fits in 64 bits."""
+
+MAX_TIME = INF >> 14
+"""Times of one action or transfer are cut off here, at 2^46 ns, so that sums of many stay below `INF`."""
 
 
 class IntervalIndex:
-    """Which runs there are. `starts` and `ends` are places, `cuts` the layers before which the places are."""
+    """Which intervals there are, and where.
+
+    Attributes:
+        cuts: the layer that begins at each boundary. [boundaries]
+        begins, ends: the boundaries of each interval. [intervals]
+        row_offset: the number of the first interval with each begin. [boundaries]
+    """
 
     def __init__(self, cuts: Sequence[int]) -> None:
         self.cuts = tuple(cuts)
-        self.num_places = len(cuts)
+        self.num_boundaries = len(cuts)
         last = len(cuts) - 1
-        self.starts = np.repeat(np.arange(last), np.arange(last, 0, -1))
-        self.ends = np.concatenate([np.arange(i + 1, last + 1) for i in range(last)])
-        self.first = np.concatenate([[0], np.cumsum(np.arange(last, 0, -1))])
+        self.begins = np.repeat(np.arange(last), np.arange(last, 0, -1))
+        self.ends = np.concatenate([np.arange(begin + 1, last + 1) for begin in range(last)])
+        self.row_offset = np.concatenate([[0], np.cumsum(np.arange(last, 0, -1))])
 
-    def row(self, place: int) -> slice:
-        """Returns where the runs that start at a place are."""
-        return slice(int(self.first[place]), int(self.first[place + 1]))
+    def row(self, begin: int) -> slice:
+        """Returns where the intervals with a begin are: those with end begin + 1, begin + 2, ..., K."""
+        return slice(int(self.row_offset[begin]), int(self.row_offset[begin + 1]))
 
-    def differences(self, values: Sequence[int]) -> IntArray:
-        """Returns the sum of a figure of the layers over each run."""
-        sums = np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])[list(self.cuts)]
-        found: IntArray = sums[self.ends] - sums[self.starts]
-        return found
+    def sums(self, values: Sequence[int]) -> IntArray:
+        """Returns the sum of a figure of the layers over each interval. [layers] -> [intervals]"""
+        at_boundaries = prefix_sums(values)[list(self.cuts)]
+        sums: IntArray = at_boundaries[self.ends] - at_boundaries[self.begins]
+        return sums
 
-    def largest(self, values: Sequence[int]) -> IntArray:
-        """Returns the largest figure of the layers in each run."""
-        pieces = np.maximum.reduceat(np.array(values, dtype=np.int64), self.cuts[:-1])
-        rows = [np.maximum.accumulate(pieces[i:]) for i in range(len(pieces))]
+    def maxima(self, values: Sequence[int]) -> IntArray:
+        """Returns the maximum of a figure of the layers over each interval. [layers] -> [intervals]"""
+        unit_maxima = np.maximum.reduceat(np.array(values, dtype=np.int64), self.cuts[:-1])
+        rows = [np.maximum.accumulate(unit_maxima[begin:]) for begin in range(len(unit_maxima))]
         return np.concatenate(rows)
 
-    def least(self, values: IntArray) -> IntArray:
-        """Returns for each place the least over the runs that start there; `INF` for the last place."""
-        return np.append(np.minimum.reduceat(values, self.first[:-1]), INF)
+    def min_per_begin(self, values: IntArray) -> IntArray:
+        """Returns for each begin the minimum over its intervals; `INF` for the last. [intervals] -> [boundaries]"""
+        return np.append(np.minimum.reduceat(values, self.row_offset[:-1]), INF)
 
 
 class IntervalMemory:
-    """Bytes of every run at one micro-batch size, on one kind of device."""
+    """Bytes of every interval at one micro-batch size, on one kind of device. All [intervals].
+
+    Attributes:
+        static_bytes: parameters, gradients, optimizer state and workspace.
+        stash_bytes: kept per micro-batch from F to the end of its backward.
+        gradient_stash_bytes: what I leaves for W, per micro-batch.
+        input_bytes, output_grad_bytes: activations that come in per micro-batch, and gradients that come back.
+    """
 
     def __init__(
-        self, grid: IntervalIndex, profile: ModelProfile, microbatch_size: int, alive: Sequence[Sequence[int]]
+        self,
+        intervals: IntervalIndex,
+        profile: ModelProfile,
+        microbatch_size: int,
+        cut_bytes: tuple[Sequence[int], Sequence[int]],
     ) -> None:
+        """`cut_bytes` are the activations and the gradients alive before each layer. [layers + 1]"""
         measured = profile.at(microbatch_size)
-        held = [2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers]
-        self.held = grid.differences(held) + grid.largest([m.workspace_bytes for m in measured])
-        self.held += _copies(grid, profile)
-        self.stash = grid.differences([m.stash_bytes for m in measured])
-        self.left = grid.differences([m.left_by_input_grad_bytes for m in measured])
-        send, grad = (np.array([side[cut] for cut in grid.cuts], dtype=np.int64) for side in alive)
-        self.incoming, self.returning = send[grid.starts], grad[grid.ends]
+        # Parameters count twice, for themselves and for their gradients.
+        static_bytes = [2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers]
+        self.static_bytes = intervals.sums(static_bytes) + intervals.maxima([m.workspace_bytes for m in measured])
+        self.static_bytes += _tied_copy_bytes(intervals, profile)
+        self.stash_bytes = intervals.sums([m.stash_bytes for m in measured])
+        self.gradient_stash_bytes = intervals.sums([m.left_by_input_grad_bytes for m in measured])
+        send, grad = (np.array([side[cut] for cut in intervals.cuts], dtype=np.int64) for side in cut_bytes)
+        self.input_bytes, self.output_grad_bytes = send[intervals.begins], grad[intervals.ends]
 
 
-def _copies(grid: IntervalIndex, profile: ModelProfile) -> IntArray:
-    """Bytes of the parameters, gradients and optimizer state that each run uses and a layer outside it counts."""
-    found = np.zeros(len(grid.starts), dtype=np.int64)
-    place = {layer.name: i for i, layer in enumerate(profile.layers)}
+def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArray:
+    """Bytes of the parameters, gradients and optimizer state that each interval uses and a layer outside it counts."""
+    num_bytes = np.zeros(len(intervals.begins), dtype=np.int64)
+    index = {layer.name: i for i, layer in enumerate(profile.layers)}
 
-    def holds(layer: LayerProfile) -> IntArray:
-        cuts, at = np.array(grid.cuts), place[layer.name]
-        inside: IntArray = (cuts[grid.starts] <= at) & (at < cuts[grid.ends])
+    def contains(layer: LayerProfile) -> BoolArray:
+        cuts, i = np.array(intervals.cuts), index[layer.name]
+        inside: BoolArray = (cuts[intervals.begins] <= i) & (i < cuts[intervals.ends])
         return inside
 
     for owner, users, copy in TiedWeights(profile.layers).copies():
-        outside = np.logical_or.reduce([holds(user) for user in users]) & ~holds(owner)
-        found += np.where(outside, 2 * copy.param_bytes + copy.optimizer_bytes, 0)
-    return found
+        needs_copy = np.logical_or.reduce([contains(user) for user in users]) & ~contains(owner)
+        num_bytes += np.where(needs_copy, 2 * copy.param_bytes + copy.optimizer_bytes, 0)
+    return num_bytes
 
 
 class IntervalTimes:
-    """Times of every run at one micro-batch size, on one kind of device of one speed: F, I, W, B and the update."""
+    """Times of every interval at one micro-batch size, on one kind of device at one speed.
 
-    def __init__(self, grid: IntervalIndex, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
-        self.grid, self.profile, self._speed = grid, profile, speed
-        self._filling: dict[tuple[bool, bool], _BucketFill] = {}
+    Attributes:
+        forward_ns, input_grad_ns, weight_grad_ns, backward_ns: F, I, W and B of a micro-batch. [intervals]
+        update_ns: the optimizer's update, once per step. [intervals]
+    """
+
+    def __init__(self, intervals: IntervalIndex, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
+        self.intervals, self.profile, self._speed = intervals, profile, speed
+        self._bucket_fills: dict[tuple[bool, bool], _BucketFill] = {}
         measured = profile.at(microbatch_size)
-        self._input_grad = _sums([m.input_grad_ns for m in measured])
-        self._weight_grad = _sums([m.weight_grad_ns for m in measured])
-        self._backward = _sums([m.whole_backward_ns for m in measured])
-        self._wholes = _sums([m.backward_ns is not UNSET for m in measured])
-        self.forward = at_speed(grid.differences([m.forward_ns for m in measured]), speed)
-        self.input_grad = at_speed(grid.differences([m.input_grad_ns for m in measured]), speed)
-        self.weight_grad = at_speed(grid.differences([m.weight_grad_ns for m in measured]), speed)
-        cuts = np.array(grid.cuts)
-        self.backward = self._whole_ns(cuts[grid.starts], cuts[grid.ends])
-        self.update = at_speed(grid.differences([layer.update_ns for layer in profile.layers]), speed)
+        # Prefix sums over layers. [layers + 1]
+        self._input_grad_sums = prefix_sums([m.input_grad_ns for m in measured])
+        self._weight_grad_sums = prefix_sums([m.weight_grad_ns for m in measured])
+        self._backward_sums = prefix_sums([m.whole_backward_ns for m in measured])
+        self._num_measured_backward = prefix_sums([m.backward_ns is not UNSET for m in measured])
+        self.forward_ns = at_speed(intervals.sums([m.forward_ns for m in measured]), speed)
+        self.input_grad_ns = at_speed(intervals.sums([m.input_grad_ns for m in measured]), speed)
+        self.weight_grad_ns = at_speed(intervals.sums([m.weight_grad_ns for m in measured]), speed)
+        cuts = np.array(intervals.cuts)
+        self.backward_ns = self._full_backward_ns(cuts[intervals.begins], cuts[intervals.ends])
+        self.update_ns = at_speed(intervals.sums([layer.update_ns for layer in profile.layers]), speed)
 
-    def _whole_ns(self, start: IntArray, stop: IntArray) -> IntArray:
-        """B of layers `start` to `stop`: I + W, each rounded, where no layer says otherwise."""
-        split = self._part_ns(self._input_grad, start, stop) + self._part_ns(self._weight_grad, start, stop)
-        whole = self._part_ns(self._backward, start, stop)
-        found: IntArray = np.where(self._wholes[stop] > self._wholes[start], whole, split)
-        return found
+    def _full_backward_ns(self, first: IntArray, stop: IntArray) -> IntArray:
+        """B of layers [first, stop): I + W, each rounded, unless the B of one of these layers was measured."""
+        split_ns = self._sum_ns(self._input_grad_sums, first, stop) + self._sum_ns(self._weight_grad_sums, first, stop)
+        full_ns = self._sum_ns(self._backward_sums, first, stop)
+        measured = self._num_measured_backward[stop] > self._num_measured_backward[first]
+        backward_ns: IntArray = np.where(measured, full_ns, split_ns)
+        return backward_ns
 
-    def _part_ns(self, sums: IntArray, start: IntArray, stop: IntArray) -> IntArray:
-        return at_speed(sums[stop] - sums[start], self._speed)
+    def _sum_ns(self, sums: IntArray, first: IntArray, stop: IntArray) -> IntArray:
+        return at_speed(sums[stop] - sums[first], self._speed)
 
-    def reduced_ns(self, num_devices: int, links: Sequence[Bandwidth], whole: bool, beside: bool) -> IntArray:
-        """Returns when the all-reduces of every run are done, counted from the start of its last B, or W.
+    def all_reduce_done_ns(
+        self, num_devices: int, links: Sequence[Bandwidth], full_backward: bool, overlapped: bool
+    ) -> IntArray:
+        """Returns when the all-reduces of every interval are done, counted from the start of its last B, or W.
 
-        Buckets fill from the last layer, so one pass down the layers serves all runs that end at the same place.
-        `links` are those among the devices; `beside` says that they carry a bucket while B or W goes on.
+        Buckets fill from the last layer, so one pass down the layers serves all intervals with the same begin. It
+        advances all ends at once. [intervals]
+
+        Args:
+            links: those among the devices; a ring is as slow as the slowest.
+            full_backward: whether B is the last action, not W.
+            overlapped: whether the links carry a bucket while B or W goes on.
         """
-        grid = self.grid
-        if (whole, beside) not in self._filling:
-            self._filling[whole, beside] = self._fill(whole, beside)
-        filling = self._filling[whole, beside]
+        intervals = self.intervals
+        if (full_backward, overlapped) not in self._bucket_fills:
+            self._bucket_fills[full_backward, overlapped] = self._fill_buckets(full_backward, overlapped)
+        fill = self._bucket_fills[full_backward, overlapped]
 
-        def ring(held: IntArray) -> IntArray:
-            share = -(-held // num_devices)
-            longest = np.maximum.reduce([transfer_ns(link, share) for link in links])
-            rounds: IntArray = np.minimum(2 * (num_devices - 1) * longest, INF >> 2)
-            return rounds
+        def ring_ns(num_bytes: IntArray) -> IntArray:
+            """A ring all-reduce: 2 (n - 1) rounds, each of an n-th of the bytes on every link."""
+            share = -(-num_bytes // num_devices)
+            round_ns = np.maximum.reduce([transfer_ns(link, share) for link in links])
+            total_ns: IntArray = np.minimum(2 * (num_devices - 1) * round_ns, INF >> 2)
+            return total_ns
 
-        end = np.zeros(grid.num_places, dtype=np.int64)
-        ends = np.zeros((grid.num_places, grid.num_places), dtype=np.int64)
-        full = iter(filling.full)
-        for place in reversed(range(grid.num_places - 1)):
-            for _ in range(filling.num_full[place]):
-                at, held, ready = next(full)
-                end[at] = np.maximum(end[at], ready) + ring(held)
-            ends[place] = end
-        before = ends[grid.starts, grid.ends]
-        flat: IntArray = np.where(filling.held > 0, np.maximum(before, filling.ready) + ring(filling.held), before)
-        return flat if beside else flat + (self.backward if whole else self.weight_grad)
+        # done_ns[end]: when the full buckets of [begin, end) are done; a bucket waits for the one before and for its
+        # gradients.
+        done_ns = np.zeros(intervals.num_boundaries, dtype=np.int64)
+        done_from = np.zeros((intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [begin, end]
+        full_buckets = iter(fill.full)
+        for begin in reversed(range(intervals.num_boundaries - 1)):
+            for _ in range(fill.num_full[begin]):
+                ends, num_bytes, ready_ns = next(full_buckets)
+                done_ns[ends] = np.maximum(done_ns[ends], ready_ns) + ring_ns(num_bytes)
+            done_from[begin] = done_ns
+        full_done_ns = done_from[intervals.begins, intervals.ends]
+        last_done_ns = np.maximum(full_done_ns, fill.last_ready_ns) + ring_ns(fill.last_bytes)
+        all_done_ns: IntArray = np.where(fill.last_bytes > 0, last_done_ns, full_done_ns)
+        if overlapped:
+            return all_done_ns
+        return all_done_ns + (self.backward_ns if full_backward else self.weight_grad_ns)
 
-    def _fill(self, whole: bool, beside: bool) -> "_BucketFill":
-        """How the buckets fill: whatever the devices and the links, the same."""
-        grid, stops = self.grid, np.array(self.grid.cuts)
-        held, ready = (np.zeros(grid.num_places, dtype=np.int64) for _ in range(2))
-        left = np.zeros((2, grid.num_places, grid.num_places), dtype=np.int64)
+    def _fill_buckets(self, full_backward: bool, overlapped: bool) -> "_BucketFill":
+        """How the buckets fill, which depends neither on the devices nor on the links."""
+        intervals, stops = self.intervals, np.array(self.intervals.cuts)
+        # State of the bucket that is filling, for each end. [boundaries]
+        num_bytes, ready_ns = (np.zeros(intervals.num_boundaries, dtype=np.int64) for _ in range(2))
+        unfilled = np.zeros((2, intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [2, begin, end]
         full: list[tuple[IntArray, IntArray, IntArray]] = []
-        counts = [0] * grid.num_places
-        place = grid.num_places - 2
+        num_full = [0] * intervals.num_boundaries
+        begin = intervals.num_boundaries - 2
         for layer in reversed(range(len(self.profile.layers))):
-            num_bytes = self.profile.layers[layer].param_bytes
-            if num_bytes:
+            param_bytes = self.profile.layers[layer].param_bytes
+            if param_bytes:
                 inside = stops > layer
-                held = np.where(inside, held + num_bytes, held)
-                at = np.full_like(stops, layer)
-                last = np.maximum(stops, at)
-                done = self._whole_ns(at, last) if whole else self._part_ns(self._weight_grad, at, last)
-                ready = np.where(inside, done, ready) if beside else ready
-                fills = np.flatnonzero(held >= BUCKET_BYTES)
-                if len(fills):
-                    full.append((fills, held[fills], ready[fills]))
-                    counts[place] += 1
-                    held[fills] = 0
-            if layer == grid.cuts[place]:
-                left[0, place], left[1, place] = held, ready
-                place -= 1
+                num_bytes = np.where(inside, num_bytes + param_bytes, num_bytes)
+                first = np.full_like(stops, layer)
+                stop = np.maximum(stops, first)
+                # The gradients of this layer are ready when its backward and that of all later layers are over.
+                layer_ready_ns = (
+                    self._full_backward_ns(first, stop)
+                    if full_backward
+                    else self._sum_ns(self._weight_grad_sums, first, stop)
+                )
+                ready_ns = np.where(inside, layer_ready_ns, ready_ns) if overlapped else ready_ns
+                overflowing = np.flatnonzero(num_bytes >= BUCKET_BYTES)
+                if len(overflowing):
+                    full.append((overflowing, num_bytes[overflowing], ready_ns[overflowing]))
+                    num_full[begin] += 1
+                    num_bytes[overflowing] = 0
+            if layer == intervals.cuts[begin]:
+                unfilled[0, begin], unfilled[1, begin] = num_bytes, ready_ns
+                begin -= 1
         return _BucketFill(
             full=tuple(full),
-            num_full=tuple(counts),
-            held=left[0][grid.starts, grid.ends],
-            ready=left[1][grid.starts, grid.ends],
+            num_full=tuple(num_full),
+            last_bytes=unfilled[0][intervals.begins, intervals.ends],
+            last_ready_ns=unfilled[1][intervals.begins, intervals.ends],
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BucketFill:
-    """How the all-reduce buckets of every run fill.
+    """How the all-reduce buckets of every interval fill.
 
     Attributes:
-        full: last layers first, where they run over: the ends of those runs as places, their bytes, and when they are
-            ready.
-        num_full: how many of these lie from each place to the next.
-        held, ready: what is left for the last bucket, run by run, and when it is ready.
+        full: last layers first, for each layer that fills buckets: the ends of the intervals whose bucket it fills, its
+            bytes, and when its gradients are ready. Each of the three: [filled buckets]
+        num_full: how many entries of `full` lie between each boundary and the next. [boundaries]
+        last_bytes, last_ready_ns: what remains for the last bucket, and when it is ready. [intervals]
     """
 
     full: tuple[tuple[IntArray, IntArray, IntArray], ...]
     num_full: tuple[int, ...]
-    held: IntArray
-    ready: IntArray
+    last_bytes: IntArray
+    last_ready_ns: IntArray
 
 
-def _sums(values: Sequence[int]) -> IntArray:
+def prefix_sums(values: Sequence[int]) -> IntArray:
+    """Returns 0, values[0], values[0] + values[1], ... [n] -> [n + 1]"""
     return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
 
 
 def transfer_ns(link: Bandwidth, num_bytes: IntArray) -> IntArray:
-    """Returns the time of messages, none for no bytes; at most 2^46 ns, half a day."""
-    wide = num_bytes if int(num_bytes.max(initial=0)) < 2**32 else num_bytes.astype(object)
-    times = link.latency_ns - (-wide * 1_000_000_000 // link.bytes_per_s)
-    found: IntArray = np.where(num_bytes > 0, np.minimum(times, INF >> 14), 0).astype(np.int64)
-    return found
+    """Returns the time of messages, 0 for 0 bytes; at most `MAX_TIME`. Any shape."""
+    wide = num_bytes if int(num_bytes.max(initial=0)) < 2**32 else num_bytes.astype(object)  # the product may overflow
+    times_ns = link.latency_ns - (-wide * 1_000_000_000 // link.bytes_per_s)  # rounded up
+    clipped_ns: IntArray = np.where(num_bytes > 0, np.minimum(times_ns, MAX_TIME), 0).astype(np.int64)
+    return clipped_ns
 
 
 def at_speed(times_ns: IntArray, speed: float) -> IntArray:
-    """Returns each time divided by the speed, rounded half up, exactly; at most 2^46 ns, half a day."""
+    """Returns each time divided by the speed, rounded half up, exactly; at most `MAX_TIME`. Any shape."""
     if speed == 1.0:
         return times_ns
-    exact = Fraction(str(speed))
+    exact = Fraction(str(speed))  # the decimal number that the file says
     top, bottom = exact.denominator, exact.numerator
-    wide = times_ns.astype(object) if int(np.abs(times_ns).max(initial=0)) * 2 * top + bottom >= 1 << 62 else times_ns
-    found: IntArray = np.minimum((2 * wide * top + bottom) // (2 * bottom), INF >> 14).astype(np.int64)
-    return found
+    may_overflow = int(np.abs(times_ns).max(initial=0)) * 2 * top + bottom >= 1 << 62
+    wide = times_ns.astype(object) if may_overflow else times_ns
+    scaled_ns: IntArray = np.minimum((2 * wide * top + bottom) // (2 * bottom), MAX_TIME).astype(np.int64)
+    return scaled_ns

@@ -1,4 +1,8 @@
-"""Plans like a given one: under another schedule, its cuts moved a little, or its devices given to other stages."""
+"""The neighbourhoods of the local search: another schedule or micro-batch size, a cut moved, a device moved.
+
+Each neighbourhood is a generator of complete plans whose lower bound is below the incumbent's step time; the caller
+takes the first that the simulator finds better.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
@@ -10,118 +14,127 @@ from bapipe.planner.branch_and_bound.placements import ClassCounts, StagePlaceme
 from bapipe.planner.branch_and_bound.problem import Problem
 
 CUT_MOVES = (-1, 1, -2, 2, -4, 4)
-"""Places that a cut is moved by."""
+"""By how many boundaries a cut is moved."""
 
-Groups = tuple[ClassCounts, ...]
-"""The number of devices of each class that each stage has."""
-
-
-def change_schedule(problem: Problem, prefix: PartialPlan, below_ns: int) -> Iterator[PartialPlan]:
-    """Yields the same stages in another problem, where their bound is below."""
-    slots = None if prefix.work_ns else path(problem, _groups(problem, prefix))
-    found = None if slots is None else complete_on(problem, slots, prefix.places, below_ns)
-    if found is not None:
-        yield found
+DeviceGroups = tuple[ClassCounts, ...]
+"""The number of devices of each class that each stage has. [stages, classes]"""
 
 
-def move_cut(problem: Problem, prefix: PartialPlan, below_ns: int) -> Iterator[PartialPlan]:
-    """Yields the same stages with one cut moved, where their bound is below."""
-    for k in range(1, len(prefix.places) - 1):
-        for shift in CUT_MOVES:
-            places = list(prefix.places)
-            places[k] += shift
-            if places[k - 1] < places[k] < places[k + 1]:
-                found = complete_on(problem, prefix.slots, places, below_ns)
-                if found is not None:
-                    yield found
+def change_schedule(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan]:
+    """Yields the same cuts and devices in another problem, if the bound is below."""
+    if plan.work_ns:  # devices with several stages: the cuts mean something else under another schedule
+        return
+    placements = placements_for(problem, _device_groups(problem, plan))
+    changed = None if placements is None else complete_on(problem, placements, plan.boundaries, upper_bound_ns)
+    if changed is not None:
+        yield changed
 
 
-def move_device(problem: Problem, prefix: PartialPlan, below_ns: int) -> Iterator[PartialPlan]:
-    """Yields other stages, cut where the bound is least, where it is below: a device moved, exchanged, or alone."""
-    if prefix.work_ns:  # devices with several stages stay in their order
+def move_cut(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan]:
+    """Yields the plans with one cut moved whose bound is below."""
+    for k in range(1, len(plan.boundaries) - 1):
+        for move in CUT_MOVES:
+            boundaries = list(plan.boundaries)
+            boundaries[k] += move
+            if boundaries[k - 1] < boundaries[k] < boundaries[k + 1]:
+                moved = complete_on(problem, plan.placements, boundaries, upper_bound_ns)
+                if moved is not None:
+                    yield moved
+
+
+def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan]:
+    """Yields the plans with a device moved, exchanged, added, or in a new stage, cut anew, whose bound is below."""
+    if plan.work_ns:  # devices with several stages stay in their order
         return
     seen = set()
-    for other in _neighbours(_groups(problem, prefix), [len(own.ranks) for own in problem.classes]):
-        if other not in seen:
-            seen.add(other)
-            slots = path(problem, other)
-            found = None if slots is None else complete_on(problem, slots, None, below_ns)
-            if found is not None:
-                yield found
+    num_available = [len(cls.ranks) for cls in problem.classes]
+    for groups in _neighbours(_device_groups(problem, plan), num_available):
+        if groups not in seen:
+            seen.add(groups)
+            placements = placements_for(problem, groups)
+            moved = None if placements is None else complete_on(problem, placements, None, upper_bound_ns)
+            if moved is not None:
+                yield moved
 
 
-def _groups(problem: Problem, prefix: PartialPlan) -> Groups:
+def _device_groups(problem: Problem, plan: PartialPlan) -> DeviceGroups:
     classes = range(len(problem.classes))
-    return tuple(tuple(slot.devices.count(c) for c in classes) for slot in prefix.slots)
+    return tuple(tuple(placement.device_classes.count(c) for c in classes) for placement in plan.placements)
 
 
-def path(problem: Problem, groups: Groups) -> tuple[StagePlacement, ...] | None:
-    """Returns the slots of stages with these devices; None where the problem has no such pipeline."""
+def placements_for(problem: Problem, groups: DeviceGroups) -> tuple[StagePlacement, ...] | None:
+    """Returns the placements of stages with these devices, None if the problem has no such pipeline."""
     wanted = [tuple(c for c, count in enumerate(group) for _ in range(count)) for group in groups]
-    total = sum(map(len, wanted))
-    for start in problem.starts:
-        if start.devices == total and not start.num_places:
-            found: list[StagePlacement] = []
-            choice: Sequence[StagePlacement] = start.first
+    num_devices = sum(map(len, wanted))
+    for root in problem.roots:
+        if root.num_devices == num_devices and not root.num_positions:
+            path: list[StagePlacement] = []
+            choices: Sequence[StagePlacement] = root.first_placements
             for devices in wanted:
-                slot = next((slot for slot in choice if tuple(sorted(slot.devices)) == devices), None)
-                if slot is None:
+                match = next((each for each in choices if tuple(sorted(each.device_classes)) == devices), None)
+                if match is None:
                     break
-                found.append(slot)
-                choice = slot.next
-            if len(found) == len(wanted) and found[-1].last:
-                return tuple(found)
+                path.append(match)
+                choices = match.successors
+            if len(path) == len(wanted) and path[-1].is_last:
+                return tuple(path)
     return None
 
 
 def complete_on(
-    problem: Problem, slots: tuple[StagePlacement, ...], places: Sequence[int] | None, below_ns: int
+    problem: Problem, placements: tuple[StagePlacement, ...], boundaries: Sequence[int] | None, upper_bound_ns: int
 ) -> PartialPlan | None:
-    """Returns a plan on these slots, cut at these places, or else wherever the bound is least; None if not below."""
-    bounds = problem.bounds
-    num_places = len({slot.place for slot in slots} - {None})
-    ready = [prefix for bound_ns, prefix in bounds.starts(slots[:1], num_places) if bound_ns < below_ns]
-    prefix = ready[0] if ready else None
-    k = 0
-    while prefix is not None and not prefix.whole:
-        bound_ns, ends, numbers = bounds.children(prefix)
-        number = -1 if prefix.slots[-1].last else prefix.slots[-1].next.index(slots[k + 1])
-        mine = numbers == number
-        if places is not None:
-            mine = mine & (ends == places[k + 1])
-        chosen = np.flatnonzero(mine)
-        if not len(chosen):
+    """Returns a complete plan on these placements, None if its bound is not below.
+
+    It is cut at `boundaries`, or without them greedily where the bound is smallest.
+    """
+    lower_bound = problem.lower_bound
+    num_positions = len({placement.position for placement in placements} - {None})
+    roots = [plan for bound_ns, plan in lower_bound.roots(placements[:1], num_positions) if bound_ns < upper_bound_ns]
+    plan = roots[0] if roots else None
+    stage = 0
+    while plan is not None and not plan.is_complete:
+        bounds_ns, ends, numbers = lower_bound.children(plan)
+        placement = plan.placements[-1]
+        number = -1 if placement.is_last else placement.successors.index(placements[stage + 1])
+        eligible = numbers == number
+        if boundaries is not None:
+            eligible = eligible & (ends == boundaries[stage + 1])
+        children = np.flatnonzero(eligible)
+        if not len(children):
             return None
-        least = chosen[np.argmin(bound_ns[chosen])]
-        if bound_ns[least] >= below_ns:
+        best = children[np.argmin(bounds_ns[children])]
+        if bounds_ns[best] >= upper_bound_ns:
             return None
-        prefix = bounds.extend(prefix, int(ends[least]), number)
-        k += 1
-    return prefix
+        plan = lower_bound.extend(plan, int(ends[best]), number)
+        stage += 1
+    return plan
 
 
-def _neighbours(groups: Groups, have: Sequence[int]) -> Iterator[Groups]:
-    spare = [most - sum(group[c] for group in groups) for c, most in enumerate(have)]
-    stages, classes = range(len(groups)), range(len(have))
-    for a, b in permutations(stages, 2):
+def _neighbours(groups: DeviceGroups, num_available: Sequence[int]) -> Iterator[DeviceGroups]:
+    """Yields the assignments of devices to stages that one move away from `groups`; some of them more than once."""
+    num_spare = [count - sum(group[c] for group in groups) for c, count in enumerate(num_available)]
+    stages, classes = range(len(groups)), range(len(num_available))
+    for source, target in permutations(stages, 2):
         for c in classes:
-            if groups[a][c]:
-                moved = _plus(_plus(groups, a, c, -1), b, c, 1)
+            if groups[source][c]:
+                # Move a device to another stage; a stage without devices disappears.
+                moved = _add(_add(groups, source, c, -1), target, c, 1)
                 yield tuple(group for group in moved if any(group))
                 for d in classes:
-                    if d != c and groups[b][d]:
-                        yield _plus(_plus(moved, b, d, -1), a, d, 1)
+                    if d != c and groups[target][d]:  # exchange it for one of another class
+                        yield _add(_add(moved, target, d, -1), source, d, 1)
     for c in classes:
-        if spare[c]:
-            yield from (_plus(groups, a, c, 1) for a in stages)
-        single = tuple(int(d == c) for d in classes)
-        for a in stages:
-            taken = groups if spare[c] else _plus(groups, a, c, -1)
-            if min(taken[a]) >= 0 and any(taken[a]):
-                yield from ((*taken[:b], single, *taken[b:]) for b in range(len(groups) + 1))
+        if num_spare[c]:  # add an unused device to a stage
+            yield from (_add(groups, stage, c, 1) for stage in stages)
+        alone = tuple(int(d == c) for d in classes)
+        for stage in stages:  # make a new stage of one device, unused or taken from a stage
+            remaining = groups if num_spare[c] else _add(groups, stage, c, -1)
+            if min(remaining[stage]) >= 0 and any(remaining[stage]):
+                yield from ((*remaining[:at], alone, *remaining[at:]) for at in range(len(groups) + 1))
 
 
-def _plus(groups: Groups, stage: int, c: int, more: int) -> Groups:
+def _add(groups: DeviceGroups, stage: int, c: int, change: int) -> DeviceGroups:
     group = groups[stage]
-    changed = (*group[:c], group[c] + more, *group[c + 1 :])
+    changed = (*group[:c], group[c] + change, *group[c + 1 :])
     return (*groups[:stage], changed, *groups[stage + 1 :])

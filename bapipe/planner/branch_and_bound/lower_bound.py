@@ -1,35 +1,45 @@
-"""Lower bounds on the step time of a chain of layers that is cut, and given devices, only in part.
+"""Admissible lower bounds on the step time of partial plans: the first stages are placed, the others are not.
 
-Single letters here, for stage s: f, b times of F and of B = I + W; r the part of the backward that must end before the
-stage before can begin its own (b, or I alone where the schedule splits it); x, y transfer times of its activations to
-stage s+1 and of the gradients back; e what must follow its last r (W where it is apart, all-reduces, the update); n
-micro-batches of one of its devices, M of all; d the depth of its order: F of micro-batch m+d follows r of m.
-Where devices differ, times are the least. On devices that do not overlap, f and r contain their transfers where these
-must be over, too. A step cannot be shorter than
+Notation, for stage s of a plan (docs/algorithm.md has the proofs):
 
-  work    one device:  reach stage s, do all its work, synchronise, update:  sum_{i<s}(f+x) + n(f_s+b_s) + e_s;
-          device k begins after the stages before have done F of micro-batch k
-  return  one device:  reach stage s, do all its F and r, go back to a stage j <= s, finish there:
-              sum_{i<s}(f+x) + n(f_s+r_s) + max_j(sum_{j<=i<s}(y+r) + e_j)
-  link    one direction of one link, with one micro-batch going all the way before or after it
-  around  one micro-batch all the way from stage s to the last stage and back, then all r but the first, and the F
-          that can only follow it
-  last    F of the last micro-batch reaches stage s no earlier than any stage before it lets go of it, then goes all
-          the way and back to any stage j, which finishes. Stage i lets go of it when
-            - its device has done its F of the micro-batches before, and r of those up to M-d_i
-            - every d-th micro-batch before it has gone all the way from stage i to the last stage and back, in turn
-            - zigzag: F of m goes from stage i to stage s, where r of m-a_s follows it, a_s being the most that its F
-              are always ahead; that comes back to stage i, where F of m-a_s+d_i follows it, and so on
-  shared  devices with several stages: the most work of one of them, and the mean over all
-  gpipe   a device of the last stage ends all its F, one of the last of all micro-batches among them, before its B; k
-          micro-batches a device have passed any stage before that one: F takes sum(f+x) + max(k f, k x). From there on
-          it is as if only B were left: one micro-batch goes back to stage s, the others' r follow, then go back to j
+    f, b    times of F and of the backward of a micro-batch, B or I + W
+    r       the part of the backward that must end before the stage before can begin its own: B, or I if it is split
+    x, y    transfer times of a micro-batch's activations to stage s + 1 and of its gradients back
+    e       what must follow the last r of the stage: W if it is separate, the all-reduces, the update
+    M, n    micro-batches of the step, and of one replica
+    d       maximum in flight: F of micro-batch m + d follows r of micro-batch m on the same replica
+    a       F of micro-batch m + a precedes r of micro-batch m on the same replica
 
-`CostToGo` gives, for a slot and every place in the chain, the least that this and all further stages can add when the
-layers from there on are theirs; it comes from one dynamic programme over slots, last to first.
+If replicas differ, times are minima over them. On devices that cannot compute while they transfer, f and r contain the
+transfers that must be over as well. The bounds, by name; a step cannot be shorter than
+
+    work              for one replica: reach stage s, do all its work, synchronize, update:
+                          sum_{i<s} (f + x) + n (f_s + b_s) + e_s
+                      and replica k begins only after the stages before have run F of micro-batch k
+    return            for one replica: reach stage s, do all its F and r, go back to a stage j <= s, finish there:
+                          sum_{i<s} (f + x) + n (f_s + r_s) + max_j (sum_{j<=i<s} (y + r) + e_j)
+    link              the same with one direction of one link in place of the replica: one micro-batch makes the way to
+                      the last stage and back before or after all micro-batches cross the link
+    round trip        one micro-batch goes from stage s to the last stage and back; then follow all r of a replica but
+                      the first, and the F that the order puts after that first r
+    last micro-batch  F of the last micro-batch reaches stage s when every stage before has passed it on; then it goes
+                      to the last stage and back to any stage j, which finishes. Stage i passes it on after
+                        - the F before it on its replica, and the r that its order puts before it
+                        - (M - 1) / d_i round trips from stage i to the last stage, one after another
+    zigzag            as before, but stage i passes it on after round trips from stage i to stage s only: F of
+                      micro-batch m goes from i to s, where r of m - a_s follows it; that comes back to i, where F of
+                      m - a_s + d_i follows it, and so on
+    shared device     for devices with several stages: the maximum work of one of them, and the mean over all
+    forwards first    for schedules with all F of a device before its first backward (GPipe): F of one of the final
+                      micro-batches leaves a stage only after k others, sum (f + x) + max (k f, k x); from there on
+                      only backwards remain: one micro-batch goes back to stage s, the other r follow, then back to j
+
+Each bound has two sides: `bound_stage` and this file compute it for the stages placed so far and the next one,
+`cost_to_go.py` for all stages still to come. A child's bound is the maximum over the bounds of prefix + next stage +
+cost-to-go. Every line that computes a bound names it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,239 +47,363 @@ import numpy as np
 from bapipe.planner.branch_and_bound.cost_to_go import CostToGo, CostToGoTable, Transitions
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.stage_bound import StageBound, TransferStalls, bound_stage, keep, maximum
+from bapipe.planner.branch_and_bound.stage_bound import (
+    BOUND_NAMES,
+    FORWARDS_FIRST,
+    LAST_MICROBATCH,
+    RETURN,
+    SHARED_DEVICE,
+    WORK,
+    ZIGZAG,
+    StageBound,
+    TransferStalls,
+    bound_stage,
+    clip_inf,
+    largest,
+    maximum,
+)
 from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedStage:
-    """A stage of a prefix, and what was known of the prefix before it: its way."""
+    """A stage of a partial plan.
 
-    num_devices: int
-    depth: int
+    Attributes:
+        num_replicas, max_in_flight, forward_ns: R, d and f.
+        round_trip_before_ns: one micro-batch through the stages before this one and back.
+    """
+
+    num_replicas: int
+    max_in_flight: int
     forward_ns: int
-    way_ns: int
+    round_trip_before_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartialPlan:
-    """The first stages of a plan: which layers and where, and what is known of the step.
+    """The first stages of a plan, and what they say of the step. The next stage has its placement, but not its end.
 
     Attributes:
-        places: (0, ..., i): where the stages so far begin and end, as places of the grid.
-        slots: of the stages so far, and of the next one.
-        head_ns: when the first micro-batch can reach the next stage.
-        feed_ns: when the last micro-batch can.
-        tail_ns: what must follow the next stage's last r.
-        back_ns: what must follow its first r where nothing but B is left.
-        send_ns: what the F of all micro-batches add to those of the first one.
-        enter_ns, leave_ns: the last x and y.
-        bound_ns: least step time for the stages so far.
-        way_ns: one micro-batch through the stages so far and back.
-        passed: the stages so far.
-        work_ns: where devices have several stages, F and B of all micro-batches placed on each so far.
+        boundaries: (0, ..., i): where the stages so far begin and end.
+        placements: of the stages so far, and of the next one.
+        first_arrival_ns: when the first micro-batch can reach the next stage: sum (f + x).
+        last_arrival_ns: when the last micro-batch can: bound "last micro-batch" of the stages so far.
+        tail_ns: what must follow the next stage's last r: max over the stages j so far of sum (y + r) + e_j.
+        backwards_tail_ns: what must follow its first r if only backwards remain (forwards first).
+        forwards_ns: what F of all micro-batches add to those of the first one (forwards first).
+        send_ns, grad_ns: x and y of the last stage so far.
+        bound_ns: the lower bound from the stages so far.
+        round_trip_ns: one micro-batch through the stages so far and back.
+        stages: the stages so far.
+        work_ns: if devices have several stages, F and B of all micro-batches on each device so far. [positions]
     """
 
-    places: tuple[int, ...]
-    slots: tuple[StagePlacement, ...]
-    head_ns: int = 0
-    feed_ns: int = 0
+    boundaries: tuple[int, ...]
+    placements: tuple[StagePlacement, ...]
+    first_arrival_ns: int = 0
+    last_arrival_ns: int = 0
     tail_ns: int = 0
-    back_ns: int = 0
+    backwards_tail_ns: int = 0
+    forwards_ns: int = 0
     send_ns: int = 0
-    enter_ns: int = 0
-    leave_ns: int = 0
+    grad_ns: int = 0
     bound_ns: int = 0
-    way_ns: int = 0
-    passed: tuple[PlacedStage, ...] = ()
+    round_trip_ns: int = 0
+    stages: tuple[PlacedStage, ...] = ()
     work_ns: tuple[int, ...] = ()
 
     @property
-    def whole(self) -> bool:
-        """Whether all layers have their stage."""
-        return len(self.places) > len(self.slots)
+    def is_complete(self) -> bool:
+        """Whether every layer has its stage."""
+        return len(self.boundaries) > len(self.placements)
 
 
 @dataclass(frozen=True, slots=True)
 class _NextStage:
-    """The next stage of a prefix: what it takes, when it begins the last micro-batch, and the step time it asks for."""
+    """Bounds of the next stage of a partial plan, with each of n ends and N * C ways to go on. [N * C, n] or [n]
 
-    stay: StageBound
-    start: IntArray
-    step: IntArray
+    Attributes:
+        own: the bounds of the stage alone, from its first F on.
+        last_start_ns: when it starts F of the last micro-batch.
+        step_ns: the step time that the stages up to this one need.
+    """
+
+    own: StageBound
+    last_start_ns: IntArray
+    step_ns: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Extension:
+    """A partial plan extended by the next stage: attributes of `PartialPlan`. [N * C, n] or [n]"""
+
+    first_arrival_ns: IntArray
+    last_arrival_ns: IntArray
+    tail_ns: IntArray
+    backwards_tail_ns: IntArray
+    forwards_ns: IntArray
 
 
 class LowerBound:
-    """The bounds of one schedule and micro-batch size. A `CostToGo` takes O(places**2)."""
+    """The bounds of one schedule and micro-batch size."""
 
     def __init__(
         self,
-        pieces: StageCostTable,
+        costs: StageCostTable,
         num_microbatches: int,
-        send: IntArray,
-        grad: IntArray,
         *,
-        gpipe: bool,
-        limits_ns: Sequence[int] = (),
+        forwards_first: bool,
+        sync_limits_ns: Sequence[int] = (),
+        enabled: Set[str] = BOUND_NAMES,
     ) -> None:
-        self.pieces, self.num, self._gpipe = pieces, num_microbatches, gpipe
-        self.rests = CostToGoTable(pieces, num_microbatches, send, grad, (), gpipe=gpipe)
-        self._fine = CostToGoTable(pieces, num_microbatches, send, grad, limits_ns, gpipe=gpipe)
+        """`enabled` are the bounds to use, by name: with fewer, every lower bound is at most as high."""
+        self.costs, self.num_microbatches = costs, num_microbatches
+        self._forwards_first = forwards_first and FORWARDS_FIRST in enabled
+        self._enabled = enabled
 
-    def starts(self, first: tuple[StagePlacement, ...], num_places: int) -> Iterator[tuple[int, PartialPlan]]:
-        """Yields the empty plans that begin with each of some slots, and their bounds; none where nothing fits."""
-        for slot in first:
-            prefix = PartialPlan((0,), (slot,), work_ns=(0,) * num_places)
-            bound = self._bound(prefix, self.rests.rest(slot))
-            if bound < INF:
-                yield bound, prefix
-
-    def children(self, prefix: PartialPlan) -> tuple[IntArray, IntArray, IntArray]:
-        """Returns for every longer prefix its bound, its end, and its next slot by number, in no special order."""
-        slot, start = prefix.slots[-1], prefix.places[-1]
-        piece = self.pieces.row(slot, start)
-        if slot.last:
-            last = piece.only(len(piece.fits) - 1)
-            own = self._own(prefix, last, None)
-            bounds = np.maximum(own.step, prefix.bound_ns)
-            if self._gpipe:
-                head, _, _, send, back = self._longer(prefix, last, own, None)
-                bounds = np.maximum(bounds, head + send + back)
-            return (
-                np.where(last.fits, keep(bounds), INF).ravel(),
-                np.array([self.pieces.grid.num_places - 1]),
-                np.array([-1]),
+        def table(limits_ns: Sequence[int]) -> CostToGoTable:
+            return CostToGoTable(
+                costs, num_microbatches, limits_ns, forwards_first=self._forwards_first, enabled=enabled
             )
-        steps = self._fine.steps(slot)
-        if steps is None:
+
+        # Two tables: roots and `extend` need one number per quantity, which one sync class gives; `children` needs the
+        # strong bounds, and takes the minimum over the classes at the end.
+        self.cost_to_go = table(())
+        self._cost_to_go_by_class = table(sync_limits_ns)
+
+    def roots(self, first: tuple[StagePlacement, ...], num_positions: int) -> Iterator[tuple[int, PartialPlan]]:
+        """Yields the bound and the empty plan for each first placement from which some completion may fit.
+
+        `num_positions` is the number of devices if these have several stages, else 0.
+        """
+        for placement in first:
+            partial = PartialPlan((0,), (placement,), work_ns=(0,) * num_positions)
+            bound_ns = self._root_bound_ns(partial, self.cost_to_go.of(placement))
+            if bound_ns < INF:
+                yield bound_ns, partial
+
+    def children(self, partial: PartialPlan) -> tuple[IntArray, IntArray, IntArray]:
+        """Returns for every child its bound, the end of the next stage, and the number of the placement after it.
+
+        A child fixes the end of the next stage and the successor that follows it; -1 stands for none, after the last
+        stage. Bounds are `INF` for children that do not fit. All three: [children]
+        """
+        placement, begin = partial.placements[-1], partial.boundaries[-1]
+        stage = self.costs.candidates_from(placement, begin)
+        if placement.is_last:
+            return self._last_children(partial, stage.select(len(stage.fits) - 1))
+        transitions = self._cost_to_go_by_class.transitions(placement)
+        if transitions is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        places = np.arange(start + 1, start + 1 + len(piece.fits))
-        bounds = self._child(prefix, piece, steps.at(slice(None), slice(start + 1, None)))
-        least = bounds.reshape(len(slot.next), self._fine.num_classes, len(places)).min(axis=1)
-        numbers = np.repeat(np.arange(len(slot.next)), len(places))
-        return np.where(piece.fits, least, INF).ravel(), np.tile(places, len(slot.next)), numbers
+        ends = np.arange(begin + 1, begin + 1 + len(stage.fits))
+        num_successors = len(placement.successors)
+        bounds = self._child_bounds_ns(partial, stage, transitions.select(slice(None), slice(begin + 1, None)))
+        # A completion is in one of the sync classes. [N * C, ends] -> [N, ends]
+        bounds = bounds.reshape(num_successors, self._cost_to_go_by_class.num_classes, len(ends)).min(axis=1)
+        numbers = np.repeat(np.arange(num_successors), len(ends))
+        return np.where(stage.fits, bounds, INF).ravel(), np.tile(ends, num_successors), numbers
 
-    def extend(self, prefix: PartialPlan, place: int, number: int) -> PartialPlan:
-        """Returns the prefix with one more stage that ends at a place, and the next slot by number."""
-        slot, start = prefix.slots[-1], prefix.places[-1]
-        piece = self.pieces.row(slot, start).only(place - start - 1)
-        steps = None if slot.last else self.rests.steps(slot)
-        if steps is not None:
-            steps = steps.at(slice(number, number + 1), slice(place, place + 1))
-        own = self._own(prefix, piece, steps)
-        x, y = (0, 0) if steps is None else (int(steps.x[0, 0]), int(steps.y[0, 0]))
-        f, r = int(piece.forward[0]), int(piece.back[0])
-        head, tail, feed, send, back = (int(value.flat[0]) for value in self._longer(prefix, piece, own, steps))
-        work = prefix.work_ns
-        if slot.place is not None:
-            added = work[slot.place] + self.num * int(piece.both[0])
-            work = (*work[: slot.place], added, *work[slot.place + 1 :])
+    def _last_children(self, partial: PartialPlan, stage: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
+        """The only child of a partial plan whose next stage is the last: it takes all layers that remain."""
+        next_stage = self._bound_next_stage(partial, stage, None)
+        bounds = np.maximum(next_stage.step_ns, partial.bound_ns)
+        if self._forwards_first:
+            extended = self._extend(partial, stage, next_stage, None)
+            forwards_first_ns = extended.first_arrival_ns + extended.forwards_ns + extended.backwards_tail_ns
+            bounds = np.maximum(bounds, forwards_first_ns)
+        end = self.costs.intervals.num_boundaries - 1
+        return np.where(stage.fits, clip_inf(bounds), INF).ravel(), np.array([end]), np.array([-1])
+
+    def extend(self, partial: PartialPlan, end: int, number: int) -> PartialPlan:
+        """Returns the partial plan with the next stage ended at a boundary, then a successor given by number."""
+        placement, begin = partial.placements[-1], partial.boundaries[-1]
+        stage = self.costs.candidates_from(placement, begin).select(end - begin - 1)
+        transitions = None if placement.is_last else self.cost_to_go.transitions(placement)
+        if transitions is not None:
+            transitions = transitions.select(slice(number, number + 1), slice(end, end + 1))
+        next_stage = self._bound_next_stage(partial, stage, transitions)
+        extended = self._extend(partial, stage, next_stage, transitions)
+        f, r = int(stage.forward_ns[0]), int(stage.critical_backward_ns[0])
+        x, y = (0, 0) if transitions is None else (int(transitions.send_ns[0, 0]), int(transitions.grad_ns[0, 0]))
+        work_ns, position = partial.work_ns, placement.position
+        if position is not None:
+            added_ns = work_ns[position] + self.num_microbatches * int(stage.microbatch_ns[0])
+            work_ns = (*work_ns[:position], added_ns, *work_ns[position + 1 :])
+        placed = PlacedStage(
+            num_replicas=placement.num_replicas,
+            max_in_flight=placement.schedule.max_in_flight,
+            forward_ns=f,
+            round_trip_before_ns=partial.round_trip_ns,
+        )
         return PartialPlan(
-            places=(*prefix.places, place),
-            slots=prefix.slots if steps is None else (*prefix.slots, slot.next[number]),
-            head_ns=head,
-            feed_ns=feed,
-            tail_ns=tail,
-            back_ns=back,
-            send_ns=send,
-            enter_ns=x,
-            leave_ns=y,
-            bound_ns=max(prefix.bound_ns, int(own.step.flat[0])),
-            way_ns=prefix.way_ns + f + r + x + y,
-            passed=(*prefix.passed, PlacedStage(len(slot.devices), slot.turns.depth, f, prefix.way_ns)),
-            work_ns=work,
+            boundaries=(*partial.boundaries, end),
+            placements=(
+                partial.placements if transitions is None else (*partial.placements, placement.successors[number])
+            ),
+            first_arrival_ns=_scalar(extended.first_arrival_ns),
+            last_arrival_ns=_scalar(extended.last_arrival_ns),
+            tail_ns=_scalar(extended.tail_ns),
+            backwards_tail_ns=_scalar(extended.backwards_tail_ns),
+            forwards_ns=_scalar(extended.forwards_ns),
+            send_ns=x,
+            grad_ns=y,
+            bound_ns=max(partial.bound_ns, _scalar(next_stage.step_ns)),
+            round_trip_ns=partial.round_trip_ns + f + r + x + y,
+            stages=(*partial.stages, placed),
+            work_ns=work_ns,
         )
 
-    def _own(self, prefix: PartialPlan, piece: StageCandidates, steps: Transitions | None) -> _NextStage:
-        """What the next stage alone asks for, with each of its runs of layers."""
-        slot = prefix.slots[-1]
-        reach: IntArray | int = 0
-        linked: IntArray | int = 0
-        onward: IntArray = piece.forward
-        if steps is not None:
-            x, y, path = steps.x, steps.y, steps.rest.path
-            reach, linked = x + y + path, path + np.maximum(steps.all_x + y, x + steps.all_y)
-            onward = piece.forward + x + steps.rest.last
-        own = bound_stage(slot, self.num, piece, reach, linked, self._held(prefix, steps))
-        after = np.maximum(piece.after, prefix.tail_ns)
-        start = np.maximum(prefix.head_ns + own.start, prefix.feed_ns)
-        for stage in prefix.passed:
-            start = np.maximum(start, self._zigzag(prefix, stage, piece.forward + piece.back))
-        asked = [start + np.maximum(own.around + after, onward)]
-        asked += [prefix.head_ns + own.load + piece.after, prefix.head_ns + own.left + prefix.tail_ns]
-        for k, work in own.work:
-            fed = max((k // stage.num_devices * stage.forward_ns for stage in prefix.passed), default=0)
-            asked.append(prefix.head_ns + fed + work)
-        return _NextStage(own, start, keep(maximum(asked)))
+    def _bound_next_stage(
+        self, partial: PartialPlan, stage: StageCandidates, transitions: Transitions | None
+    ) -> _NextStage:
+        """Bounds of the stages up to the next one, for each of its ends and each way to go on."""
+        placement, e = partial.placements[-1], stage.finish_ns
+        beyond: IntArray | int = 0
+        busy_link: IntArray | int = 0
+        onward: IntArray = stage.forward_ns
+        if transitions is not None:
+            beyond, busy_link = transitions.beyond_ns, transitions.busy_link_ns
+            onward = stage.forward_ns + transitions.send_ns + transitions.cost_to_go.last
+        stalls = self._stalls(partial, transitions)
+        own = bound_stage(placement, self.num_microbatches, stage, beyond, busy_link, stalls, self._enabled)
+        last_start = np.maximum(partial.first_arrival_ns + own.last_start_ns, partial.last_arrival_ns)
+        if ZIGZAG in self._enabled:
+            here = stage.forward_ns + stage.critical_backward_ns
+            for placed in partial.stages:
+                last_start = np.maximum(last_start, self._bound_zigzag(partial, placed, here))
+        terms = [
+            # The last micro-batch goes to the last stage and back; this stage, one before or one beyond finishes.
+            (LAST_MICROBATCH, last_start + np.maximum(own.round_trip_ns + np.maximum(e, partial.tail_ns), onward)),
+            # All r here are over, then this stage finishes; or the gradients go back, and a stage before finishes.
+            (RETURN, partial.first_arrival_ns + own.backward_done_ns + e),
+            (RETURN, partial.first_arrival_ns + own.returned_ns + partial.tail_ns),
+        ]
+        for k, work in own.replica_done_ns:
+            # Replica k waits for micro-batch k: each stage before runs F of the micro-batches before it on a replica.
+            fed = max((k // placed.num_replicas * placed.forward_ns for placed in partial.stages), default=0)
+            terms.append((WORK, partial.first_arrival_ns + fed + work))
+        step = largest(terms, self._enabled, otherwise=partial.first_arrival_ns + own.round_trip_ns)
+        return _NextStage(own, last_start, clip_inf(step))
 
-    def _held(self, prefix: PartialPlan, steps: Transitions | None) -> TransferStalls:
-        if not self.pieces.stalls(prefix.slots[-1]):
+    def _stalls(self, partial: PartialPlan, transitions: Transitions | None) -> TransferStalls:
+        """How long transfers block the devices of the next stage."""
+        if not self.costs.blocks_on_transfers(partial.placements[-1]):
             return TransferStalls()
-        send, take = (0, 0) if steps is None else (steps.x, steps.y)
-        return TransferStalls(prefix.enter_ns, prefix.leave_ns, send, take)
+        send, recv = (0, 0) if transitions is None else (transitions.send_ns, transitions.grad_ns)
+        return TransferStalls(partial.send_ns, partial.grad_ns, send, recv)
 
-    def _zigzag(self, prefix: PartialPlan, stage: PlacedStage, here: IntArray) -> IntArray | int:
-        """When the last micro-batch reaches the next stage that goes there and back from an earlier one, in turn."""
-        first = prefix.slots[-1].turns.ahead
-        ahead = stage.depth - first
-        if ahead < 1 or first >= self.num:
+    def _bound_zigzag(self, partial: PartialPlan, placed: PlacedStage, here: IntArray) -> IntArray | int:
+        """Bound "zigzag": when the last micro-batch reaches the next stage s, by round trips from an earlier stage i.
+
+        One round trip from i to s and back admits the F of d_i - a_s more micro-batches at i. `here` is f + r of s.
+        """
+        ahead = partial.placements[-1].schedule.forwards_ahead  # a_s
+        gain = placed.max_in_flight - ahead
+        if gain < 1 or ahead >= self.num_microbatches:
             return 0
-        rounds, extra = divmod(self.num - 1 - first, ahead)
-        around = np.minimum(prefix.way_ns - stage.way_ns + here, INF // max(rounds, 1))
-        waits = (first + extra) // stage.num_devices * stage.forward_ns
-        start: IntArray = prefix.head_ns + waits + rounds * around
+        rounds, extra = divmod(self.num_microbatches - 1 - ahead, gain)
+        between = (
+            partial.round_trip_ns - placed.round_trip_before_ns
+        )  # stages i to s - 1 and their transfers, both ways
+        round_trip = np.minimum(between + here, INF // max(rounds, 1))
+        waits = (ahead + extra) // placed.num_replicas * placed.forward_ns
+        start: IntArray = partial.first_arrival_ns + waits + rounds * round_trip
         return start
 
-    def _longer(
-        self, prefix: PartialPlan, piece: StageCandidates, own: _NextStage, steps: Transitions | None
-    ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Returns head, tail, feed, send and back of the longer prefixes."""
-        f, r, e, tail = piece.forward, piece.back, piece.after, prefix.tail_ns
-        x, y = (np.zeros((1, 1), dtype=np.int64),) * 2 if steps is None else (steps.x, steps.y)
-        most = 0 if steps is None else steps.most
-        head = prefix.head_ns + f + x
-        feed = np.maximum(own.start + f + x, head + most * x)
-        after = np.maximum(e, tail)
-        send = back = np.zeros(1, dtype=np.int64)
-        if self._gpipe:
-            before = 0 if steps is None else steps.before * x
-            send = np.maximum(np.maximum(self.rests.before(prefix.slots[-1]) * f, before), prefix.send_ns)
-            back = y + maximum([r + self._again(prefix, piece, own), r + most * y + after, piece.spent])
-        return head, y + r + after, feed, send, back
+    def _extend(
+        self, partial: PartialPlan, stage: StageCandidates, next_stage: _NextStage, transitions: Transitions | None
+    ) -> _Extension:
+        """What the partial plans extended by the next stage say of the step."""
+        f, r = stage.forward_ns, stage.critical_backward_ns
+        zero = np.zeros((1, 1), dtype=np.int64)
+        x, y = (zero, zero) if transitions is None else (transitions.send_ns, transitions.grad_ns)
+        num_earlier = 0 if transitions is None else transitions.num_earlier
+        first_arrival = partial.first_arrival_ns + f + x
+        # The last micro-batch leaves the stage after its F, and the link after the micro-batches before it.
+        last_arrival = np.maximum(next_stage.last_start_ns + f + x, first_arrival + num_earlier * x)
+        after = np.maximum(stage.finish_ns, partial.tail_ns)
+        forwards = backwards_tail = np.zeros(1, dtype=np.int64)
+        if self._forwards_first:
+            num_before = self.cost_to_go.num_before_final(partial.placements[-1])
+            num_before_on_link = 0 if transitions is None else transitions.num_before_final
+            forwards = np.maximum(np.maximum(num_before * f, num_before_on_link * x), partial.forwards_ns)
+            backwards_tail = y + maximum(
+                [
+                    r + self._after_first_backward_ns(partial, stage, next_stage),
+                    r + num_earlier * y + after,
+                    stage.max_backward_work_ns,
+                ]
+            )
+        return _Extension(first_arrival, last_arrival, y + r + after, backwards_tail, forwards)
 
-    def _again(self, prefix: PartialPlan, piece: StageCandidates, own: _NextStage) -> IntArray:
-        """What must follow the first r of the next stage where nothing but B is left."""
-        most = -(-self.num // len(prefix.slots[-1].devices)) - 1
-        leave = most * prefix.leave_ns if self.pieces.stalls(prefix.slots[-1]) else 0
-        again = own.stay.again
-        return maximum([again + piece.after, again + leave + prefix.tail_ns, np.array(prefix.back_ns)])
-
-    def _child(self, prefix: PartialPlan, piece: StageCandidates, steps: Transitions) -> IntArray:
-        own = self._own(prefix, piece, steps)
-        rest = steps.rest
-        head, tail, feed, send, back = self._longer(prefix, piece, own, steps)
-        bound = maximum(
-            [
-                np.maximum(own.step, prefix.bound_ns),
-                head + np.maximum(rest.done, rest.load + tail),
-                feed + np.maximum(rest.last, rest.path + tail),
-            ]
+    def _after_first_backward_ns(
+        self, partial: PartialPlan, stage: StageCandidates, next_stage: _NextStage
+    ) -> IntArray:
+        """Bound "forwards first": what must follow the first r of the next stage, as only backwards remain."""
+        placement = partial.placements[-1]
+        num_others = -(-self.num_microbatches // placement.num_replicas) - 1
+        sends = num_others * partial.grad_ns if self.costs.blocks_on_transfers(placement) else 0
+        others = next_stage.own.other_backwards_ns
+        return maximum(
+            [others + stage.finish_ns, others + sends + partial.tail_ns, np.array(partial.backwards_tail_ns)]
         )
-        slot = prefix.slots[-1]
-        if slot.place is not None:
-            here = prefix.work_ns[slot.place] + self.num * piece.both
-            total = sum(prefix.work_ns) + self.num * np.minimum(piece.both + rest.total, INF // self.num)
-            bound = np.maximum(bound, np.maximum(here, total // len(prefix.work_ns)))
-        if self._gpipe:
-            later = maximum([rest.back_done, rest.back_load + tail, rest.path + back])
-            bound = np.maximum(bound, head + later + np.maximum(rest.send, send))
-        return keep(bound)
 
-    def _bound(self, prefix: PartialPlan, rest: CostToGo) -> int:
-        bound = int(max(rest.done[0, 0], rest.load[0, 0]))
-        if prefix.work_ns:
-            bound = max(bound, min(INF, self.num * int(rest.total[0, 0])) // len(prefix.work_ns))
-        if self._gpipe and rest.path[0, 0] < INF:
-            bound = max(bound, int(rest.back_done[0, 0] + rest.send[0, 0]))
-        return min(bound, INF)
+    def _child_bounds_ns(self, partial: PartialPlan, stage: StageCandidates, transitions: Transitions) -> IntArray:
+        """The bounds of the children: prefix, next stage and cost-to-go together. [N * C, ends]"""
+        next_stage = self._bound_next_stage(partial, stage, transitions)
+        extended = self._extend(partial, stage, next_stage, transitions)
+        to_go = transitions.cost_to_go
+        arrival = extended.first_arrival_ns
+        bounds = [
+            np.maximum(next_stage.step_ns, partial.bound_ns),
+            # Work, return, link, round trip of the stages to come: they are reached, and all is done there, or their
+            # last gradients come back and a stage of the prefix finishes.
+            arrival + np.maximum(to_go.done, to_go.returned + extended.tail_ns),
+        ]
+        if LAST_MICROBATCH in self._enabled:
+            onward = np.maximum(to_go.last, to_go.round_trip + extended.tail_ns)
+            bounds.append(extended.last_arrival_ns + onward)
+        if SHARED_DEVICE in self._enabled and partial.work_ns:
+            bounds.append(self._bound_shared_device(partial, stage, to_go))
+        if self._forwards_first:
+            bounds.append(arrival + _bound_forwards_first(extended, to_go))
+        return clip_inf(maximum(bounds))
+
+    def _bound_shared_device(self, partial: PartialPlan, stage: StageCandidates, to_go: CostToGo) -> IntArray:
+        """Bound "shared device": the work of the next stage's device, and the mean work of all devices."""
+        position = partial.placements[-1].position
+        assert position is not None
+        work = partial.work_ns
+        here = work[position] + self.num_microbatches * stage.microbatch_ns
+        per_microbatch = np.minimum(stage.microbatch_ns + to_go.total_work, INF // self.num_microbatches)
+        total = sum(work) + self.num_microbatches * per_microbatch
+        bound: IntArray = np.maximum(here, total // len(work))
+        return bound
+
+    def _root_bound_ns(self, partial: PartialPlan, to_go: CostToGo) -> int:
+        """The bound of an empty plan: the cost-to-go from the start of the chain."""
+        bound_ns = int(max(to_go.done[0, 0], to_go.returned[0, 0]))
+        if SHARED_DEVICE in self._enabled and partial.work_ns:
+            total_ns = min(INF, self.num_microbatches * int(to_go.total_work[0, 0]))
+            bound_ns = max(bound_ns, total_ns // len(partial.work_ns))
+        if self._forwards_first and to_go.round_trip[0, 0] < INF:
+            bound_ns = max(bound_ns, int(to_go.backwards_done[0, 0] + to_go.forwards[0, 0]))
+        return min(bound_ns, INF)
+
+
+def _bound_forwards_first(extended: _Extension, to_go: CostToGo) -> IntArray:
+    """Bound "forwards first", from the first arrival at the stages to come: all F, then only backwards."""
+    backwards = maximum(
+        [
+            to_go.backwards_done,
+            to_go.backwards_returned + extended.tail_ns,
+            to_go.round_trip + extended.backwards_tail_ns,
+        ]
+    )
+    return backwards + np.maximum(to_go.forwards, extended.forwards_ns)
+
+
+def _scalar(values: IntArray) -> int:
+    return int(values.flat[0])

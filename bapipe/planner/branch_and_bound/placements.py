@@ -1,186 +1,229 @@
-"""Where stages may run: a slot is the devices of one stage and their order; a path of slots is a pipeline.
+"""Where stages may run: a placement is the devices of one stage, and a path of placements is a pipeline.
 
-Devices are told apart by class only. The order of a stage is that of the first of its devices in the schedule's table
-for as many stages as there are devices, shared among its devices: 1F1B on 3 + 1 devices has a warm-up of 4 and of 1.
+Devices are distinguished by their class only (`devices.py`), which removes most of the symmetry of a cluster. The
+placements form a directed acyclic graph: the successors of a placement are the placements that the next stage can have
+on the devices that remain. Its paths from a root to a placement with `is_last` are the pipelines of the search.
+
+The order of a stage is that of the first of its devices in the schedule's table with one device per stage, shared among
+its replicas: 1F1B on 3 + 1 devices has a warm-up of 4 and of 1. Placements with equal futures are the same object, so
+that the cost-to-go of a placement is computed once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import permutations, product
 
-from bapipe.planner.branch_and_bound.stage_schedule import StageSchedule, turns
+from bapipe.planner.branch_and_bound.stage_schedule import StageSchedule, stage_schedule_of
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 
 ClassCounts = tuple[int, ...]
-"""How many devices of each class."""
+"""How many devices of each class. [device classes]"""
+
+ClassSequence = tuple[int, ...]
+"""Devices in order, each by the number of its class. [devices]"""
 
 
 class StagePlacement:
-    """A place for a stage.
+    """The devices of one stage. Compared and hashed by identity.
 
     Attributes:
-        devices: the class of each of its devices.
-        place: the device's place in the pipeline where devices have several stages, else None.
-        receives, returns: whether the stages before and after are on other devices.
-        last: whether the pipeline ends here.
-        most_last: devices that the last stage has at most, if that is a later one.
-        alike: the same for slots that differ only in which of some twins has which part; None where that is not known.
+        device_classes: the class of each replica's device. [replicas]
+        schedule: the order of the stage.
+        is_last: whether the pipeline ends here.
+        position: the device's position in the pipeline if devices have several stages, else None.
+        receives_activations, receives_gradients: whether the stages before and after are on other devices, so that
+            their tensors need receive buffers.
+        max_last_replicas: the maximum number of replicas of the last stage, if that is a later one.
+        symmetry_key: equal for placements that differ only in which of some interchangeable device classes has which
+            role; None if that is not known.
     """
 
     def __init__(
         self,
-        devices: ClassCounts,
-        turns: StageSchedule,
-        last: bool,
-        follow: "Callable[[], tuple[StagePlacement, ...]]",
-        place: int | None = None,
-        receives: bool = True,
-        returns: bool = True,
-        most_last: int = 1,
-        alike: Hashable = None,
+        device_classes: ClassSequence,
+        schedule: StageSchedule,
+        is_last: bool,
+        make_successors: "Callable[[], tuple[StagePlacement, ...]]",
+        position: int | None = None,
+        receives_activations: bool = True,
+        receives_gradients: bool = True,
+        max_last_replicas: int = 1,
+        symmetry_key: Hashable = None,
     ) -> None:
-        self.devices, self.turns, self.last, self.place = devices, turns, last, place
-        self.receives, self.returns, self.most_last, self.alike = receives, returns, most_last, alike
-        self._follow = follow
-        self._next: tuple[StagePlacement, ...] | None = None
+        self.device_classes, self.schedule, self.is_last, self.position = device_classes, schedule, is_last, position
+        self.receives_activations, self.receives_gradients = receives_activations, receives_gradients
+        self.max_last_replicas, self.symmetry_key = max_last_replicas, symmetry_key
+        self._make_successors = make_successors
+        self._successors: tuple[StagePlacement, ...] | None = None
 
     @property
-    def next(self) -> "tuple[StagePlacement, ...]":
-        """The slots that can come after this one."""
-        if self._next is None:
-            self._next = self._follow()
-        return self._next
+    def num_replicas(self) -> int:
+        return len(self.device_classes)
+
+    @property
+    def successors(self) -> "tuple[StagePlacement, ...]":
+        """The placements that the next stage can have, made when first asked for."""
+        if self._successors is None:
+            self._successors = self._make_successors()
+        return self._successors
 
 
 class PlacementGraph:
-    """The slots of one schedule and number of micro-batches; equal ones are the same object."""
+    """The placements of one schedule and number of micro-batches; equal ones are the same object.
+
+    Attributes:
+        symmetric_classes: for each device class, the first of the classes that it can be exchanged with as a whole.
+        permute_replicas: whether unlike devices of one stage are taken in every order, not only in ascending order of
+            their classes.
+    """
 
     def __init__(
-        self, schedule: str, num_microbatches: int, twins: Sequence[int], *, replicas: bool, arranged: bool = False
+        self,
+        schedule: str,
+        num_microbatches: int,
+        symmetric_classes: Sequence[int],
+        *,
+        replicas: bool,
+        permute_replicas: bool = False,
     ) -> None:
         self.schedule, self.num_microbatches, self.replicas = schedule, num_microbatches, replicas
-        self.twins = tuple(twins)
-        self.arranged = arranged  # whether unlike devices of one stage are taken in every order
+        self.symmetric_classes = tuple(symmetric_classes)
+        self.permute_replicas = permute_replicas
         self._tables: dict[int, Schedule] = {}
-        self._orders: dict[Hashable, int] = {}
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._rests: dict[tuple[int, int], int] = {}
-        self._turns: dict[tuple[int, int], StageSchedule] = {}
-        self._slots: dict[Hashable, StagePlacement] = {}
+        self._ids: dict[Hashable, int] = {}
+        self._order_ids: dict[tuple[int, int], int] = {}
+        self._suffix_ids: dict[tuple[int, int], int] = {}
+        self._stage_schedules: dict[tuple[int, int], StageSchedule] = {}
+        self._placements: dict[Hashable, StagePlacement] = {}
 
     def table(self, num_devices: int) -> Schedule:
-        """Returns the schedule with one device a stage, or a device for each of its ranks."""
+        """Returns the schedule with one device per stage, or one device for each of its ranks."""
         if num_devices not in self._tables:
             self._tables[num_devices] = ALL[self.schedule](num_devices, self.num_microbatches)
         return self._tables[num_devices]
 
-    def free(self, used: ClassCounts, num_stages: int | None) -> tuple[StagePlacement, ...]:
-        """Returns the first slots of all pipelines that use these devices, in any order, as any number of stages."""
-        return self._after(used, sum(used), num_stages)
+    def roots_any_order(self, used: ClassCounts, num_stages: int | None) -> tuple[StagePlacement, ...]:
+        """Returns the first placements of all pipelines on these devices, in any order, with any number of stages."""
+        return self._any_order(used, sum(used), num_stages)
 
-    def in_order(self, devices: Sequence[int], num_stages: int | None) -> tuple[StagePlacement, ...]:
-        """Returns the first slots of the pipelines whose stages take runs of these devices, given by class."""
-        return self._runs(tuple(devices), len(devices), num_stages)
+    def roots_in_order(self, devices: Sequence[int], num_stages: int | None) -> tuple[StagePlacement, ...]:
+        """Returns the first placements of the pipelines whose stages take consecutive devices, given by class."""
+        return self._in_order(tuple(devices), len(devices), num_stages)
 
-    def looped(self, devices: Sequence[int]) -> tuple[StagePlacement, ...]:
-        """Returns the first slot of a schedule with several stages a device, on devices given by class."""
+    def roots_multi_stage(self, devices: Sequence[int]) -> tuple[StagePlacement, ...]:
+        """Returns the first placement of a schedule with several stages per device, on devices given by class."""
         table = self.table(len(devices))
 
         def make(stage: int) -> StagePlacement:
-            place = table.devices[stage][0]
-            order = tuple(action for action in table.order[place] if action.stage == stage)
-            last = stage + 1 == table.num_stages
+            position = table.devices[stage][0]
+            order = tuple(action for action in table.order[position] if action.stage == stage)
+            is_last = stage + 1 == table.num_stages
             return StagePlacement(
-                (devices[place],),
-                turns(order, 1),
-                last,
-                lambda: () if last else (make(stage + 1),),
-                place,
-                receives=stage > 0 and table.devices[stage - 1][0] != place,
-                returns=not last and table.devices[stage + 1][0] != place,
+                (devices[position],),
+                stage_schedule_of(order, 1),
+                is_last,
+                lambda: () if is_last else (make(stage + 1),),
+                position,
+                receives_activations=stage > 0 and table.devices[stage - 1][0] != position,
+                receives_gradients=not is_last and table.devices[stage + 1][0] != position,
             )
 
         return (make(0),)
 
-    def _after(self, rest: ClassCounts, num_used: int, stages: int | None) -> tuple[StagePlacement, ...]:
-        """The slots that can come first on the devices that are left."""
-        state = (self._rest(num_used, num_used - sum(rest)), stages, "free")
-        most = self._most(sum(rest))
-        made = []
-        for group in product(*(range(min(count, most) + 1) for count in rest)):
-            left = tuple(a - b for a, b in zip(rest, group, strict=True))
-            if not 0 < sum(group) <= most or not self._ends_well(sum(left), stages):
+    def _any_order(self, remaining: ClassCounts, num_used: int, num_stages: int | None) -> tuple[StagePlacement, ...]:
+        """The placements of the next stage on any subset of the devices that remain of the `num_used` ones."""
+        num_remaining = sum(remaining)
+        state = (self._suffix_id(num_used, num_used - num_remaining), num_stages, "any order")
+        max_replicas = self._max_replicas(num_remaining)
+        placements = []
+        for group in product(*(range(min(count, max_replicas) + 1) for count in remaining)):
+            after = tuple(have - taken for have, taken in zip(remaining, group, strict=True))
+            if not 0 < sum(group) <= max_replicas or not self._can_finish(sum(after), num_stages):
                 continue
-            sorted_devices = tuple(c for c, count in enumerate(group) for _ in range(count))
-            follow = partial(self._after, left, num_used, _fewer(stages))
-            alike = None if self.arranged else (*state, tuple(sorted(zip(self.twins, group, left, strict=True))))
-            for devices in sorted(set(permutations(sorted_devices))) if self.arranged else [sorted_devices]:
-                key = (*state, rest, devices)
-                made.append(self._make(key, devices, num_used, sum(rest), sum(left) == 0, follow, alike))
-        return tuple(made)
+            ascending = tuple(c for c, count in enumerate(group) for _ in range(count))
+            make_successors = partial(self._any_order, after, num_used, _one_less(num_stages))
+            # Symmetry: exchanging classes of isomorphic hosts permutes (class, taken, remaining), so the sorted list of
+            # these triples identifies the placement up to such an exchange.
+            symmetry_key = None
+            if not self.permute_replicas:
+                symmetry_key = (*state, tuple(sorted(zip(self.symmetric_classes, group, after, strict=True))))
+            for devices in sorted(set(permutations(ascending))) if self.permute_replicas else [ascending]:
+                key = (*state, remaining, devices)
+                is_last = sum(after) == 0
+                placements.append(
+                    self._make(key, devices, num_used, num_remaining, is_last, make_successors, symmetry_key)
+                )
+        return tuple(placements)
 
-    def _runs(self, rest: ClassCounts, num_used: int, stages: int | None) -> tuple[StagePlacement, ...]:
-        key = (self._rest(num_used, num_used - len(rest)), stages, "runs", rest)
-        made = []
-        for size in range(1, self._most(len(rest)) + 1):
-            if self._ends_well(len(rest) - size, stages):
-                last = size == len(rest)
-                devices = tuple(sorted(rest[:size]))
-                follow = partial(self._runs, rest[size:], num_used, _fewer(stages))
-                made.append(self._make((*key, size), devices, num_used, len(rest), last, follow, None))
-        return tuple(made)
+    def _in_order(self, remaining: ClassSequence, num_used: int, num_stages: int | None) -> tuple[StagePlacement, ...]:
+        """The placements of the next stage on the first of the devices that remain."""
+        state = (self._suffix_id(num_used, num_used - len(remaining)), num_stages, "in order", remaining)
+        placements = []
+        for size in range(1, self._max_replicas(len(remaining)) + 1):
+            if self._can_finish(len(remaining) - size, num_stages):
+                is_last = size == len(remaining)
+                devices = tuple(sorted(remaining[:size]))
+                make_successors = partial(self._in_order, remaining[size:], num_used, _one_less(num_stages))
+                key = (*state, size)
+                placements.append(self._make(key, devices, num_used, len(remaining), is_last, make_successors, None))
+        return tuple(placements)
 
     def _make(
         self,
         key: Hashable,
-        devices: ClassCounts,
+        devices: ClassSequence,
         num_used: int,
-        num_left: int,
-        last: bool,
-        follow: "Callable[[], tuple[StagePlacement, ...]]",
-        alike: Hashable,
+        num_remaining: int,
+        is_last: bool,
+        make_successors: Callable[[], tuple[StagePlacement, ...]],
+        symmetry_key: Hashable,
     ) -> StagePlacement:
-        if key not in self._slots:
-            order = self._order(num_used, num_used - num_left)
-            self._slots[key] = StagePlacement(
+        """Returns the placement of a key: the one made before, if there is one."""
+        if key not in self._placements:
+            first = num_used - num_remaining
+            self._placements[key] = StagePlacement(
                 devices,
-                self._shared(order, num_used, num_used - num_left, len(devices)),
-                last,
-                (lambda: ()) if last else follow,
-                most_last=self._most(num_left - len(devices)),
-                alike=alike,
+                self._stage_schedule(num_used, first, len(devices)),
+                is_last,
+                (lambda: ()) if is_last else make_successors,
+                max_last_replicas=self._max_replicas(num_remaining - len(devices)),
+                symmetry_key=symmetry_key,
             )
-        return self._slots[key]
+        return self._placements[key]
 
-    def _most(self, num_left: int) -> int:
-        return min(num_left, self.num_microbatches) if self.replicas else 1
+    def _max_replicas(self, num_remaining: int) -> int:
+        return min(num_remaining, self.num_microbatches) if self.replicas else 1
 
-    def _ends_well(self, num_left: int, stages: int | None) -> bool:
-        return stages is None or (num_left == 0 if stages == 1 else num_left >= stages - 1)
+    def _can_finish(self, num_remaining: int, num_stages: int | None) -> bool:
+        """Whether the devices that remain after this stage suffice for exactly the stages that must follow."""
+        return num_stages is None or (num_remaining == 0 if num_stages == 1 else num_remaining >= num_stages - 1)
 
-    def _order(self, num_used: int, first: int) -> int:
-        """A number for the order of a device in the table, the same where only the stage's own number differs."""
-        if (num_used, first) not in self._numbers:
+    def _order_id(self, num_used: int, first: int) -> int:
+        """A number for the order of a device in the table, equal if only the stage's own number differs."""
+        if (num_used, first) not in self._order_ids:
             actions = tuple((phase, m) for _, phase, m in self.table(num_used).order[first])
-            self._numbers[num_used, first] = self._orders.setdefault(actions, len(self._orders))
-        return self._numbers[num_used, first]
+            self._order_ids[num_used, first] = self._ids.setdefault(actions, len(self._ids))
+        return self._order_ids[num_used, first]
 
-    def _rest(self, num_used: int, first: int) -> int:
-        """A number for the table from a device on."""
+    def _suffix_id(self, num_used: int, first: int) -> int:
+        """A number for the orders of all devices of the table from `first` on: equal numbers, equal futures.
+
+        In 1F1B for example the last 3 of 5 devices run the same orders as the last 3 of 8, and share placements.
+        """
         if first == num_used:
             return -1
-        if (num_used, first) not in self._rests:
-            rest = (self._order(num_used, first), self._rest(num_used, first + 1), "rest")
-            self._rests[num_used, first] = self._orders.setdefault(rest, len(self._orders))
-        return self._rests[num_used, first]
+        if (num_used, first) not in self._suffix_ids:
+            suffix = (self._order_id(num_used, first), self._suffix_id(num_used, first + 1), "suffix")
+            self._suffix_ids[num_used, first] = self._ids.setdefault(suffix, len(self._ids))
+        return self._suffix_ids[num_used, first]
 
-    def _shared(self, order: int, num_used: int, first: int, num_devices: int) -> StageSchedule:
-        key = (order, num_devices)
-        if key not in self._turns:
-            self._turns[key] = turns(self.table(num_used).order[first], num_devices)
-        return self._turns[key]
+    def _stage_schedule(self, num_used: int, first: int, num_replicas: int) -> StageSchedule:
+        key = (self._order_id(num_used, first), num_replicas)
+        if key not in self._stage_schedules:
+            self._stage_schedules[key] = stage_schedule_of(self.table(num_used).order[first], num_replicas)
+        return self._stage_schedules[key]
 
 
-def _fewer(stages: int | None) -> int | None:
-    return None if stages is None else stages - 1
+def _one_less(num_stages: int | None) -> int | None:
+    return None if num_stages is None else num_stages - 1

@@ -1,4 +1,7 @@
-"""One question to a search: which layers run together, and where, for a schedule and a micro-batch size."""
+"""One subproblem of the search: a schedule at one micro-batch size on a cluster.
+
+A solution is a `Layout`: the cuts of the layer chain and the placement of each stage. The simulator times it.
+"""
 
 from collections.abc import Sequence
 from copy import copy
@@ -20,35 +23,32 @@ from bapipe.simulator.stage_cost import Stage
 from bapipe.simulator.timeline import Timeline
 
 MAX_CACHED_SCHEDULES = 500
-"""Compiled tables that a problem keeps."""
+"""Schedules on ranks of the cluster that a problem keeps compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """The pipelines over certain devices.
+    """A root of the search tree: all pipelines on a certain choice of devices.
 
     Attributes:
-        devices: how many.
-        first: the slots that can come first.
-        least_ns: a time no step beats.
-        num_places: devices, where these have several stages, else 0.
+        num_devices: how many devices these are.
+        first_placements: the placements that the first stage can have.
+        bound_ns: a lower bound of the step time that costs nothing: all work at the speed of all devices together.
+        num_positions: the number of devices if these have several stages, else 0.
     """
 
-    devices: int
-    first: tuple[StagePlacement, ...]
-    least_ns: int
-    num_places: int = 0
+    num_devices: int
+    first_placements: tuple[StagePlacement, ...]
+    bound_ns: int
+    num_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """An answer to a problem: where the chain is cut, and the slot of each stage.
-
-    Stage s holds the layers cuts[s] to cuts[s+1], the last one left out.
-    """
+    """A solution of a problem: stage s holds the layers [cuts[s], cuts[s + 1]) on placements[s]."""
 
     cuts: tuple[int, ...]
-    slots: tuple[StagePlacement, ...]
+    placements: tuple[StagePlacement, ...]
     recompute: tuple[bool, ...]
 
 
@@ -56,8 +56,12 @@ class Problem:
     """A schedule at one micro-batch size, on the devices of a cluster.
 
     Attributes:
-        chains: the layers as each class of devices runs them.
-        starts: the pipelines to choose from.
+        classes: the classes of the cluster's devices.
+        chains: the layers as each class of devices runs them. [classes]
+        placements: the graph of the placements that stages can have.
+        lower_bound: the bounds of partial plans.
+        roots: the choices of devices.
+        must_check_memory: whether the bounds' memory check is only necessary, not sufficient.
     """
 
     def __init__(
@@ -69,132 +73,147 @@ class Problem:
         schedule: str,
         microbatch_size: int,
         num_microbatches: int,
-        slots: PlacementGraph,
-        bounds: LowerBound,
-        starts: Sequence[Root],
+        placements: PlacementGraph,
+        lower_bound: LowerBound,
+        roots: Sequence[Root],
     ) -> None:
         self.cluster, self.classes, self.chains = cluster, tuple(classes), tuple(chains)
         self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
-        self.slots, self.bounds, self.starts = slots, bounds, tuple(starts)
-        self.may_not_fit = len({chain.profile_name for chain in chains}) > 1  # sizes of tensors differ by kind
-        self._tables: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}
-        self._programs: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
+        self.placements, self.lower_bound, self.roots = placements, lower_bound, tuple(roots)
+        # Profiles of several kinds of devices may disagree about the sizes of tensors at a cut.
+        self.must_check_memory = len({chain.profile_name for chain in chains}) > 1
+        self._on_cluster: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}
+        self._on_first_ranks: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layers before which the chain may be cut, its start and its end."""
-        return self.bounds.pieces.grid.cuts
+        """The layers before which the chain may be cut, its start and its end. [boundaries]"""
+        return self.lower_bound.costs.intervals.cuts
 
-    def on(self, num_devices: int) -> "Problem":
-        """Returns the problem on so many devices only; what is known of its bounds and tables stays."""
-        fewer = copy(self)
-        fewer.starts = tuple(start for start in self.starts if start.devices == num_devices)
-        return fewer
+    def with_num_devices(self, num_devices: int) -> "Problem":
+        """Returns the problem on exactly so many devices; it shares its bounds and compiled schedules with this one."""
+        restricted = copy(self)
+        restricted.roots = tuple(root for root in self.roots if root.num_devices == num_devices)
+        return restricted
 
-    def layout(self, places: Sequence[int], slots: tuple[StagePlacement, ...]) -> Layout:
-        """Returns the layout with stages between places of the grid; stages recompute where they must."""
-        again = []
-        for slot, (start, stop) in zip(slots, pairwise(places), strict=True):
-            again.append(bool(self.bounds.pieces.row(slot, start).recompute[stop - start - 1]))
-        return Layout(cuts=tuple(self.cuts[place] for place in places), slots=slots, recompute=tuple(again))
+    def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
+        """Returns the layout with stages between boundaries; those recompute that do not fit without."""
+        costs = self.lower_bound.costs
+        recompute = tuple(
+            bool(costs.candidates_from(placement, begin).recompute[end - begin - 1])
+            for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True)
+        )
+        return Layout(cuts=tuple(self.cuts[i] for i in boundaries), placements=placements, recompute=recompute)
 
-    def ranks(self, slots: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
-        """Returns the devices of each stage: of a class, those first in the cluster first."""
-        left = [iter(own.ranks) for own in self.classes]
-        at_place: dict[int, int] = {}
-        found = []
-        for slot in slots:
-            if slot.place is None:
-                found.append(tuple(next(left[c]) for c in slot.devices))
+    def ranks(self, placements: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
+        """Returns the ranks of each stage: within a class, ranks are used in ascending order."""
+        unused = [iter(cls.ranks) for cls in self.classes]
+        rank_at: dict[int, int] = {}
+        ranks = []
+        for placement in placements:
+            if placement.position is None:
+                ranks.append(tuple(next(unused[c]) for c in placement.device_classes))
                 continue
-            if slot.place not in at_place:
-                at_place[slot.place] = next(left[slot.devices[0]])
-            found.append((at_place[slot.place],))
-        return tuple(found)
+            if placement.position not in rank_at:
+                rank_at[placement.position] = next(unused[placement.device_classes[0]])
+            ranks.append((rank_at[placement.position],))
+        return tuple(ranks)
 
-    def table(self, slots: tuple[StagePlacement, ...]) -> tuple[Schedule, CompiledSchedule]:
-        """Returns the schedule on the slots' devices, and its program."""
-        if slots not in self._tables:
-            if len(self._tables) >= MAX_CACHED_SCHEDULES:
-                self._tables.clear()
-            ranks = self.ranks(slots)
-            order = [rank for own in ranks for rank in own]  # of the devices in the table as it was made
-            if slots[0].place is not None:
-                order = [rank for _, rank in sorted({(s.place, own[0]) for s, own in zip(slots, ranks, strict=True)})]
-            table, program = self._made(slots, len(order))
+    def compiled(self, placements: tuple[StagePlacement, ...]) -> tuple[Schedule, CompiledSchedule]:
+        """Returns the schedule on the ranks of the placements, and its compiled form."""
+        if placements not in self._on_cluster:
+            if len(self._on_cluster) >= MAX_CACHED_SCHEDULES:
+                self._on_cluster.clear()
+            ranks = self.ranks(placements)
+            # The cluster's rank of each rank of the schedule's own table.
+            if placements[0].position is None:
+                permutation = [rank for group in ranks for rank in group]
+            else:
+                at_position = {(p.position, group[0]) for p, group in zip(placements, ranks, strict=True)}
+                permutation = [rank for _, rank in sorted(at_position)]
+            schedule, compiled = self._compile(placements, len(permutation))
             num_ranks = len(self.cluster.devices)
-            self._tables[slots] = permute_ranks(table, order, num_ranks), permute_compiled(program, order, num_ranks)
-        return self._tables[slots]
+            self._on_cluster[placements] = (
+                permute_ranks(schedule, permutation, num_ranks),
+                permute_compiled(compiled, permutation, num_ranks),
+            )
+        return self._on_cluster[placements]
 
-    def _made(self, slots: Sequence[StagePlacement], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
-        """The schedule and its program on devices 0, 1, ...: the same for slots of the same sizes."""
-        sizes = tuple(len(slot.devices) for slot in slots)
-        if (sizes, num_devices) not in self._programs:
-            table = self.slots.table(num_devices)
-            if slots[0].place is None:
-                ends = list(accumulate(sizes, initial=0))
-                table = merge_stages(table, [tuple(range(a, b)) for a, b in pairwise(ends)], num_devices)
-            self._programs[sizes, num_devices] = table, compile_schedule(table)
-        return self._programs[sizes, num_devices]
+    def _compile(self, placements: Sequence[StagePlacement], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
+        """The schedule on ranks 0, 1, ..., compiled once for all placements with these numbers of replicas."""
+        num_replicas = tuple(placement.num_replicas for placement in placements)
+        if (num_replicas, num_devices) not in self._on_first_ranks:
+            schedule = self.placements.table(num_devices)
+            if placements[0].position is None:
+                firsts = accumulate(num_replicas, initial=0)
+                schedule = merge_stages(schedule, [tuple(range(a, b)) for a, b in pairwise(firsts)], num_devices)
+            self._on_first_ranks[num_replicas, num_devices] = schedule, compile_schedule(schedule)
+        return self._on_first_ranks[num_replicas, num_devices]
 
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
         """Returns the costs of the layout's stages."""
         return tuple(
-            stage_on([self.chains[c] for c in slot.devices], start, stop, recompute=again)
-            for slot, (start, stop), again in zip(layout.slots, pairwise(layout.cuts), layout.recompute, strict=True)
+            stage_on([self.chains[c] for c in placement.device_classes], begin, end, recompute=recompute)
+            for placement, (begin, end), recompute in zip(
+                layout.placements, pairwise(layout.cuts), layout.recompute, strict=True
+            )
         )
 
-    def lacks(self, layout: Layout) -> dict[int, int]:
-        """Returns how much more than its limit each device needs, by the judge's count; negative where it fits."""
-        table, _ = self.table(layout.slots)
-        peaks = peak_memory(table, self.stages(layout))
-        limit = {rank: own.limit_bytes for own in self.classes for rank in own.ranks}
-        return {rank: peaks[rank].total - limit[rank] for rank in sorted({r for own in table.devices for r in own})}
+    def shortfall_bytes(self, layout: Layout) -> dict[int, int]:
+        """Returns how many bytes each rank in use needs beyond its limit, by the simulator; negative if it fits."""
+        schedule, _ = self.compiled(layout.placements)
+        peaks = peak_memory(schedule, self.stages(layout))
+        limits = {rank: cls.limit_bytes for cls in self.classes for rank in cls.ranks}
+        in_use = sorted({rank for ranks in schedule.devices for rank in ranks})
+        return {rank: peaks[rank].total - limits[rank] for rank in in_use}
 
     def fits(self, layout: Layout) -> bool:
-        """Returns whether every device can hold its stages, where the bounds do not tell."""
-        if layout.slots[0].place is None and not self.may_not_fit:
-            return True
-        return all(lack <= 0 for lack in self.lacks(layout).values())
+        """Returns whether a layout whose stages fit by the bounds' check fits by the simulator's count.
 
-    def is_fast(self, layout: Layout) -> bool:
-        """Returns whether the judge's recurrence alone gives the step time: no shared link, no device that stalls."""
-        return longest_path_is_exact(self.table(layout.slots)[1], self.cluster)
+        The two differ only for profiles of several kinds, and for devices with several stages.
+        """
+        if layout.placements[0].position is None and not self.must_check_memory:
+            return True
+        return all(shortfall <= 0 for shortfall in self.shortfall_bytes(layout).values())
+
+    def is_cheap_to_simulate(self, layout: Layout) -> bool:
+        """Returns whether the longest path gives the step time: no link is contended, no device stalls."""
+        return longest_path_is_exact(self.compiled(layout.placements)[1], self.cluster)
 
     def step_ns(self, layout: Layout) -> int:
-        """Returns the judge's step time, without the rest of the timeline."""
-        table, program = self.table(layout.slots)
+        """Returns the simulator's step time, without the rest of the timeline."""
+        schedule, compiled = self.compiled(layout.placements)
         stages = self.stages(layout)
         if any(stage.tied_gradients for stage in stages):
-            return self.judge(layout).step_ns
-        done = finish_ns(program, stages, self.cluster)
-        for stage, ranks in zip(stages, table.devices, strict=True):
-            synced_ns = _synced_ns(stage, ranks, table, done, self.cluster)
+            return self.simulate(layout).step_ns
+        done_ns = finish_ns(compiled, stages, self.cluster)
+        for stage, ranks in zip(stages, schedule.devices, strict=True):
+            synced_ns = _synced_ns(stage, ranks, schedule, done_ns, self.cluster)
             for cost, rank in zip(stage.costs, ranks, strict=True):
-                done[rank] = max(done[rank], synced_ns) + cost.update_ns
-        return max(done)
+                done_ns[rank] = max(done_ns[rank], synced_ns) + cost.update_ns
+        return max(done_ns)
 
-    def judge(self, layout: Layout) -> Timeline:
+    def simulate(self, layout: Layout) -> Timeline:
         """Returns the timeline of one step."""
-        return simulate_schedule(self.table(layout.slots)[0], self.stages(layout), self.cluster)
+        return simulate_schedule(self.compiled(layout.placements)[0], self.stages(layout), self.cluster)
 
 
-def _synced_ns(stage: Stage, ranks: Sequence[int], table: Schedule, done: Sequence[int], cluster: Cluster) -> int:
-    """Returns when the all-reduces of a stage are done, whose devices have no other stage."""
+def _synced_ns(stage: Stage, ranks: Sequence[int], schedule: Schedule, done_ns: Sequence[int], cluster: Cluster) -> int:
+    """Returns when the all-reduces of a stage are done whose devices have no other stage."""
     if not stage.bucket_bytes:
         return 0
     last: list[LastBackward | None] = []
     for cost, rank in zip(stage.costs, ranks, strict=True):
-        phase = table.order[rank][-1].phase if table.order[rank] else None
-        last.append(None if phase is None else (done[rank] - cost.ns(phase), phase))
+        phase = schedule.order[rank][-1].phase if schedule.order[rank] else None
+        last.append(None if phase is None else (done_ns[rank] - cost.ns(phase), phase))
     return reduce_buckets(stage, ranks, last, cluster)[-1][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search found: the best layout of the best problem, and a bound that no layout of any problem beats.
+    """The best layout of the best problem, and a bound that no layout of any problem beats.
 
-    `lower_bound_ns == step_ns` proves the answer optimal.
+    `lower_bound_ns == step_ns` proves the layout optimal.
     """
 
     problem: Problem

@@ -1,6 +1,16 @@
-"""Exact search: completes partial plans in the order of a lower bound until the bound meets the best plan found."""
+"""Best-first branch and bound over partial plans.
+
+The queue holds nodes of the search tree, the smallest lower bound first. A node is a root (a choice of devices), a
+partial plan, or a child that is not made yet: the children of a partial plan are bounded all at once by numpy, sorted,
+and pushed one at a time; popping one pushes its next sibling (lazy successor generation), so that the queue has one
+entry per expanded node. When the smallest bound in the queue reaches the step time of the incumbent, that is optimal.
+
+Incumbents come from dives (greedy completions by the smallest bound), each improved by local search. Everything is
+charged to the node budget, so that the result does not depend on the speed of the machine.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -11,180 +21,194 @@ from bapipe.planner.branch_and_bound.lower_bound import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
 from bapipe.progress import SearchProgress
 
+DEFAULT_MAX_NODES = 20_000
+"""Node budget of a search."""
+
 ACTIONS_PER_NODE = 1200
-"""How many actions the judge runs in the time that one partial plan takes to open."""
+"""Exchange rate: actions that the simulator runs in the time that expanding one partial plan takes."""
 
 EVENT_DRIVEN_FACTOR = 20
-"""How many times longer the judge takes event by event."""
+"""Exchange rate: the event-driven engine of the simulator takes so many times as long as the longest path."""
 
 NODES_BETWEEN_DIVES = 20
-"""Partial plans opened between two that are completed in the quickest way."""
+"""Partial plans expanded between two dives."""
 
 
 def best_first(
     problems: Sequence[Problem],
     *,
-    max_nodes: int = 20_000,
+    max_nodes: int = DEFAULT_MAX_NODES,
     stop: Callable[[], bool] = lambda: False,
     progress: SearchProgress | None = None,
-    known: SearchResult | None = None,
+    incumbent: SearchResult | None = None,
 ) -> SearchResult | None:
-    """Returns the fastest layout over all problems, None where nothing was found that fits.
+    """Returns the fastest layout over all problems, None if none was found that fits.
 
-    It begins with a layout that is known, if there is one.
+    The bound never exceeds the simulated time, so when it reaches the incumbent's step time, that is proven optimal.
+    After `max_nodes`, or when `stop` says so, the incumbent is returned with the bound reached; simulations count as
+    nodes at the rates above.
 
-    The bound never exceeds the judged time, so the first moment it reaches the best plan's time proves that plan
-    optimal. After `max_nodes` partial plans, or when `stop` says so, the best one so far is returned with the bound
-    reached; what the judge does counts as some partial plans too.
+    Args:
+        incumbent: a layout to begin with.
     """
-    search = _Search(problems, progress)
-    if known is not None:
-        search.best, search.best_ns = known, known.step_ns
-    while search.is_open and search.spent < max_nodes and not (search.best is not None and stop()):
-        search.advance()
+    search = _BestFirst(problems, progress)
+    if incumbent is not None:
+        search.incumbent, search.upper_bound_ns = incumbent, incumbent.step_ns
+    while search.is_open and search.num_nodes < max_nodes and not (search.incumbent is not None and stop()):
+        search.expand_best()
     return search.result()
 
 
-class _Search:
-    """The partial plans to open, and the best plan so far."""
+class _BestFirst:
+    """The state of a search.
+
+    Attributes:
+        incumbent: the best layout so far.
+        upper_bound_ns: its step time, `INF` without one.
+        num_nodes: the budget spent: nodes, and simulations in nodes.
+        queue: (lower bound, tie-breaker, sequence number, node): of equal bounds, the deepest first, then the oldest.
+    """
 
     def __init__(self, problems: Sequence[Problem], progress: SearchProgress | None) -> None:
         self.problems, self.progress = problems, progress
-        self.best: SearchResult | None = None
-        self.best_ns = INF
-        self.spent = self.judged = self.count = 0
-        self.rested = 0
+        self.incumbent: SearchResult | None = None
+        self.upper_bound_ns = INF
+        self.num_nodes = self._num_simulated = self._num_pushed = self._since_dive = 0
         self.queue: list[tuple[int, int, int, _Node]] = []
-        for i, problem in enumerate(problems):
-            for start in problem.starts:
-                self.count += 1
-                self.queue.append((start.least_ns, 0, self.count, _Node(i, start, None, None, 0)))
+        for problem in problems:
+            for root in problem.roots:
+                self._num_pushed += 1
+                self.queue.append((root.bound_ns, 0, self._num_pushed, _Node(problem, root=root)))
         heapify(self.queue)
 
     @property
     def is_open(self) -> bool:
-        return bool(self.queue) and self.queue[0][0] < self.best_ns
+        """Whether a node can still lead to a better layout."""
+        return bool(self.queue) and self.queue[0][0] < self.upper_bound_ns
 
     def result(self) -> SearchResult | None:
-        if self.best is None:
+        if self.incumbent is None:
             return None
-        lower_ns = min(self.best_ns, self.queue[0][0]) if self.queue else self.best_ns
+        # Whatever was pruned is no better than the incumbent; whatever is open is no better than its bound.
+        bound_ns = min(self.upper_bound_ns, self.queue[0][0]) if self.queue else self.upper_bound_ns
         return SearchResult(
-            problem=self.best.problem, layout=self.best.layout, step_ns=self.best_ns, lower_bound_ns=int(lower_ns)
+            problem=self.incumbent.problem,
+            layout=self.incumbent.layout,
+            step_ns=self.upper_bound_ns,
+            lower_bound_ns=int(bound_ns),
         )
 
-    def advance(self) -> None:
-        """Opens the partial plan of least bound."""
-        bound_ns, _, _, item = heappop(self.queue)
-        self.spent += 1
-        if item.start is not None:
-            self.begin(item.problem, item.start)
+    def expand_best(self) -> None:
+        """Expands the node with the smallest lower bound."""
+        bound_ns, _, _, node = heappop(self.queue)
+        self.num_nodes += 1
+        if node.root is not None:
+            self._expand_root(node.problem, node.root)
             return
-        prefix = item.prefix
-        assert prefix is not None
-        if item.children is not None:
-            self.push(item.problem, prefix, item.children, item.next)
-            bounds = self.problems[item.problem].bounds
-            place, number = item.children.pick(item.next - 1)
-            prefix = bounds.extend(prefix, place, number)
-        if prefix.whole:
-            self.judge(self.problems[item.problem], prefix, bound_ns)
+        partial = node.partial
+        assert partial is not None
+        if node.siblings is not None:
+            self._push_child(node.problem, partial, node.siblings, node.number + 1)
+            partial = node.problem.lower_bound.extend(partial, *node.siblings.choice(node.number))
+        if partial.is_complete:
+            self._try_and_improve(node.problem, partial, bound_ns)
             return
-        self.expand(item.problem, prefix)
-        self.rested += 1
-        if self.rested >= NODES_BETWEEN_DIVES:
-            self.rested = 0
-            self.dive(self.problems[item.problem], prefix, bound_ns)
+        children = _Children(*node.problem.lower_bound.children(partial), self.upper_bound_ns)
+        self._push_child(node.problem, partial, children, 0)
+        self._since_dive += 1
+        if self._since_dive >= NODES_BETWEEN_DIVES:
+            self._since_dive = 0
+            self._dive(node.problem, partial, bound_ns)
 
-    def begin(self, i: int, start: Root) -> None:
-        problem = self.problems[i]
-        ready = [(b, p) for b, p in problem.bounds.starts(start.first, start.num_places) if b < self.best_ns]
-        for bound_ns, prefix in ready:
-            self.count += 1
-            heappush(self.queue, (bound_ns, 0, self.count, _Node(i, None, prefix, None, 0)))
-        if ready and self.best is None:
-            bound_ns, prefix = min(ready, key=lambda entry: entry[0])
-            self.dive(problem, prefix, bound_ns)
+    def _expand_root(self, problem: Problem, root: Root) -> None:
+        """Pushes an empty plan per first placement: bounds of roots cost nothing, those of empty plans a table."""
+        empty_plans = [
+            (bound_ns, partial)
+            for bound_ns, partial in problem.lower_bound.roots(root.first_placements, root.num_positions)
+            if bound_ns < self.upper_bound_ns
+        ]
+        for bound_ns, partial in empty_plans:
+            self._num_pushed += 1
+            heappush(self.queue, (bound_ns, 0, self._num_pushed, _Node(problem, partial=partial)))
+        if empty_plans and self.incumbent is None:
+            bound_ns, partial = min(empty_plans, key=lambda entry: entry[0])
+            self._dive(problem, partial, bound_ns)
 
-    def expand(self, i: int, prefix: PartialPlan) -> None:
-        children = Children(*self.problems[i].bounds.children(prefix), self.best_ns)
-        self.push(i, prefix, children, 0)
+    def _push_child(self, problem: Problem, partial: PartialPlan, children: "_Children", number: int) -> None:
+        """Pushes one child; its next sibling is pushed when it is popped."""
+        if number < len(children.bounds_ns) and children.bounds_ns[number] < self.upper_bound_ns:
+            self._num_pushed += 1
+            entry = (int(children.bounds_ns[number]), -len(partial.boundaries), self._num_pushed)
+            heappush(self.queue, (*entry, _Node(problem, partial=partial, siblings=children, number=number)))
 
-    def push(self, i: int, prefix: PartialPlan, children: "Children", place: int) -> None:
-        """Queues the next best of the longer prefixes; it brings the one after it along."""
-        if place < len(children.bounds) and children.bounds[place] < self.best_ns:
-            self.count += 1
-            entry = (int(children.bounds[place]), -len(prefix.places), self.count)
-            heappush(self.queue, (*entry, _Node(i, None, prefix, children, place + 1)))
-
-    def dive(self, problem: Problem, prefix: PartialPlan, bound_ns: int) -> None:
-        """Completes a prefix by always taking the stage of least bound, and judges it."""
-        while not prefix.whole:
-            bounds, places, numbers = problem.bounds.children(prefix)
-            self.spent += 1
-            best = int(np.argmin(bounds))
-            if bounds[best] >= self.best_ns:
+    def _dive(self, problem: Problem, partial: PartialPlan, bound_ns: int) -> None:
+        """Primal heuristic: completes a partial plan, each time by the child with the smallest bound."""
+        while not partial.is_complete:
+            bounds_ns, ends, numbers = problem.lower_bound.children(partial)
+            self.num_nodes += 1
+            best = int(np.argmin(bounds_ns))
+            if bounds_ns[best] >= self.upper_bound_ns:
                 return
-            prefix = problem.bounds.extend(prefix, int(places[best]), int(numbers[best]))
-        self.judge(problem, prefix, bound_ns)
+            partial = problem.lower_bound.extend(partial, int(ends[best]), int(numbers[best]))
+        self._try_and_improve(problem, partial, bound_ns)
 
-    def judge(self, problem: Problem, prefix: PartialPlan, bound_ns: int) -> None:
-        """Judges a plan; one that is the best so far is changed here and there as long as that makes it better."""
-        better = (problem, prefix) if self.consider(problem, prefix) else None
-        while better is not None and bound_ns < self.best_ns:
-            better = self.improve(*better)
-        if self.progress and self.best:
-            self.progress(self.judged, self.best_ns, min(bound_ns, self.best_ns))
+    def _try_and_improve(self, problem: Problem, partial: PartialPlan, bound_ns: int) -> None:
+        """Simulates a complete plan; a new incumbent is improved by local search to a local optimum."""
+        improved = (problem, partial) if self._try_incumbent(problem, partial) else None
+        while improved is not None and bound_ns < self.upper_bound_ns:
+            improved = self._first_improvement(*improved)
+        if self.progress and self.incumbent:
+            self.progress(self._num_simulated, self.upper_bound_ns, min(bound_ns, self.upper_bound_ns))
 
-    def improve(self, problem: Problem, prefix: PartialPlan) -> tuple[Problem, PartialPlan] | None:
-        """Returns the first plan like the best one that is better; None where there is none."""
-        here = [problem]
-        elsewhere = [other for other in self.problems if other is not problem]
-        for like, problems in ((change_schedule, elsewhere), (move_cut, here), (move_device, here)):
-            for own in problems:
-                for other in like(own, prefix, self.best_ns):
-                    self.spent += len(other.slots)
-                    if self.consider(own, other):
-                        return own, other
+    def _first_improvement(self, problem: Problem, partial: PartialPlan) -> tuple[Problem, PartialPlan] | None:
+        """Returns the first neighbour that is better than the incumbent, None if there is none."""
+        others = [other for other in self.problems if other is not problem]
+        for neighbours, in_problems in ((change_schedule, others), (move_cut, [problem]), (move_device, [problem])):
+            for candidate_problem in in_problems:
+                for candidate in neighbours(candidate_problem, partial, self.upper_bound_ns):
+                    self.num_nodes += len(candidate.placements)
+                    if self._try_incumbent(candidate_problem, candidate):
+                        return candidate_problem, candidate
         return None
 
-    def consider(self, problem: Problem, prefix: PartialPlan) -> bool:
-        """Returns whether a plan fits and is the best so far."""
-        layout = problem.layout(prefix.places, prefix.slots)
-        num_actions = 3 * len(layout.slots) * problem.num_microbatches
-        self.spent += num_actions * (1 if problem.is_fast(layout) else EVENT_DRIVEN_FACTOR) // ACTIONS_PER_NODE
-        self.judged += 1
+    def _try_incumbent(self, problem: Problem, partial: PartialPlan) -> bool:
+        """Simulates a complete plan; returns whether it fits and became the incumbent."""
+        layout = problem.layout(partial.boundaries, partial.placements)
+        num_actions = 3 * len(layout.placements) * problem.num_microbatches
+        factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
+        self.num_nodes += num_actions * factor // ACTIONS_PER_NODE
+        self._num_simulated += 1
         if not problem.fits(layout):
             return False
         step_ns = problem.step_ns(layout)
-        if self.best is not None and step_ns >= self.best_ns:
+        if self.incumbent is not None and step_ns >= self.upper_bound_ns:
             return False
-        self.best = SearchResult(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
-        self.best_ns = step_ns
+        self.incumbent = SearchResult(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
+        self.upper_bound_ns = step_ns
         return True
 
 
-class Children:
-    """The longer prefixes of a prefix that can still beat the best plan, in the order of their bounds."""
+class _Children:
+    """The children of a partial plan that can still beat the incumbent, ascending by bound. All [children]"""
 
-    __slots__ = ("bounds", "numbers", "places")
+    __slots__ = ("bounds_ns", "ends", "numbers")
 
-    def __init__(self, bounds: IntArray, places: IntArray, numbers: IntArray, below_ns: int) -> None:
-        chosen = np.flatnonzero(bounds < below_ns)
-        chosen = chosen[np.argsort(bounds[chosen], kind="stable")]
-        self.bounds, self.places, self.numbers = bounds[chosen], places[chosen], numbers[chosen]
+    def __init__(self, bounds_ns: IntArray, ends: IntArray, numbers: IntArray, upper_bound_ns: int) -> None:
+        open_children = np.flatnonzero(bounds_ns < upper_bound_ns)
+        ascending = open_children[np.argsort(bounds_ns[open_children], kind="stable")]
+        self.bounds_ns, self.ends, self.numbers = bounds_ns[ascending], ends[ascending], numbers[ascending]
 
-    def pick(self, place: int) -> tuple[int, int]:
-        """Returns the end and the number of the next slot of one of them."""
-        return int(self.places[place]), int(self.numbers[place])
+    def choice(self, number: int) -> tuple[int, int]:
+        """Returns the end and the number of the next placement of a child: the arguments of `LowerBound.extend`."""
+        return int(self.ends[number]), int(self.numbers[number])
 
 
+@dataclass(frozen=True, slots=True)
 class _Node:
-    """A part of the space: pipelines over some devices, a prefix, or what is left of a prefix's children."""
+    """A node of the search tree: a root, a partial plan, or child `number` of a partial plan, not made yet."""
 
-    __slots__ = ("children", "next", "prefix", "problem", "start")
-
-    def __init__(
-        self, problem: int, start: Root | None, prefix: PartialPlan | None, children: Children | None, following: int
-    ) -> None:
-        self.problem, self.start, self.prefix, self.children, self.next = problem, start, prefix, children, following
+    problem: Problem
+    root: Root | None = None
+    partial: PartialPlan | None = None
+    siblings: _Children | None = None
+    number: int = 0

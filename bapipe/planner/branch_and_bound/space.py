@@ -1,4 +1,4 @@
-"""The space to search: every schedule, micro-batch size and choice of devices, as problems."""
+"""The search space: one problem per schedule and micro-batch size, each with its roots (choices of devices)."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,31 +11,38 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.branch_and_bound.devices import DeviceClass, Links, classes_of
+from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, device_classes
 from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, IntervalMemory, IntervalTimes
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph
+from bapipe.planner.branch_and_bound.placements import ClassCounts, ClassSequence, PlacementGraph, StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root
+from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
+from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
 from bapipe.planner.constraints import Constraints, check_constraints, parse_constraints
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import SCHEDULES
 
 MAX_DEVICE_GROUPS = 3_000
-"""Most ways to give a stage some of the devices that are left; with more, devices are taken in the cluster's order."""
+"""Up to so many ways to choose the devices of a stage and those that remain, devices are taken in any order; with more,
+in the cluster's order."""
 
 MAX_PERMUTED_DEVICES = 5
-"""Most devices of a cluster where those of one stage take their micro-batches in any order; else the fastest first."""
+"""Up to so many devices in a cluster, those of one stage take their micro-batches in any order; with more, the fastest
+first."""
 
 MAX_DEVICE_ORDERS = 500
-"""Most orders of devices of one pipeline for a schedule with several stages a device."""
+"""Maximum number of orders of the devices of one pipeline, for a schedule with several stages per device."""
 
-SYNC_CLASS_SHARES = (20, 5)
-"""What is to come is told apart by the largest time after a stage's last backward: as parts of an ideal step."""
+SYNC_CLASS_DIVISORS = (20, 5)
+"""Thresholds between the sync classes: an ideal step time divided by these; see `cost_to_go.py`."""
 
-MAX_DEVICE_COUNTS = 16
-"""Most devices of which any number is looked at, where they are taken in the cluster's order."""
+MAX_CONSECUTIVE_COUNTS = 16
+"""If devices are taken in the cluster's order, every number up to this one is tried, then powers of two."""
+
+PROBE_STAGES, PROBE_MICROBATCHES = 2, 16
+"""Size of the table that tells whether a schedule runs all forwards first: more micro-batches than are in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +52,7 @@ class SearchSpace:
     Attributes:
         order: how devices are given to stages, in words.
         stage_counts: the numbers of stages that devices, layers and schedules allow, ascending.
-        device_counts: the numbers of devices looked at, ascending.
+        device_counts: the numbers of devices tried, ascending.
     """
 
     problems: tuple[Problem, ...]
@@ -55,14 +62,14 @@ class SearchSpace:
 
 
 def search_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> SearchSpace:
-    """Returns the problems to solve.
+    """Returns the search space of some options.
 
     Raises:
-        BapipeError: constraints that cannot be met, or a number of stages that there cannot be.
+        BapipeError: constraints that cannot be met, or a number of stages that is impossible.
     """
-    rules = parse_constraints(options.constraints)
-    check_constraints(rules, next(iter(profiles.values())), cluster)
-    made = build_space(
+    constraints = parse_constraints(options.constraints)
+    check_constraints(constraints, next(iter(profiles.values())), cluster)
+    space = build_space(
         profiles,
         cluster,
         minibatch_size=options.minibatch_size,
@@ -72,17 +79,16 @@ def search_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
         num_stages=options.num_stages,
         replicas=options.replicas,
         recompute=options.recompute,
-        constraints=rules,
+        constraints=constraints,
     )
-    if not any(problem.starts for problem in made.problems):
+    if not any(problem.roots for problem in space.problems):
         asked = "any number of" if options.num_stages is None else options.num_stages
-        num_layers = len(next(iter(profiles.values())).layers)
         raise BapipeError(
-            f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers} layers and "
-            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, made.stage_counts)) or 'none'}"
+            f"{asked} stages asked for; {len(cluster.devices)} devices, {_num_layers(profiles)} layers and "
+            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, space.stage_counts)) or 'none'}"
             f"{f' where {options.in_words}' if options.constraints else ''}"
         )
-    return made
+    return space
 
 
 def build_space(
@@ -97,29 +103,45 @@ def build_space(
     replicas: bool = True,
     recompute: bool = True,
     constraints: Constraints | None = None,
+    enabled_bounds: frozenset[str] = BOUND_NAMES,
 ) -> SearchSpace:
-    """Returns every problem of the space. Nothing of size is made before a search asks for it."""
-    rules = constraints or Constraints()
-    classes = classes_of(cluster, limits, rules.apart(cluster), _pace(profiles, cluster))
-    links = Links(cluster, classes)
-    kinds = {own.device.kind: profiles[own.device.kind] for own in classes}
-    grid: IntervalIndex | None = None
+    """Returns every problem of a space. Placements and cost-to-go are computed when a search asks for them.
+
+    Args:
+        sizes: micro-batch sizes that divide the mini-batch.
+        limits: the memory limit of each rank, in bytes.
+        enabled_bounds: names of the lower bounds to use; all but in experiments.
+    """
+    constraints = constraints or Constraints()
+    classes = device_classes(cluster, limits, constraints.apart(cluster), _ns_per_sample(profiles, cluster))
+    links = ClassLinks(cluster, classes)
+    kinds = {cls.device.kind: profiles[cls.device.kind] for cls in classes}
+    intervals: IntervalIndex | None = None
+    max_useful_devices = min(len(cluster.devices), minibatch_size * _num_layers(profiles))
+    any_order = _num_device_groups(classes, max_useful_devices) <= MAX_DEVICE_GROUPS
     problems = []
-    free = _num_groups(classes, min(len(cluster.devices), minibatch_size * len(_layers(profiles)))) <= MAX_DEVICE_GROUPS
     for size in reversed(sizes):
         chains = _chains(kinds, classes, size)
-        grid = grid or IntervalIndex(rules.cuts(next(iter(kinds.values())), chains[0].legal))
-        pieces = _pieces(kinds, classes, links, grid, size, chains, recompute, rules)
-        send, grad = _least_alive(chains, grid)
-        num = minibatch_size // size
-        ideal_ns = int(num * _least_work_ns(kinds, size) / _rate([len(own.ranks) for own in classes], classes))
-        limits_ns = [ideal_ns // part for part in SYNC_CLASS_SHARES]
+        intervals = intervals or IntervalIndex(constraints.cuts(next(iter(kinds.values())), chains[0].legal))
+        costs = _stage_costs(kinds, classes, links, intervals, size, chains, recompute, constraints)
+        num_microbatches = minibatch_size // size
+        total_rate = _rate([len(cls.ranks) for cls in classes], classes)
+        ideal_step_ns = int(num_microbatches * _min_work_ns(kinds, size) / total_rate)
         for schedule in schedules:
-            twins = [own.twin for own in classes]
-            slots = PlacementGraph(
-                schedule, num, twins, replicas=replicas, arranged=len(cluster.devices) <= MAX_PERMUTED_DEVICES
+            placements = PlacementGraph(
+                schedule,
+                num_microbatches,
+                [cls.symmetric_to for cls in classes],
+                replicas=replicas,
+                permute_replicas=len(cluster.devices) <= MAX_PERMUTED_DEVICES,
             )
-            flow_shop = schedule in ("gpipe", "gpipe-2bp")  # all F of a device before its first B
+            lower_bound = LowerBound(
+                costs,
+                num_microbatches,
+                forwards_first=_runs_forwards_first(schedule),
+                sync_limits_ns=[ideal_step_ns // divisor for divisor in SYNC_CLASS_DIVISORS],
+                enabled=enabled_bounds,
+            )
             problems.append(
                 Problem(
                     cluster=cluster,
@@ -127,146 +149,168 @@ def build_space(
                     chains=chains,
                     schedule=schedule,
                     microbatch_size=size,
-                    num_microbatches=num,
-                    slots=slots,
-                    bounds=LowerBound(pieces, num, send, grad, gpipe=flow_shop, limits_ns=limits_ns),
-                    starts=_starts(slots, kinds, classes, size, num_stages, grid.num_places - 1, free),
+                    num_microbatches=num_microbatches,
+                    placements=placements,
+                    lower_bound=lower_bound,
+                    roots=_roots(placements, kinds, classes, size, num_stages, len(intervals.cuts) - 1, any_order),
                 )
             )
-    most_stages = 0 if grid is None else grid.num_places - 1
+    max_stages = 0 if intervals is None else intervals.num_boundaries - 1
     return SearchSpace(
         problems=tuple(problems),
-        order=_order(free, cluster, classes),
-        stage_counts=_stage_counts(problems, len(cluster.devices), most_stages),
-        device_counts=tuple(sorted({start.devices for problem in problems for start in problem.starts})),
+        order=_order_text(any_order, cluster, classes),
+        stage_counts=_stage_counts(problems, len(cluster.devices), max_stages),
+        device_counts=tuple(sorted({root.num_devices for problem in problems for root in problem.roots})),
     )
 
 
-def _stage_counts(problems: Sequence[Problem], num_devices: int, most_stages: int) -> tuple[int, ...]:
-    found: set[int] = set()
-    for slots in {problem.schedule: problem.slots for problem in problems}.values():
-        if slots.schedule in SCHEDULES:
-            found |= set(range(1, min(num_devices, most_stages) + 1))
+def _runs_forwards_first(schedule: str) -> bool:
+    """Whether a schedule with one stage per device runs all F of a device before its first backward, as GPipe does."""
+    if schedule not in SCHEDULES:
+        return False
+    return all(map(runs_forwards_first, SCHEDULES[schedule](PROBE_STAGES, PROBE_MICROBATCHES).order))
+
+
+def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int) -> tuple[int, ...]:
+    stage_counts: set[int] = set()
+    for placements in {problem.schedule: problem.placements for problem in problems}.values():
+        if placements.schedule in SCHEDULES:
+            stage_counts |= set(range(1, min(num_devices, max_stages) + 1))
         else:
-            counts = (slots.table(count).num_stages for count in range(1, min(num_devices, most_stages // 2) + 1))
-            found |= {count for count in counts if count <= most_stages}
-    return tuple(sorted(found))
+            device_counts = range(1, min(num_devices, max_stages // 2) + 1)
+            stage_counts |= {
+                count for count in (placements.table(n).num_stages for n in device_counts) if count <= max_stages
+            }
+    return tuple(sorted(stage_counts))
 
 
-def _order(free: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
+def _order_text(any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
     if len(cluster.devices) == 1:
         return ""
-    if not free:
+    if not any_order:
         return ", in the cluster's order, of too many choices only the first devices"
     if len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES:
         return ", in any order"
     return ", in any order, those of one stage the fastest first"
 
 
-def _starts(
-    slots: PlacementGraph,
+def _roots(
+    placements: PlacementGraph,
     kinds: Mapping[str, ModelProfile],
     classes: Sequence[DeviceClass],
     size: int,
     num_stages: int | None,
-    most_stages: int,
-    free: bool,
+    max_stages: int,
+    any_order: bool,
 ) -> list[Root]:
-    if num_stages is not None and num_stages > most_stages:
+    """The roots of a problem: every choice of devices, with the placements that its first stage can have."""
+    if num_stages is not None and num_stages > max_stages:
         return []
-    most = most_stages * (slots.num_microbatches if slots.replicas else 1)
-    work = _least_work_ns(kinds, size)
-    starts = []
+    num_microbatches = placements.num_microbatches
+    max_devices = max_stages * (num_microbatches if placements.replicas else 1)
+    work_ns = _min_work_ns(kinds, size)
+    roots = []
 
-    def add(used: ClassCounts, first: "tuple[object, ...]", num_places: int = 0) -> None:
-        rate = _rate(used, classes)
-        slack = 3 * slots.num_microbatches * max(sum(used), most_stages)  # times of stages are rounded
-        least_ns = max(0, int(slots.num_microbatches * work / rate) - slack)
-        starts.append(Root(devices=sum(used), first=first, least_ns=least_ns, num_places=num_places))  # type: ignore[arg-type]
+    def add(used: ClassCounts, first: tuple[StagePlacement, ...], num_positions: int = 0) -> None:
+        # All work at the speed of all devices together, less half a nanosecond for each time that is rounded.
+        slack_ns = 3 * num_microbatches * max(sum(used), max_stages)
+        bound_ns = max(0, int(num_microbatches * work_ns / _rate(used, classes)) - slack_ns)
+        if first:
+            roots.append(
+                Root(num_devices=sum(used), first_placements=first, bound_ns=bound_ns, num_positions=num_positions)
+            )
 
-    if slots.schedule not in SCHEDULES:
-        for word, used in _words(classes, most_stages, free):
-            if slots.table(len(word)).num_stages in _allowed(num_stages, most_stages):
-                add(used, slots.looped(word), len(word))
-    elif free:
-        for used in product(*(range(len(own.ranks) + 1) for own in classes)):
-            if 0 < sum(used) <= most and (num_stages is None or sum(used) >= num_stages):
-                add(used, slots.free(used, num_stages))
+    if placements.schedule not in SCHEDULES:
+        for devices, used in _device_orders(classes, max_stages, any_order):
+            if placements.table(len(devices)).num_stages in _allowed_stage_counts(num_stages, max_stages):
+                add(used, placements.roots_multi_stage(devices), len(devices))
+    elif any_order:
+        for used in product(*(range(len(cls.ranks) + 1) for cls in classes)):
+            if 0 < sum(used) <= max_devices and (num_stages is None or sum(used) >= num_stages):
+                add(used, placements.roots_any_order(used, num_stages))
     else:
-        line = _line(classes)
-        for count in _counts(len(line)):
-            if count <= most and (num_stages is None or count >= num_stages):
-                add(_used(line[:count], classes), slots.in_order(line[:count], num_stages))
-    return [start for start in starts if start.first]
+        line = _classes_by_rank(classes)
+        for count in _device_counts(len(line)):
+            if count <= max_devices and (num_stages is None or count >= num_stages):
+                add(_count_classes(line[:count], classes), placements.roots_in_order(line[:count], num_stages))
+    return roots
 
 
 def _rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:
-    """The speeds of so many devices of each class, added up."""
-    speeds = (count * Fraction(str(own.device.speed)) for count, own in zip(used, classes, strict=True))
+    """The sum of the speeds of so many devices of each class."""
+    speeds = (count * Fraction(str(cls.device.speed)) for count, cls in zip(used, classes, strict=True))
     return sum(speeds, start=Fraction(0))
 
 
-def _allowed(num_stages: int | None, most: int) -> range:
-    return range(1, most + 1) if num_stages is None else range(num_stages, min(num_stages, most) + 1)
+def _allowed_stage_counts(num_stages: int | None, max_stages: int) -> range:
+    return range(1, max_stages + 1) if num_stages is None else range(num_stages, min(num_stages, max_stages) + 1)
 
 
-def _line(classes: Sequence[DeviceClass]) -> list[int]:
-    """The class of every device, in the cluster's order."""
-    return [c for _, c in sorted((rank, c) for c, own in enumerate(classes) for rank in own.ranks)]
+def _classes_by_rank(classes: Sequence[DeviceClass]) -> list[int]:
+    """The class of every device, in the cluster's order. [ranks]"""
+    return [c for _, c in sorted((rank, c) for c, cls in enumerate(classes) for rank in cls.ranks)]
 
 
-def _used(line: Sequence[int], classes: Sequence[DeviceClass]) -> ClassCounts:
-    return tuple(line.count(c) for c in range(len(classes)))
+def _count_classes(devices: Sequence[int], classes: Sequence[DeviceClass]) -> ClassCounts:
+    return tuple(devices.count(c) for c in range(len(classes)))
 
 
-def _counts(num_devices: int) -> list[int]:
-    """How many of many devices to look at: any number up to some, and then powers of two and all."""
+def _device_counts(num_devices: int) -> list[int]:
+    """The numbers of devices to try of many: any number up to `MAX_CONSECUTIVE_COUNTS`, then powers of two, and all."""
     powers = [2**n for n in range(num_devices.bit_length())]
-    return sorted({*range(1, min(num_devices, MAX_DEVICE_COUNTS) + 1), *powers, num_devices})
+    return sorted({*range(1, min(num_devices, MAX_CONSECUTIVE_COUNTS) + 1), *powers, num_devices})
 
 
-def _words(classes: Sequence[DeviceClass], most_stages: int, free: bool) -> list[tuple[tuple[int, ...], ClassCounts]]:
-    """Devices in a row, by class, for schedules with several stages a device: in every order, or the cluster's."""
-    line = _line(classes)
-    found: list[tuple[tuple[int, ...], ClassCounts]] = []
-    words: list[tuple[tuple[int, ...], ClassCounts]] = [((), (0,) * len(classes))]
-    for count in range(1, min(len(line), most_stages // 2) + 1):
-        if free and words:
-            words = [
-                ((*word, c), (*used[:c], used[c] + 1, *used[c + 1 :]))
-                for word, used in words
-                for c, own in enumerate(classes)
-                if used[c] < len(own.ranks)
+def _device_orders(
+    classes: Sequence[DeviceClass], max_stages: int, any_order: bool
+) -> list[tuple[ClassSequence, ClassCounts]]:
+    """Orders of devices by class, and their counts, for schedules with several stages per device.
+
+    All orders of 1 device, of 2 devices, ... as long as there are at most `MAX_DEVICE_ORDERS`; for more devices, and if
+    not `any_order`, the cluster's order alone.
+    """
+    line = _classes_by_rank(classes)
+    orders: list[tuple[ClassSequence, ClassCounts]] = []
+    of_count: list[tuple[ClassSequence, ClassCounts]] = [((), (0,) * len(classes))]
+    for count in range(1, min(len(line), max_stages // 2) + 1):
+        if any_order and of_count:
+            of_count = [
+                ((*devices, c), (*used[:c], used[c] + 1, *used[c + 1 :]))
+                for devices, used in of_count
+                for c, cls in enumerate(classes)
+                if used[c] < len(cls.ranks)
             ]
-        if not free or len(words) > MAX_DEVICE_ORDERS:
-            words = []
-        found += words or [(tuple(line[:count]), _used(line[:count], classes))]
-    return found
+        if not any_order or len(of_count) > MAX_DEVICE_ORDERS:
+            of_count = []
+        orders += of_count or [(tuple(line[:count]), _count_classes(line[:count], classes))]
+    return orders
 
 
-def _num_groups(classes: Sequence[DeviceClass], most: int) -> int:
-    num = 1
-    for own in classes:
-        have = min(len(own.ranks), most)
-        num *= (have + 1) * (have + 2) // 2
-    return num
+def _num_device_groups(classes: Sequence[DeviceClass], max_devices: int) -> int:
+    """The number of (devices of a stage, devices that remain after it): per class, pairs with a sum of at most n."""
+    num_groups = 1
+    for cls in classes:
+        n = min(len(cls.ranks), max_devices)
+        num_groups *= (n + 1) * (n + 2) // 2
+    return num_groups
 
 
-def _layers(profiles: Mapping[str, ModelProfile]) -> Sequence[object]:
-    return next(iter(profiles.values())).layers
+def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
+    return len(next(iter(profiles.values())).layers)
 
 
-def _pace(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
-    whole = {
+def _ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
+    """F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
+    at_speed_1 = {
         kind: sum(m.forward_ns + m.whole_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
         / profile.microbatch_sizes[-1]
         for kind, profile in profiles.items()
     }
-    return [whole[device.kind] / device.speed for device in cluster.devices]
+    return [at_speed_1[device.kind] / device.speed for device in cluster.devices]
 
 
-def _least_work_ns(kinds: Mapping[str, ModelProfile], size: int) -> int:
-    """F and B, or I and W, of all layers, each on the kind of device that is fastest at speed 1."""
+def _min_work_ns(kinds: Mapping[str, ModelProfile], size: int) -> int:
+    """F and B, or I and W, of all layers, each on the kind of device that is fastest for it at speed 1."""
     rows = [
         [m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns) for m in profile.at(size)]
         for profile in kinds.values()
@@ -275,47 +319,49 @@ def _least_work_ns(kinds: Mapping[str, ModelProfile], size: int) -> int:
 
 
 def _chains(kinds: Mapping[str, ModelProfile], classes: Sequence[DeviceClass], size: int) -> list[Chain]:
-    made = {
-        (own.device.kind, own.device.speed): Chain(kinds[own.device.kind], size, own.device.speed) for own in classes
+    """The chain as each class runs it; classes of one kind and speed share it. [classes]"""
+    chains = {
+        (cls.device.kind, cls.device.speed): Chain(kinds[cls.device.kind], size, cls.device.speed) for cls in classes
     }
-    return [made[own.device.kind, own.device.speed] for own in classes]
+    return [chains[cls.device.kind, cls.device.speed] for cls in classes]
 
 
-def _pieces(
+def _stage_costs(
     kinds: Mapping[str, ModelProfile],
     classes: Sequence[DeviceClass],
-    links: Links,
-    grid: IntervalIndex,
+    links: ClassLinks,
+    intervals: IntervalIndex,
     size: int,
     chains: Sequence[Chain],
     recompute: bool,
-    rules: Constraints,
+    constraints: Constraints,
 ) -> StageCostTable:
-    alive = [
+    # Kinds of devices may disagree about the bytes at a cut: memory takes the maximum, transfers the minimum.
+    max_bytes = (
         [max(values) for values in zip(*(chain.send_bytes for chain in chains), strict=True)],
         [max(values) for values in zip(*(chain.grad_bytes for chain in chains), strict=True)],
-    ]
+    )
     times: dict[Hashable, IntervalTimes] = {}
-    sizes: dict[str, IntervalMemory] = {}
-    for own in classes:
-        kind, speed = own.device.kind, own.device.speed
-        if kind not in sizes:
-            sizes[kind] = IntervalMemory(grid, kinds[kind], size, alive)
+    memory: dict[str, IntervalMemory] = {}
+    for cls in classes:
+        kind, speed = cls.device.kind, cls.device.speed
+        if kind not in memory:
+            memory[kind] = IntervalMemory(intervals, kinds[kind], size, max_bytes)
         if (kind, speed) not in times:
-            times[kind, speed] = IntervalTimes(grid, kinds[kind], size, speed)
+            times[kind, speed] = IntervalTimes(intervals, kinds[kind], size, speed)
     return StageCostTable(
-        grid,
+        intervals,
         classes,
         links,
-        [times[own.device.kind, own.device.speed] for own in classes],
-        [sizes[own.device.kind] for own in classes],
+        [times[cls.device.kind, cls.device.speed] for cls in classes],
+        [memory[cls.device.kind] for cls in classes],
+        min_send_bytes=_min_at_boundaries([chain.send_bytes for chain in chains], intervals),
+        min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
         recompute=recompute,
-        mask=rules.mask(next(iter(kinds.values())), grid, classes),
+        forbidden=constraints.mask(next(iter(kinds.values())), intervals, classes),
     )
 
 
-def _least_alive(chains: Sequence[Chain], grid: IntervalIndex) -> tuple[IntArray, IntArray]:
-    """The bytes of activations and gradients at every place of the grid, on the kind of device that has least."""
-    send = [min(chain.send_bytes[cut] for chain in chains) for cut in grid.cuts]
-    grad = [min(chain.grad_bytes[cut] for chain in chains) for cut in grid.cuts]
-    return np.array(send, dtype=np.int64), np.array(grad, dtype=np.int64)
+def _min_at_boundaries(cut_bytes: Sequence[Sequence[int]], intervals: IntervalIndex) -> IntArray:
+    """The minimum over the chains of the bytes at every boundary. [chains, layers + 1] -> [boundaries]"""
+    return np.array([min(values[cut] for values in cut_bytes) for cut in intervals.cuts], dtype=np.int64)

@@ -1,6 +1,9 @@
-"""What one stage takes, from its first F on, with each of some runs of layers: letters as in `bounds`."""
+"""Lower bounds of one stage, vectorized over layer intervals, counted from the start of its first F.
 
-from collections.abc import Sequence
+The letters and the names of the bounds are those of `lower_bound.py`; docs/algorithm.md proves each of them.
+"""
+
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import reduce
 
@@ -10,87 +13,160 @@ from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates
 
+WORK = "work"
+RETURN = "return"
+LINK = "link"
+ROUND_TRIP = "round trip"
+LAST_MICROBATCH = "last micro-batch"
+ZIGZAG = "zigzag"
+SHARED_DEVICE = "shared device"
+FORWARDS_FIRST = "forwards first"
+
+BOUND_NAMES = frozenset({WORK, RETURN, LINK, ROUND_TRIP, LAST_MICROBATCH, ZIGZAG, SHARED_DEVICE, FORWARDS_FIRST})
+"""The bounds by name; see `lower_bound.py`. Each can be left out, which keeps the search exact but makes it slower."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferStalls:
-    """How long a device that cannot overlap is held by each transfer of a micro-batch; nothing where it can.
+    """How long each transfer of a micro-batch blocks a device that cannot compute meanwhile; 0 if it can.
+
+    Arrays have the shape of what they are added to, or broadcast to it.
 
     Attributes:
-        enter, leave: activations from the stage before, gradients back to it.
-        send, take: activations to the next stage, and gradients from there; `out` is both.
+        recv_activation_ns, send_gradient_ns: from the stage before, and back to it.
+        send_activation_ns, recv_gradient_ns: to the next stage, and from there.
     """
 
-    enter: IntArray | int = 0
-    leave: IntArray | int = 0
-    send: IntArray | int = 0
-    take: IntArray | int = 0
+    recv_activation_ns: IntArray | int = 0
+    send_gradient_ns: IntArray | int = 0
+    send_activation_ns: IntArray | int = 0
+    recv_gradient_ns: IntArray | int = 0
 
     @property
-    def out(self) -> IntArray | int:
-        return self.send + self.take
+    def next_stage_ns(self) -> IntArray | int:
+        """Both transfers of a micro-batch between this stage and the next."""
+        return self.send_activation_ns + self.recv_gradient_ns
 
 
 @dataclass(frozen=True, slots=True)
 class StageBound:
-    """What a stage takes, counted from its first F.
+    """Lower bounds of one stage, counted from the start of its first F.
+
+    Arrays have the shape of `StageCandidates`, broadcast with that of what follows the stage.
 
     Attributes:
-        around: one micro-batch from here to the end and back.
-        start: until F of the last micro-batch begins.
-        load: until the last r is done.
-        left: until all transfers before the last one to the stage before are done too.
-        again: what all r but the first add.
-        work: for some devices, given by number, until their update is done.
+        round_trip_ns: one micro-batch from here to the last stage and back, its backward here included.
+        last_start_ns: until F of the last micro-batch starts.
+        backward_done_ns: until the last r is done.
+        returned_ns: the same, and until all gradients but the last ones have been sent to the stage before.
+        other_backwards_ns: what all r of a replica but its first add.
+        replica_done_ns: for distinct replicas, given by number, until their update is done.
     """
 
-    around: IntArray
-    start: IntArray
-    load: IntArray
-    left: IntArray
-    again: IntArray
-    work: tuple[tuple[int, IntArray], ...]
+    round_trip_ns: IntArray
+    last_start_ns: IntArray
+    backward_done_ns: IntArray
+    returned_ns: IntArray
+    other_backwards_ns: IntArray
+    replica_done_ns: tuple[tuple[int, IntArray], ...]
 
 
 def bound_stage(
-    slot: StagePlacement,
-    num: int,
-    piece: StageCandidates,
-    reach: IntArray | int,
-    linked: IntArray | int,
-    held: TransferStalls,
+    placement: StagePlacement,
+    num_microbatches: int,
+    stage: StageCandidates,
+    beyond_ns: IntArray | int,
+    busy_link_ns: IntArray | int,
+    stalls: TransferStalls,
+    enabled: Set[str],
 ) -> StageBound:
-    """Returns what a stage with each of some runs of layers takes, of `num` micro-batches.
+    """Returns the bounds of a stage with each of some intervals.
 
-    `reach` is one micro-batch's way from the next transfer until its gradients are here again, and `linked` the same
-    while all micro-batches pass the link to the next stage, or that from it.
+    Args:
+        beyond_ns: one micro-batch from the end of its F here until its gradients are back: both transfers and the round
+            trip beyond. 0 for the last stage.
+        busy_link_ns: the same while all micro-batches cross the link to the next stage, or the link back.
+        stalls: how long transfers block the devices of the stage.
+        enabled: the bounds to use.
     """
-    f, r = piece.forward, piece.back
-    replicas, depth = len(slot.devices), slot.turns.depth
-    most = -(-num // replicas)
-    late = max(0, most - depth // replicas)  # F of a device that follow its first r
-    around = f + r + reach
-    start = (most - 1) * (f + held.enter) + late * (r + held.out)
-    rounds, extra = divmod(num - 1, depth)
-    if late:
-        start = np.maximum(start, around + (late - 1) * (f + r))
-    if rounds:
-        start = np.maximum(start, rounds * np.minimum(around, INF // rounds) + extra // replicas * f)
-    again = (most - 1) * (r + held.take)
-    busy = [own + n * held.out + (n - 1) * held.enter for n, own in piece.turns]
-    load = maximum([start + around, f + r + linked, around + late * (f + held.send) + again, *busy])
-    left = maximum([load, *(own + (n - 1) * held.leave for own, (n, _) in zip(busy, piece.turns, strict=True))])
-    work = tuple(
-        (k, own + n * held.out + (n - 1) * held.enter) for (k, own), (n, _) in zip(piece.work, piece.turns, strict=True)
+    f, r = stage.forward_ns, stage.critical_backward_ns
+    depth = placement.schedule.max_in_flight
+    per_replica = -(
+        -num_microbatches // placement.num_replicas
+    )  # of the replica with the last micro-batch, or one more
+    # F of a replica that must follow its first r, because only `depth` micro-batches may be in flight.
+    late_forwards = max(0, per_replica - depth // placement.num_replicas)
+    round_trip = f + r + beyond_ns
+    others = (per_replica - 1) * (r + stalls.recv_gradient_ns)
+    # Work of distinct replicas, with the transfers that block them. The first activation comes before the first F.
+    blocked = [
+        count * stalls.next_stage_ns + (count - 1) * stalls.recv_activation_ns for count, _ in stage.replica_critical_ns
+    ]
+    critical = [own + extra for (_, own), extra in zip(stage.replica_critical_ns, blocked, strict=True)]
+    last_start = _last_start_ns(placement, num_microbatches, stage, round_trip, late_forwards, stalls)
+    backward_done = largest(
+        [
+            (LAST_MICROBATCH, last_start + round_trip),
+            (LINK, f + r + busy_link_ns),
+            (ROUND_TRIP, round_trip + late_forwards * (f + stalls.send_activation_ns) + others),
+            *((RETURN, own) for own in critical),
+        ],
+        enabled,
+        otherwise=f + r,
     )
-    return StageBound(around=around, start=start, load=load, left=left, again=again, work=work)
+    returned = largest(
+        [
+            (RETURN, own + (count - 1) * stalls.send_gradient_ns)
+            for own, (count, _) in zip(critical, stage.replica_critical_ns, strict=True)
+        ],
+        enabled,
+        otherwise=backward_done,
+    )
+    return StageBound(
+        round_trip_ns=round_trip,
+        last_start_ns=last_start,
+        backward_done_ns=backward_done,
+        returned_ns=np.maximum(backward_done, returned),
+        other_backwards_ns=others,
+        replica_done_ns=tuple((k, own + extra) for (k, own), extra in zip(stage.replica_work_ns, blocked, strict=True)),
+    )
 
 
-def maximum(values: Sequence[IntArray]) -> IntArray:
-    """Returns the largest, element by element."""
+def _last_start_ns(
+    placement: StagePlacement,
+    num_microbatches: int,
+    stage: StageCandidates,
+    round_trip: IntArray,
+    late_forwards: int,
+    stalls: TransferStalls,
+) -> IntArray:
+    """Bound "last micro-batch" within one stage: when F of the last micro-batch starts, from the first F on."""
+    f, r = stage.forward_ns, stage.critical_backward_ns
+    num_replicas, depth = placement.num_replicas, placement.schedule.max_in_flight
+    per_replica = -(-num_microbatches // num_replicas)
+    # The replica has done its F before, and the r that its order puts before the last F.
+    start: IntArray = (per_replica - 1) * (f + stalls.recv_activation_ns) + late_forwards * (r + stalls.next_stage_ns)
+    if late_forwards:
+        # The first r needs a round trip; the others, and the F between them, follow it.
+        start = np.maximum(start, round_trip + (late_forwards - 1) * (f + r))
+    # Every depth-th micro-batch before the last one makes a round trip, one after another.
+    rounds, extra = divmod(num_microbatches - 1, depth)
+    if rounds:
+        start = np.maximum(start, rounds * np.minimum(round_trip, INF // rounds) + extra // num_replicas * f)
+    return start
+
+
+def largest(terms: Iterable[tuple[str, IntArray]], enabled: Set[str], otherwise: IntArray) -> IntArray:
+    """Returns the element-wise maximum of the terms of enabled bounds, `otherwise` if there are none."""
+    return maximum([values for name, values in terms if name in enabled] or [otherwise])
+
+
+def maximum(values: Iterable[IntArray]) -> IntArray:
+    """Returns the element-wise maximum of arrays that broadcast together."""
     return reduce(np.maximum, values)
 
 
-def keep(values: IntArray) -> IntArray:
-    """Returns the values, infinity where they are larger."""
-    found: IntArray = np.minimum(values, INF)
-    return found
+def clip_inf(values: IntArray) -> IntArray:
+    """Returns the values, `INF` if they are larger: a sum of infinities stays infinity."""
+    clipped: IntArray = np.minimum(values, INF)
+    return clipped

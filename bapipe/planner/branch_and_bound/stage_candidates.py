@@ -1,4 +1,15 @@
-"""What a stage is worth to a bound: its times on the devices of a slot, for every run of layers it may hold."""
+"""Times, memory and feasibility of a stage on a placement, for every layer interval that it may hold.
+
+Letters of the bounds (`lower_bound.py`) and the names here, per micro-batch and minimized over the replicas:
+
+    f  forward_ns             F
+    r  critical_backward_ns   the part of the backward that must end before the stage before can begin its own: B, or
+                              I alone if the schedule splits the backward
+    e  finish_ns              what must follow the last r: W if it is separate, the all-reduces, the update
+    b  microbatch_ns - f      B, or I + W
+
+Shapes: `[n]`, where n are the intervals asked for, of all intervals or of those with one begin.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.planner.branch_and_bound.devices import DeviceClass, Links
+from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass
 from bapipe.planner.branch_and_bound.intervals import (
     INF,
+    BoolArray,
     IntArray,
     IntervalIndex,
     IntervalMemory,
@@ -18,252 +30,308 @@ from bapipe.planner.branch_and_bound.intervals import (
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.schedules.table import Phase
 
-ForbiddenIntervals = Callable[[StagePlacement, slice], IntArray | None]
-"""Runs of layers that a slot must not hold, None where it may hold all."""
+MAX_CACHED_ROWS = 20_000
+"""Rows of candidates (one placement and one begin) that are kept."""
+
+ForbiddenIntervals = Callable[[StagePlacement, slice], BoolArray | None]
+"""Which of some intervals constraints forbid on a placement; None if they forbid none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCandidates:
-    """A stage with each of some runs of layers.
+    """A stage with each of n intervals. Arrays are [n].
 
     Attributes:
         fits: whether its devices can hold it.
         recompute: whether they hold it with recomputation only.
-        forward, back: least time over its devices of F, and of what the stage before waits for (B, or I alone).
-        after: what must follow `back` of the last micro-batch: W where it is apart, all-reduces, the update.
-        turns: for some devices, how many micro-batches they run, and the time of F and `back` of all of them.
-        work: for the same devices, their number in the slot, and the time of F, I, W and all that follows the last.
-        spent: the most of that without F.
-        both: F, I and W of a micro-batch, least over the devices.
+        forward_ns, critical_backward_ns: f and r.
+        finish_ns: e, what must follow r of the last micro-batch.
+        replica_critical_ns: for distinct replicas, how many micro-batches they run, and f and r of all of them.
+        replica_work_ns: for the same replicas, their number in the placement, and all their work: F, I, W of all
+            micro-batches, then all-reduces and update.
+        max_backward_work_ns: the maximum over the replicas of that work without F.
+        microbatch_ns: F, I and W of a micro-batch.
     """
 
-    fits: IntArray
-    recompute: IntArray
-    forward: IntArray
-    back: IntArray
-    after: IntArray
-    turns: tuple[tuple[int, IntArray], ...]
-    work: tuple[tuple[int, IntArray], ...]
-    spent: IntArray
-    both: IntArray
+    fits: BoolArray
+    recompute: BoolArray
+    forward_ns: IntArray
+    critical_backward_ns: IntArray
+    finish_ns: IntArray
+    replica_critical_ns: tuple[tuple[int, IntArray], ...]
+    replica_work_ns: tuple[tuple[int, IntArray], ...]
+    max_backward_work_ns: IntArray
+    microbatch_ns: IntArray
 
-    def only(self, j: int) -> "StageCandidates":
-        """Returns the j-th run of layers alone."""
+    def select(self, j: int) -> "StageCandidates":
+        """Returns the j-th interval alone: arrays of one entry."""
         at = slice(j, j + 1)
         return StageCandidates(
             fits=self.fits[at],
             recompute=self.recompute[at],
-            forward=self.forward[at],
-            back=self.back[at],
-            after=self.after[at],
-            turns=tuple((n, own[at]) for n, own in self.turns),
-            work=tuple((k, own[at]) for k, own in self.work),
-            spent=self.spent[at],
-            both=self.both[at],
+            forward_ns=self.forward_ns[at],
+            critical_backward_ns=self.critical_backward_ns[at],
+            finish_ns=self.finish_ns[at],
+            replica_critical_ns=tuple((count, values[at]) for count, values in self.replica_critical_ns),
+            replica_work_ns=tuple((k, values[at]) for k, values in self.replica_work_ns),
+            max_backward_work_ns=self.max_backward_work_ns[at],
+            microbatch_ns=self.microbatch_ns[at],
         )
-
-
-class StageCostTable:
-    """The stages of all slots at one micro-batch size."""
-
-    def __init__(
-        self,
-        grid: IntervalIndex,
-        classes: Sequence[DeviceClass],
-        links: Links,
-        times: Sequence[IntervalTimes],
-        sizes: Sequence[IntervalMemory],
-        *,
-        recompute: bool,
-        mask: ForbiddenIntervals,
-    ) -> None:
-        self.grid, self.classes, self.links = grid, classes, links
-        self._times, self.sizes, self.may_recompute, self._mask = times, sizes, recompute, mask
-        self._reduced: dict[Hashable, IntArray] = {}
-        self._transfers: dict[tuple[Bandwidth, int], tuple[IntArray, IntArray]] = {}
-        self._ways: dict[Hashable, tuple[IntArray, IntArray]] = {}
-        self._rows: dict[tuple[int, int], tuple[StagePlacement, StageCandidates]] = {}
-
-    def row(self, slot: StagePlacement, place: int) -> StageCandidates:
-        """Returns the stages that start at a place."""
-        key = (id(slot), place)
-        if key not in self._rows:
-            if len(self._rows) > 20_000:
-                self._rows.clear()
-            self._rows[key] = slot, self.all(slot, self.grid.row(place))
-        return self._rows[key][1]
-
-    def all(self, slot: StagePlacement, rows: slice) -> StageCandidates:
-        """Returns the stages with the runs of layers in `rows`."""
-        parts = [self.part(slot, k, rows) for k in self.different(slot)]
-        plain = _most(part.lacks for part in parts) <= 0
-        fits = plain
-        again = np.zeros(plain.shape, dtype=bool)
-        if self.may_recompute and not plain.all() and slot.place is None:
-            fits = plain | (_most(part.lacks_again for part in parts) <= 0)
-            again = fits & ~plain
-        forbidden = self._mask(slot, rows)
-        if forbidden is not None:
-            fits = fits & ~forbidden
-        backs = [part.back + part.forward * again for part in parts]
-        boths = [part.forward + part.back + part.rest + part.forward * again for part in parts]
-        shares = [part.num_microbatches for part in parts]
-        work = [n * both + part.end for n, part, both in zip(shares, parts, boths, strict=True)]
-        return StageCandidates(
-            fits=fits,
-            recompute=again,
-            forward=_least(part.forward for part in parts),
-            back=_least(backs),
-            after=_least(part.rest + part.end for part in parts),
-            turns=tuple((n, n * (part.forward + back)) for n, part, back in zip(shares, parts, backs, strict=True)),
-            work=tuple((part.number, own) for part, own in zip(parts, work, strict=True)),
-            spent=_most(own - n * part.forward for n, part, own in zip(shares, parts, work, strict=True)),
-            both=_least(boths),
-        )
-
-    def lacks(self, slot: StagePlacement) -> IntArray:
-        """Returns how many bytes too many each run of layers needs on the device that lacks most, at least."""
-        parts = [self.part(slot, k, slice(None)) for k in self.different(slot)]
-        plain = _most(part.lacks for part in parts)
-        if self.may_recompute and slot.place is None:
-            plain = np.minimum(plain, _most(part.lacks_again for part in parts))
-        forbidden = self._mask(slot, slice(None))
-        return plain if forbidden is None else np.where(forbidden, INF, plain)
-
-    def transfers(
-        self, slot: StagePlacement, other: StagePlacement, num_bytes: IntArray, forward: bool
-    ) -> tuple[IntArray, IntArray]:
-        """Returns of each of some transfers from a slot to the next one (or back) the least time, and the time that all
-        micro-batches take on the link that is busiest.
-        """
-        if slot.place is not None and slot.place == other.place:
-            none = np.zeros(len(num_bytes), dtype=np.int64)
-            return none, none
-        key = (slot.devices, other.devices, slot.turns.num_microbatches, id(num_bytes), forward)
-        if key not in self._ways:
-            self._ways[key] = self._way(slot, other, num_bytes, forward)
-        return self._ways[key]
-
-    def _way(
-        self, slot: StagePlacement, other: StagePlacement, num_bytes: IntArray, forward: bool
-    ) -> tuple[IntArray, IntArray]:
-        counts = _counts(slot, other)
-        links = {(a, b): self.links.between([a], [b]) for a, b in (p if forward else p[::-1] for p in counts)}
-        times = {pair: self._transfer_ns(link, num_bytes) for pair, (link,) in links.items()}
-        busiest = [count * times[p if forward else p[::-1]] for p, count in counts.items()]
-        return _least(times.values()), _most(busiest)
-
-    def stalls(self, slot: StagePlacement) -> bool:
-        """Returns whether no device of a slot with one stage a device computes while it transfers."""
-        return slot.place is None and not any(self.classes[c].device.overlaps_transfers for c in slot.devices)
-
-    def entry(self, slot: StagePlacement, num_bytes: IntArray, forward: bool) -> IntArray:
-        """Returns the least time of a transfer from any stage before a slot (or back); nothing at the start."""
-        others = range(len(self.classes))
-        links = self.links.between(others, slot.devices) if forward else self.links.between(slot.devices, others)
-        times = _least(self._transfer_ns(link, num_bytes) for link in links) if links else np.zeros_like(num_bytes)
-        times = times.copy()
-        times[0] = 0
-        return times
-
-    def _transfer_ns(self, link: Bandwidth, num_bytes: IntArray) -> IntArray:
-        key = (link, id(num_bytes))
-        if key not in self._transfers:
-            self._transfers[key] = num_bytes, transfer_ns(link, num_bytes)
-        return self._transfers[key][1]
-
-    def different(self, slot: StagePlacement) -> list[int]:
-        """The devices of a slot, of those alike only the last one."""
-        found = {
-            (c, share.num_microbatches, share.points): k
-            for k, (c, share) in enumerate(zip(slot.devices, slot.turns.shares, strict=True))
-        }
-        return sorted(found.values())
-
-    def part(self, slot: StagePlacement, k: int, rows: slice) -> "ReplicaCost":
-        c, share = slot.devices[k], slot.turns.shares[k]
-        times, sizes = self._times[c], self.sizes[c]
-        forward, backward = times.forward[rows], times.backward[rows]
-        back, rest = backward, np.zeros_like(backward)
-        if slot.turns.splits:
-            back, rest = times.input_grad[rows], times.weight_grad[rows]
-            if slot.turns.joins:
-                both = np.minimum(back + rest, backward)
-                back = np.minimum(back, both)
-                rest = both - back
-        held = sizes.held[rows]
-        if slot.receives:
-            held = held + share.num_microbatches * sizes.incoming[rows]
-        if slot.returns:
-            held = held + share.num_microbatches * sizes.returning[rows]
-        limit, stash, kept = self.classes[c].limit_bytes, sizes.stash[rows], sizes.incoming[rows]
-        left = sizes.left[rows]
-        plain = [num * stash + late * left for num, _, late in share.points]
-        again = [num * kept + whole * stash + late * left for num, whole, late in share.points]
-        return ReplicaCost(
-            number=k,
-            num_microbatches=share.num_microbatches,
-            forward=forward,
-            back=back,
-            rest=rest,
-            end=times.update[rows] + self._sync_ns(slot, c, rows),
-            lacks=held + _most(plain) - limit,
-            lacks_again=held + _most(again) - limit,
-        )
-
-    def _sync_ns(self, slot: StagePlacement, c: int, rows: slice) -> IntArray:
-        """What the all-reduces take after the last action of a device of class `c`, at least."""
-        if len(slot.devices) == 1:
-            return np.zeros_like(self._times[c].forward[rows])
-        times = self._times[c]
-        found = []
-        for phase in sorted(slot.turns.ends):
-            whole = phase is Phase.BACKWARD
-            links = self.links.ring(slot.devices)
-            beside = self.links.host_sum_link(slot.devices) is None
-            key = (id(times), len(slot.devices), *links, whole, beside)
-            if key not in self._reduced:
-                self._reduced[key] = times.reduced_ns(len(slot.devices), links, whole, beside)
-            last = times.backward[rows] if whole else times.weight_grad[rows]
-            found.append(np.maximum(self._reduced[key][rows] - last, 0))
-        return _least(found)
-
-
-def _counts(slot: StagePlacement, other: StagePlacement) -> dict[tuple[int, int], int]:
-    """How many micro-batches a device of a class hands to one of another class, by their classes.
-
-    It is the most on one link, and where a slot has several classes what any two of them that meet have at least: that
-    is the same with twins exchanged, which changes the order of the devices.
-    """
-    num = slot.turns.num_microbatches
-    period = int(np.lcm(len(slot.devices), len(other.devices)))
-    if len({*slot.devices}) > 1 or len({*other.devices}) > 1:
-        return {
-            (slot.devices[first % len(slot.devices)], other.devices[first % len(other.devices)]): num // period
-            for first in range(period)
-        }
-    return {(slot.devices[0], other.devices[0]): -(-num // period)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCost:
-    """A stage on one of its devices; `rest` and `end` follow its last `back`."""
+    """A stage with each of n intervals on one of its replicas. Arrays are [n].
 
-    number: int
+    Attributes:
+        index: the number of the replica.
+        num_microbatches: how many it runs.
+        forward_ns, critical_backward_ns: f and r.
+        deferred_ns: the W of a micro-batch if it is separate from r, else 0.
+        sync_ns: all-reduces and update, after the last action.
+        shortfall_bytes, recompute_shortfall_bytes: bytes by which it exceeds the device's limit, without and with
+            recomputation; negative if it fits.
+    """
+
+    index: int
     num_microbatches: int
-    forward: IntArray
-    back: IntArray
-    rest: IntArray
-    end: IntArray
-    lacks: IntArray
-    lacks_again: IntArray
+    forward_ns: IntArray
+    critical_backward_ns: IntArray
+    deferred_ns: IntArray
+    sync_ns: IntArray
+    shortfall_bytes: IntArray
+    recompute_shortfall_bytes: IntArray
 
 
-def _least(values: Iterable[IntArray]) -> IntArray:
-    found: IntArray = np.minimum.reduce(list(values))
-    return found
+class StageCostTable:
+    """The stages of all placements at one micro-batch size.
+
+    Attributes:
+        min_send_bytes, min_grad_bytes: activations and gradients of a micro-batch at every boundary, on the kind of
+            device on which they are smallest. [boundaries]
+    """
+
+    def __init__(
+        self,
+        intervals: IntervalIndex,
+        classes: Sequence[DeviceClass],
+        links: ClassLinks,
+        times: Sequence[IntervalTimes],
+        memory: Sequence[IntervalMemory],
+        *,
+        min_send_bytes: IntArray,
+        min_grad_bytes: IntArray,
+        recompute: bool,
+        forbidden: ForbiddenIntervals,
+    ) -> None:
+        """`times` and `memory` have an entry per device class."""
+        self.intervals, self.classes, self.links = intervals, classes, links
+        self._times, self.memory, self.may_recompute, self._forbidden = times, memory, recompute, forbidden
+        self.min_send_bytes, self.min_grad_bytes = min_send_bytes, min_grad_bytes
+        self._all_reduce_done_ns: dict[Hashable, IntArray] = {}
+        self._transfer_ns: dict[tuple[Bandwidth, bool], IntArray] = {}
+        self._transfers: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._rows: dict[tuple[StagePlacement, int], StageCandidates] = {}
+
+    def candidates_from(self, placement: StagePlacement, begin: int) -> StageCandidates:
+        """Returns the stages that begin at a boundary: entry j ends at boundary begin + 1 + j."""
+        key = (placement, begin)
+        if key not in self._rows:
+            if len(self._rows) > MAX_CACHED_ROWS:
+                self._rows.clear()
+            self._rows[key] = self.candidates(placement, self.intervals.row(begin))
+        return self._rows[key]
+
+    def candidates(self, placement: StagePlacement, rows: slice) -> StageCandidates:
+        """Returns the stages with the intervals in `rows`."""
+        replicas = [self.replica_cost(placement, k, rows) for k in self.distinct_replicas(placement)]
+        fits_plain = _max(replica.shortfall_bytes for replica in replicas) <= 0
+        fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
+        if self.may_recompute and not fits_plain.all() and placement.position is None:
+            # Recomputation only costs time, so a stage recomputes only if it does not fit without.
+            fits = fits_plain | (_max(replica.recompute_shortfall_bytes for replica in replicas) <= 0)
+            recompute = fits & ~fits_plain
+        forbidden = self._forbidden(placement, rows)
+        if forbidden is not None:
+            fits = fits & ~forbidden
+        # Recomputation repeats F at the start of every backward.
+        critical_ns = [replica.critical_backward_ns + replica.forward_ns * recompute for replica in replicas]
+        microbatch_ns = [
+            replica.forward_ns + replica.critical_backward_ns + replica.deferred_ns + replica.forward_ns * recompute
+            for replica in replicas
+        ]
+        counts = [replica.num_microbatches for replica in replicas]
+        work_ns = [
+            count * each + replica.sync_ns for count, replica, each in zip(counts, replicas, microbatch_ns, strict=True)
+        ]
+        return StageCandidates(
+            fits=fits,
+            recompute=recompute,
+            forward_ns=_min(replica.forward_ns for replica in replicas),
+            critical_backward_ns=_min(critical_ns),
+            finish_ns=_min(replica.deferred_ns + replica.sync_ns for replica in replicas),
+            replica_critical_ns=tuple(
+                (count, count * (replica.forward_ns + backward_ns))
+                for count, replica, backward_ns in zip(counts, replicas, critical_ns, strict=True)
+            ),
+            replica_work_ns=tuple((replica.index, own) for replica, own in zip(replicas, work_ns, strict=True)),
+            max_backward_work_ns=_max(
+                own - count * replica.forward_ns for count, replica, own in zip(counts, replicas, work_ns, strict=True)
+            ),
+            microbatch_ns=_min(microbatch_ns),
+        )
+
+    def shortfall_bytes(self, placement: StagePlacement) -> IntArray:
+        """Returns for every interval the shortfall of the replica with the largest one; `INF` if forbidden."""
+        replicas = [self.replica_cost(placement, k, slice(None)) for k in self.distinct_replicas(placement)]
+        shortfall = _max(replica.shortfall_bytes for replica in replicas)
+        if self.may_recompute and placement.position is None:
+            shortfall = np.minimum(shortfall, _max(replica.recompute_shortfall_bytes for replica in replicas))
+        forbidden = self._forbidden(placement, slice(None))
+        return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)
+
+    def transfers(
+        self, placement: StagePlacement, successor: StagePlacement, forward: bool
+    ) -> tuple[IntArray, IntArray]:
+        """Returns the transfers to the next stage, or if not `forward` those of the gradients back, at every boundary.
+
+        Both are [boundaries]: the minimum time of one micro-batch, and the time that all micro-batches take on the
+        busiest link.
+        """
+        if placement.position is not None and placement.position == successor.position:
+            zeros = np.zeros(self.intervals.num_boundaries, dtype=np.int64)  # two stages on one device
+            return zeros, zeros
+        num_microbatches = placement.schedule.num_microbatches
+        key = (placement.device_classes, successor.device_classes, num_microbatches, forward)
+        if key not in self._transfers:
+            counts = _microbatches_per_link(placement, successor)
+            directed = {pair: pair if forward else pair[::-1] for pair in counts}
+            times = {
+                pair: self._cut_transfer_ns(self.links.between([a], [b])[0], forward)
+                for pair, (a, b) in directed.items()
+            }
+            self._transfers[key] = _min(times.values()), _max(count * times[pair] for pair, count in counts.items())
+        return self._transfers[key]
+
+    def blocks_on_transfers(self, placement: StagePlacement) -> bool:
+        """Returns whether no replica computes while it transfers; said of devices with one stage only."""
+        return placement.position is None and not any(
+            self.classes[c].device.overlaps_transfers for c in placement.device_classes
+        )
+
+    def min_entry_ns(self, placement: StagePlacement, forward: bool) -> IntArray:
+        """Returns the minimum time of a transfer from any stage before (or back to it). [boundaries]
+
+        It is 0 at the start of the chain, where there is none.
+        """
+        others = range(len(self.classes))
+        own = placement.device_classes
+        links = self.links.between(others, own) if forward else self.links.between(own, others)
+        if not links:
+            return np.zeros(self.intervals.num_boundaries, dtype=np.int64)
+        times = _min(self._cut_transfer_ns(link, forward) for link in links).copy()
+        times[0] = 0
+        return times
+
+    def _cut_transfer_ns(self, link: Bandwidth, forward: bool) -> IntArray:
+        """The transfer of a micro-batch on a link at every boundary. [boundaries]"""
+        key = (link, forward)
+        if key not in self._transfer_ns:
+            num_bytes = self.min_send_bytes if forward else self.min_grad_bytes
+            self._transfer_ns[key] = transfer_ns(link, num_bytes)
+        return self._transfer_ns[key]
+
+    def distinct_replicas(self, placement: StagePlacement) -> list[int]:
+        """Returns the replicas of a placement, of equal ones only the last.
+
+        The last one is the strongest for the work bound: it waits for the most micro-batches of the replicas before.
+        """
+        last_of = {
+            (c, load.num_microbatches, load.memory_peaks): k
+            for k, (c, load) in enumerate(zip(placement.device_classes, placement.schedule.replicas, strict=True))
+        }
+        return sorted(last_of.values())
+
+    def replica_cost(self, placement: StagePlacement, k: int, rows: slice) -> ReplicaCost:
+        """Returns the k-th replica of a placement with the intervals in `rows`."""
+        c, load = placement.device_classes[k], placement.schedule.replicas[k]
+        times, memory = self._times[c], self.memory[c]
+        forward, backward = times.forward_ns[rows], times.backward_ns[rows]
+        critical, deferred = backward, np.zeros_like(backward)
+        if placement.schedule.has_split_backward:
+            critical, deferred = times.input_grad_ns[rows], times.weight_grad_ns[rows]
+            if placement.schedule.has_full_backward:
+                # Some micro-batches run B, others I and W: take the minimum of both, part by part.
+                total = np.minimum(critical + deferred, backward)
+                critical = np.minimum(critical, total)
+                deferred = total - critical
+        # Memory, as the simulator counts it: static bytes, receive buffers of all micro-batches of the step, and the
+        # maximum over the schedule's peaks of what micro-batches keep.
+        static = memory.static_bytes[rows]
+        if placement.receives_activations:
+            static = static + load.num_microbatches * memory.input_bytes[rows]
+        if placement.receives_gradients:
+            static = static + load.num_microbatches * memory.output_grad_bytes[rows]
+        limit, stash, kept_input = self.classes[c].limit_bytes, memory.stash_bytes[rows], memory.input_bytes[rows]
+        gradient_stash = memory.gradient_stash_bytes[rows]
+        peaks = load.memory_peaks
+        plain = [in_flight * stash + late * gradient_stash for in_flight, _, late in peaks]
+        recomputed = [
+            in_flight * kept_input + in_backward * stash + late * gradient_stash
+            for in_flight, in_backward, late in peaks
+        ]
+        return ReplicaCost(
+            index=k,
+            num_microbatches=load.num_microbatches,
+            forward_ns=forward,
+            critical_backward_ns=critical,
+            deferred_ns=deferred,
+            sync_ns=times.update_ns[rows] + self._all_reduce_ns(placement, c, rows),
+            shortfall_bytes=static + _max(plain) - limit,
+            recompute_shortfall_bytes=static + _max(recomputed) - limit,
+        )
+
+    def _all_reduce_ns(self, placement: StagePlacement, c: int, rows: slice) -> IntArray:
+        """The minimum time that the all-reduces take after the last action of a device of class `c`."""
+        times = self._times[c]
+        if placement.num_replicas == 1:
+            return np.zeros_like(times.forward_ns[rows])
+        after_last = []
+        for phase in sorted(placement.schedule.last_phases):
+            full_backward = phase is Phase.BACKWARD
+            links = self.links.ring(placement.device_classes)
+            overlapped = self.links.host_sum_link(placement.device_classes) is None
+            key = (times, placement.num_replicas, *links, full_backward, overlapped)
+            if key not in self._all_reduce_done_ns:
+                self._all_reduce_done_ns[key] = times.all_reduce_done_ns(
+                    placement.num_replicas, links, full_backward, overlapped
+                )
+            action_ns = times.backward_ns[rows] if full_backward else times.weight_grad_ns[rows]
+            after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))
+        return _min(after_last)
 
 
-def _most(values: Iterable[IntArray]) -> IntArray:
-    found: IntArray = np.maximum.reduce(list(values))
-    return found
+def _microbatches_per_link(placement: StagePlacement, successor: StagePlacement) -> dict[tuple[int, int], int]:
+    """How many micro-batches a device of one class hands to a device of another class, by their classes.
+
+    Micro-batch m goes from replica m mod R to replica m mod R', so the pairs repeat with period lcm(R, R').
+
+    Between two classes it is the maximum over links. If a stage has several classes, it is what any two devices that
+    meet have at least: that does not change when symmetric classes are exchanged, which reorders the devices.
+    """
+    num = placement.schedule.num_microbatches
+    senders, receivers = placement.device_classes, successor.device_classes
+    period = int(np.lcm(len(senders), len(receivers)))
+    if len(set(senders)) > 1 or len(set(receivers)) > 1:
+        return {(senders[m % len(senders)], receivers[m % len(receivers)]): num // period for m in range(period)}
+    return {(senders[0], receivers[0]): -(-num // period)}
+
+
+def _min(values: Iterable[IntArray]) -> IntArray:
+    minimum: IntArray = np.minimum.reduce(list(values))
+    return minimum
+
+
+def _max(values: Iterable[IntArray]) -> IntArray:
+    maximum: IntArray = np.maximum.reduce(list(values))
+    return maximum

@@ -1,4 +1,13 @@
-"""How the devices of one stage take their turns: what a schedule's order of one stage asks of each of them."""
+"""The order of one stage, shared among its replicas: what the bounds and the memory check need to know of it.
+
+A stage on R replicas runs micro-batch m on replica m mod R, and every replica keeps the order of the schedule. Two
+numbers describe how forwards and backwards alternate on a replica:
+
+    max_in_flight   d   F of micro-batch m + d comes after the backward of micro-batch m
+    forwards_ahead  a   F of micro-batch m + a comes before the backward of micro-batch m
+
+so 1F1B on the stage that is s-th from the end has d = s + 1 and a = s, and GPipe with M micro-batches d = M.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,97 +20,113 @@ MemoryPeak = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """What one device of a stage does in a step.
+    """What one replica of a stage does in a step.
 
     Attributes:
         num_microbatches: how many it runs.
-        points: what it holds at the same time; none of them is below another.
+        memory_peaks: the states in which its memory can be at its maximum: no peak is dominated by another one, so the
+            peak in bytes is the maximum over these whatever the layers' sizes are.
     """
 
     num_microbatches: int
-    points: tuple[MemoryPeak, ...]
+    memory_peaks: tuple[MemoryPeak, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSchedule:
-    """An order of one stage, taken in turns by several devices.
+    """An order of one stage, shared among its replicas.
 
     Attributes:
-        shares: of each device.
-        depth: F of micro-batch m + depth follows B or I of micro-batch m on the same device.
-        ahead: F of micro-batch m + ahead comes before B or I of micro-batch m on the same device, while there are that
-            many.
-        phases: which there are.
-        ends: the phases that can come last on a device: B, W, or both.
+        replicas: the load of each replica.
+        max_in_flight: d, on any replica: F of micro-batch m + d follows B or I of micro-batch m on the same replica.
+        forwards_ahead: a, on every replica: F of micro-batch m + a comes before B or I of micro-batch m on the same
+            replica, if there is a micro-batch m + a.
+        phases: the phases in the order.
+        last_phases: the phases that can come last on a replica: B, W, or both.
     """
 
-    shares: tuple[ReplicaLoad, ...]
-    depth: int
-    ahead: int
+    replicas: tuple[ReplicaLoad, ...]
+    max_in_flight: int
+    forwards_ahead: int
     phases: frozenset[Phase]
-    ends: frozenset[Phase]
+    last_phases: frozenset[Phase]
 
     @property
     def num_microbatches(self) -> int:
-        """How many there are."""
-        return sum(share.num_microbatches for share in self.shares)
+        """Micro-batches of all replicas."""
+        return sum(replica.num_microbatches for replica in self.replicas)
 
     @property
-    def splits(self) -> bool:
-        """Whether I and W run apart."""
+    def has_split_backward(self) -> bool:
+        """Whether I and W run as separate actions."""
         return Phase.INPUT_GRAD in self.phases
 
     @property
-    def joins(self) -> bool:
+    def has_full_backward(self) -> bool:
         """Whether there is a B."""
         return Phase.BACKWARD in self.phases
 
 
-def turns(order: Sequence[Action], num_devices: int) -> StageSchedule:
-    """Returns how `num_devices` devices share the order of a stage. O(actions)."""
-    parts = [[action for action in order if action.microbatch % num_devices == k] for k in range(num_devices)]
-    depths = [_depths(part, num_devices) for part in parts]
-    depth = max(max(own, default=1) for own in depths)
-    least = min((found for own in depths for j, found in enumerate(own) if j + found < len(own)), default=depth)
+def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedule:
+    """Returns the order of a stage shared among `num_replicas` replicas. O(actions)."""
+    orders = [[action for action in order if action.microbatch % num_replicas == k] for k in range(num_replicas)]
+    in_flight = [_in_flight_at_backwards(own, num_replicas) for own in orders]
+    max_in_flight = max(max(counts, default=1) for counts in in_flight)
+    # The last micro-batches of a replica have fewer forwards ahead only because there are no more: leave these out.
+    min_in_flight = min(
+        (count for counts in in_flight for m, count in enumerate(counts) if m + count < len(counts)),
+        default=max_in_flight,
+    )
     return StageSchedule(
-        shares=tuple(
-            ReplicaLoad(num_microbatches=sum(a.phase is Phase.FORWARD for a in part), points=_points(part))
-            for part in parts
+        replicas=tuple(
+            ReplicaLoad(
+                num_microbatches=sum(action.phase is Phase.FORWARD for action in own), memory_peaks=_memory_peaks(own)
+            )
+            for own in orders
         ),
-        depth=depth * num_devices,
-        ahead=(least - 1) * num_devices,
+        # Counted in micro-batches of the replica, which are `num_replicas` apart.
+        max_in_flight=max_in_flight * num_replicas,
+        forwards_ahead=(min_in_flight - 1) * num_replicas,
         phases=frozenset(action.phase for action in order),
-        ends=frozenset(part[-1].phase for part in parts if part),
+        last_phases=frozenset(own[-1].phase for own in orders if own),
     )
 
 
-def _depths(order: Sequence[Action], num_devices: int) -> list[int]:
-    """For every micro-batch of a device, how many of its F from its own on come before its B or I."""
-    forwards = 0
-    found: dict[int, int] = {}
+def runs_forwards_first(order: Sequence[Action]) -> bool:
+    """Returns whether every F of a rank comes before its first backward, as in GPipe."""
+    phases = [action.phase for action in order]
+    return Phase.FORWARD not in phases[phases.count(Phase.FORWARD) :]
+
+
+def _in_flight_at_backwards(order: Sequence[Action], num_replicas: int) -> list[int]:
+    """For every micro-batch of a replica, how many F, its own one and later ones, come before its B or I."""
+    num_forwards = 0
+    in_flight: dict[int, int] = {}
     for _, phase, microbatch in order:
         if phase is Phase.FORWARD:
-            forwards += 1
+            num_forwards += 1
         elif phase is not Phase.WEIGHT_GRAD:
-            found[microbatch] = max(1, forwards - microbatch // num_devices)
-    return [found[microbatch] for microbatch in sorted(found)]
+            in_flight[microbatch] = max(1, num_forwards - microbatch // num_replicas)
+    return [in_flight[microbatch] for microbatch in sorted(in_flight)]
 
 
-def _points(order: Sequence[Action]) -> tuple[MemoryPeak, ...]:
-    kept = whole = left = 0
-    seen: set[MemoryPeak] = set()
+def _memory_peaks(order: Sequence[Action]) -> tuple[MemoryPeak, ...]:
+    """The Pareto-maximal states of a replica's memory over its actions."""
+    # In flight: stash, or the stage's input if recomputed. In backward: whole stash. Before W: what I leaves for W.
+    num_in_flight = num_in_backward = num_before_weight_grad = 0
+    states: set[MemoryPeak] = set()
     for _, phase, _ in order:
         if phase is Phase.FORWARD:
-            kept += 1
+            num_in_flight += 1
         elif phase is not Phase.WEIGHT_GRAD:
-            whole += 1
-            left += phase is Phase.INPUT_GRAD
-        seen.add((kept, whole, left))
-        if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
-            kept, whole = kept - 1, whole - 1
-            left -= phase is Phase.WEIGHT_GRAD
-    best: list[MemoryPeak] = []
-    for point in sorted(seen, reverse=True):
-        if not any(all(a <= b for a, b in zip(point, other, strict=True)) for other in best):
-            best.append(point)
-    return tuple(best)
+            num_in_backward += 1
+            num_before_weight_grad += phase is Phase.INPUT_GRAD
+        states.add((num_in_flight, num_in_backward, num_before_weight_grad))
+        if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):  # memory is freed when the action ends
+            num_in_flight, num_in_backward = num_in_flight - 1, num_in_backward - 1
+            num_before_weight_grad -= phase is Phase.WEIGHT_GRAD
+    peaks: list[MemoryPeak] = []
+    for state in sorted(states, reverse=True):  # lexicographically descending: only earlier ones can dominate
+        if not any(all(a <= b for a, b in zip(state, other, strict=True)) for other in peaks):
+            peaks.append(state)
+    return tuple(peaks)

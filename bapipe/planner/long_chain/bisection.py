@@ -1,9 +1,15 @@
-"""Plans for chains too long to search exactly: a bound from a relaxation, and the best of many plans near it.
+"""Long chains: a lower bound by bisection over a relaxation, and the best of many plans constructed near it.
 
-Where a cut may be at many places, partial plans are too many to open. `within` decides for a step time whether any
-plan may be so fast; halving finds the least such time, which no plan beats. Its own paths are plans to judge; others
-are stages of equal numbers of devices, cut as evenly as may be and then, with stages a little longer, where transfers
-are short. The best of them move their cuts as long as the judge says that it helps.
+If a chain can be cut at very many places, partial plans are too many to expand. `relaxation.py` decides for a step time
+T whether any plan may be so fast; bisection finds the smallest such T, which no plan beats. The steps:
+
+    1. construct_balanced  plans with equal numbers of replicas per stage, cut as evenly as possible, then with slightly
+                           longer stages where that makes transfers shorter
+    2. raise_bound         bisection, one micro-batch size after another; the relaxation's own paths are simulated, too
+    3. hill_climb          the best plans move their cuts as long as the simulator says that it helps
+    4. best-first search   if a gap remains and the problem is not too large, from the best plan as incumbent
+
+The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,276 +19,322 @@ from itertools import pairwise, zip_longest
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
-from bapipe.planner.branch_and_bound.search import best_first
+from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR, best_first
+from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
 from bapipe.progress import SearchProgress
 
 MIN_BOUNDARIES = 300
-"""From so many places where a chain may be cut this search is used."""
+"""From so many boundaries on a chain is long: this search is used."""
+
+DEFAULT_MAX_ACTIONS = 12_000_000
+"""Budget: actions that the simulator may run."""
+
+ACTIONS_PER_FALLBACK_NODE, ACTIONS_PER_CLOSING_NODE = 1_000, 10_000
+"""Exchange rates of the budget for a best-first search: one that has to find the first plan, and one that has to close
+the gap. A node of a long chain takes longer than the simulation of its actions, so the second gets fewer nodes."""
 
 BOUND_PRECISION = 400
-"""The bound is found to one part in so many."""
-
-EVENT_DRIVEN_FACTOR = 20
-"""How many times longer the judge takes event by event."""
+"""Bisection ends at one part in so many."""
 
 BALANCE_SLACKS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
 """By how much stages may exceed the most even cut, for shorter transfers."""
 
-GOOD_ENOUGH = 1.01
-"""Partial plans are opened too where the best plan exceeds the bound by more than this,"""
+MAX_GAP = 1.01
+"""A best-first search follows if the best plan exceeds the bound by more than this factor, ..."""
 
-MAX_INTERVALS = 100_000_000
-"""and the slots of all problems have no more runs of layers."""
+MAX_EXACT_INTERVALS = 100_000_000
+"""... and the placements of all problems have at most so many intervals."""
 
 NUM_CLIMBED = 4
-"""Plans whose cuts are moved."""
+"""The number of plans that are varied: cut in several ways, and improved by hill climbing."""
 
 CUT_MOVES = (32, 16, 8, 4, 3, 2, 1)
-"""How many places a cut is moved at once."""
+"""By how many boundaries a cut is moved at once."""
 
 
 def is_long_chain(problems: Sequence[Problem]) -> bool:
-    """Returns whether there are too many places to cut for partial plans to be opened one by one."""
-    return any(problem.bounds.pieces.grid.num_places >= MIN_BOUNDARIES for problem in problems)
+    """Returns whether there are too many boundaries for partial plans to be expanded one by one."""
+    return any(problem.lower_bound.costs.intervals.num_boundaries >= MIN_BOUNDARIES for problem in problems)
 
 
 def solve_long_chain(
     problems: Sequence[Problem],
     *,
-    max_actions: int = 12_000_000,
+    max_actions: int = DEFAULT_MAX_ACTIONS,
+    max_exact_intervals: int = MAX_EXACT_INTERVALS,
     stop: Callable[[], bool] = lambda: False,
     progress: SearchProgress | None = None,
 ) -> SearchResult | None:
-    """Returns the best layout found and a bound on all, None where nothing fits.
+    """Returns the best layout found and a bound on all, None if nothing fits.
 
     Args:
-        max_actions: after how many actions the judge stops.
+        max_actions: after how many simulated actions the heuristics end.
+        max_exact_intervals: up to which size a best-first search follows.
         stop: ends the search with the best layout so far.
     """
-    search = _Search(problems, max_actions, stop, progress)
+    search = _LongChainSearch(problems, max_actions, stop, progress)
     search.construct_balanced()
     search.raise_bound()
     search.hill_climb()
-    found = search.result()
-    if found is None:
+    best = search.result()
+    if best is None:
         if not search.may_fit:
             return None
-        return best_first(problems, max_nodes=max_actions // 1000, stop=stop, progress=progress)
-    if found.step_ns > GOOD_ENOUGH * found.lower_bound_ns and search.size <= MAX_INTERVALS and not stop():
-        better = best_first(problems, max_nodes=max_actions // 10_000, stop=stop, progress=progress, known=found)
-        assert better is not None
-        return replace(better, lower_bound_ns=max(better.lower_bound_ns, found.lower_bound_ns))
-    return found
+        max_nodes = max_actions // ACTIONS_PER_FALLBACK_NODE
+        return best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress)
+    if best.step_ns > MAX_GAP * best.lower_bound_ns and search.num_intervals <= max_exact_intervals and not stop():
+        max_nodes = max_actions // ACTIONS_PER_CLOSING_NODE
+        improved = best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress, incumbent=best)
+        assert improved is not None
+        return replace(improved, lower_bound_ns=max(improved.lower_bound_ns, best.lower_bound_ns))
+    return best
 
 
-class _Search:
-    """The plans judged, and the bound so far."""
+class _LongChainSearch:
+    """The plans simulated, and the bound so far.
+
+    Problems of one micro-batch size share their costs, hence their feasible intervals and their bound.
+
+    Attributes:
+        bounds_ns: per micro-batch size (its costs), a time that no step of its problems beats.
+        simulated: the step time of each path of each problem, by its number; None if it does not fit.
+        ranked: (step time, sequence number, number of the problem, path) of those that fit.
+        num_actions: simulated so far.
+        num_intervals: the size of the relaxations.
+        may_fit: whether the relaxation has any pipeline that fits in memory.
+    """
 
     def __init__(
-        self, problems: Sequence[Problem], max_actions: int, stop: Callable[[], bool], progress: SearchProgress | None
+        self,
+        problems: Sequence[Problem],
+        max_actions: int,
+        stop: Callable[[], bool],
+        progress: SearchProgress | None,
     ) -> None:
-        self.problems = [problem for problem in problems if problem.starts]
+        self.problems = [problem for problem in problems if problem.roots]
         self.max_actions, self.stop, self.progress = max_actions, stop, progress
-        self.windows: dict[int, FeasibleIntervals] = {}
+        self.feasible: dict[StageCostTable, FeasibleIntervals] = {}
         for problem in self.problems:
-            pieces = problem.bounds.pieces
-            if id(pieces) not in self.windows:
-                alike = [other for other in self.problems if other.bounds.pieces is pieces]
-                self.windows[id(pieces)] = FeasibleIntervals(pieces, _first_placements(alike))
-        self.low_ns = {key: int(windows.before[-1]) for key, windows in self.windows.items()}
-        self.looked_at: set[int] = set()
-        self.judged: dict[tuple[int, Path], int | None] = {}
+            costs = problem.lower_bound.costs
+            if costs not in self.feasible:
+                same_size = [other for other in self.problems if other.lower_bound.costs is costs]
+                self.feasible[costs] = FeasibleIntervals(costs, _first_placements(same_size))
+        # One micro-batch through the whole chain and back is a first bound.
+        self.bounds_ns = {costs: int(feasible.before_ns[-1]) for costs, feasible in self.feasible.items()}
+        self._bisected: set[StageCostTable] = set()
+        self.simulated: dict[tuple[int, Path], int | None] = {}
         self.ranked: list[tuple[int, int, int, Path]] = []
         self.best_ns: int | None = None
-        self.spent = 0
+        self.num_actions = self.num_intervals = 0
         self.may_fit = True
-        self.size = 0
 
     @property
     def bound_ns(self) -> int:
         """A time that no step of any problem beats."""
-        return min(self.low_ns.values(), default=0)
+        return min(self.bounds_ns.values(), default=0)
 
     @property
     def is_over(self) -> bool:
         if self.best_ns is None:
             return False
-        return self.best_ns <= self.bound_ns or self.spent > self.max_actions or self.stop()
+        return self.best_ns <= self.bound_ns or self.num_actions > self.max_actions or self.stop()
 
     def result(self) -> SearchResult | None:
         if not self.ranked:
             return None
-        step_ns, _, i, (places, slots) = min(self.ranked, key=lambda plan: plan[:2])
+        step_ns, _, i, (boundaries, placements) = self._best_plans(1)[0]
         problem = self.problems[i]
         return SearchResult(
             problem=problem,
-            layout=problem.layout(places, slots),
+            layout=problem.layout(boundaries, placements),
             step_ns=step_ns,
             lower_bound_ns=min(step_ns, self.bound_ns),
         )
 
-    def step_ns(self, i: int, way: Path) -> int | None:
-        """Returns what the judge says of a way through a problem, None where its stages do not fit."""
-        if (i, way) not in self.judged:
-            found = self.judged[i, way] = self._judge(self.problems[i], way)
-            if found is not None:
-                self.ranked.append((found, len(self.ranked), i, way))
-                self.best_ns = found if self.best_ns is None else min(self.best_ns, found)
-            if self.progress and self.best_ns is not None:
-                self.progress(len(self.judged), self.best_ns, min(self.bound_ns, self.best_ns))
-        return self.judged[i, way]
+    def _best_plans(self, count: int) -> list[tuple[int, int, int, Path]]:
+        return sorted(self.ranked, key=lambda plan: plan[:2])[:count]
 
-    def _judge(self, problem: Problem, way: Path) -> int | None:
-        places, slots = way
-        for slot, (start, stop) in zip(slots, pairwise(places), strict=True):
-            if not problem.bounds.pieces.row(slot, start).fits[stop - start - 1]:
+    def step_ns(self, i: int, path: Path) -> int | None:
+        """Returns the simulated step time of a path of problem i, None if its stages do not fit."""
+        if (i, path) not in self.simulated:
+            step_ns = self.simulated[i, path] = self._simulate(self.problems[i], path)
+            if step_ns is not None:
+                self.ranked.append((step_ns, len(self.ranked), i, path))
+                self.best_ns = step_ns if self.best_ns is None else min(self.best_ns, step_ns)
+            if self.progress and self.best_ns is not None:
+                self.progress(len(self.simulated), self.best_ns, min(self.bound_ns, self.best_ns))
+        return self.simulated[i, path]
+
+    def _simulate(self, problem: Problem, path: Path) -> int | None:
+        boundaries, placements = path
+        for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True):
+            if not problem.lower_bound.costs.candidates_from(placement, begin).fits[end - begin - 1]:
                 return None
-        layout = problem.layout(places, slots)
+        layout = problem.layout(boundaries, placements)
         if not problem.fits(layout):
             return None
-        factor = 1 if problem.is_fast(layout) else EVENT_DRIVEN_FACTOR
-        self.spent += 2 * len(slots) * problem.num_microbatches * factor
+        factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
+        self.num_actions += 2 * len(placements) * problem.num_microbatches * factor
         return problem.step_ns(layout)
 
     def construct_balanced(self) -> None:
-        """Judges stages of equal numbers of devices, the most promising ones cut in several ways."""
-        evens: list[tuple[int, int, int, _BalancedCuts]] = []
-        for turn in zip_longest(*(_uniform_pipelines(problem) for problem in self.problems)):
-            for i, slots in enumerate(turn):
-                if slots is None:
+        """Step 1: simulates uniform pipelines with balanced cuts; the best of them also with longer stages."""
+        balanced: list[tuple[int, int, int, _BalancedCuts]] = []
+        # One pipeline of each problem in turn, so that a small budget sees all problems.
+        for pipelines in zip_longest(*(_uniform_pipelines(problem) for problem in self.problems)):
+            for i, placements in enumerate(pipelines):
+                if placements is None:
                     continue
-                even = _BalancedCuts(self.problems[i], self._windows(self.problems[i]), slots)
-                way = even.way(1.0)
-                step_ns = None if way is None else self.step_ns(i, way)
+                cuts = _BalancedCuts(self.problems[i], self._feasible(self.problems[i]), placements)
+                path = cuts.path(BALANCE_SLACKS[0])
+                step_ns = None if path is None else self.step_ns(i, path)
                 if step_ns is not None:
-                    evens.append((step_ns, len(evens), i, even))
+                    balanced.append((step_ns, len(balanced), i, cuts))
                 if self.is_over:
                     return
-        for _, _, i, even in sorted(evens, key=lambda e: e[:2])[:NUM_CLIMBED]:
+        for _, _, i, cuts in sorted(balanced, key=lambda plan: plan[:2])[:NUM_CLIMBED]:
             for slack in BALANCE_SLACKS[1:]:
-                way = even.way(slack)
-                if way is not None and not self.is_over:
-                    self.step_ns(i, way)
+                path = cuts.path(slack)
+                if path is not None and not self.is_over:
+                    self.step_ns(i, path)
 
-    def _windows(self, problem: Problem) -> FeasibleIntervals:
-        return self.windows[id(problem.bounds.pieces)]
+    def _feasible(self, problem: Problem) -> FeasibleIntervals:
+        return self.feasible[problem.lower_bound.costs]
 
     def raise_bound(self) -> None:
-        """Raises the bound by halving, one micro-batch size after another, that of the best plan first."""
-        best = min(self.ranked, key=lambda plan: plan[:2])[2] if self.ranked else 0
-        first = id(self.problems[best].bounds.pieces)
-        for key in sorted(self.low_ns, key=lambda key: key != first):
+        """Step 2: raises the bound by bisection, one micro-batch size after another, that of the best plan first."""
+        best = self._best_plans(1)[0][2] if self.ranked else 0
+        first = self.problems[best].lower_bound.costs if self.problems else None
+        for costs in sorted(self.bounds_ns, key=lambda costs: costs is not first):
             if not self.is_over:
-                numbers = [i for i, problem in enumerate(self.problems) if id(problem.bounds.pieces) == key]
-                known = [low_ns for other, low_ns in self.low_ns.items() if other in self.looked_at]
-                self._bisect_bound(key, numbers, min(known, default=None))
-                self.looked_at.add(key)
-                self.windows[key].forget()
+                numbers = [i for i, problem in enumerate(self.problems) if problem.lower_bound.costs is costs]
+                # The bound on all problems is the minimum over the sizes: no size needs more than another has.
+                known = [bound_ns for other, bound_ns in self.bounds_ns.items() if other in self._bisected]
+                self._bisect_bound(costs, numbers, min(known, default=None))
+                self._bisected.add(costs)
+                self.feasible[costs].clear()
         self.may_fit = self.best_ns is not None or self.bound_ns < INF >> 2
 
-    def _bisect_bound(self, key: int, numbers: Sequence[int], enough_ns: int | None) -> None:
-        """Raises the bound of some problems, to `enough_ns` at most, and judges the paths it meets."""
-        relaxed = [(i, self._relaxed(self.problems[i])) for i in numbers]
-        self.size += sum(within.num_runs for _, within in relaxed)
+    def _bisect_bound(self, costs: StageCostTable, numbers: Sequence[int], sufficient_ns: int | None) -> None:
+        """Raises the bound of the problems of one size, to `sufficient_ns` at most, and simulates paths on the way.
 
-        def allowed(limit_ns: int) -> bool:
-            place = next((place for place, (_, within) in enumerate(relaxed) if within.is_feasible(limit_ns)), None)
-            if place is None:
-                self.low_ns[key] = max(self.low_ns[key], limit_ns + 1)
+        Invariant: no plan is faster than bounds_ns[costs]; `high_ns` is feasible for the relaxation, None if unknown.
+        """
+        relaxations = [(i, self._relaxation(self.problems[i])) for i in numbers]
+        self.num_intervals += sum(relaxation.num_intervals for _, relaxation in relaxations)
+
+        def is_feasible(limit_ns: int) -> bool:
+            at = next((at for at, (_, relaxation) in enumerate(relaxations) if relaxation.is_feasible(limit_ns)), None)
+            if at is None:
+                self.bounds_ns[costs] = max(self.bounds_ns[costs], limit_ns + 1)
                 return False
-            relaxed.insert(0, relaxed.pop(place))  # first the next time
-            i, within = relaxed[0]
-            way = within.best_path()
-            if way is not None:
-                self.step_ns(i, way)
+            relaxations.insert(0, relaxations.pop(at))  # the most likely to be feasible for the next limit
+            i, relaxation = relaxations[0]
+            path = relaxation.best_path()
+            if path is not None:
+                self.step_ns(i, path)
             return True
 
-        if self.best_ns is None and not allowed(INF >> 2):
+        if self.best_ns is None and not is_feasible(INF >> 2):
             return
-        if enough_ns is not None and not allowed(enough_ns - 1):
+        if sufficient_ns is not None and not is_feasible(sufficient_ns - 1):
             return
-        high_ns = enough_ns if enough_ns is not None else self.best_ns
-        while not self.is_over and (
-            high_ns is None or high_ns - self.low_ns[key] > self.low_ns[key] // BOUND_PRECISION
-        ):
-            limit_ns = 5 * self.low_ns[key] // 4 if high_ns is None else (self.low_ns[key] + high_ns) // 2
-            if allowed(limit_ns):
+        high_ns = sufficient_ns if sufficient_ns is not None else self.best_ns
+        while not self.is_over:
+            low_ns = self.bounds_ns[costs]
+            if high_ns is not None and high_ns - low_ns <= low_ns // BOUND_PRECISION:
+                break
+            limit_ns = 5 * low_ns // 4 if high_ns is None else (low_ns + high_ns) // 2
+            if is_feasible(limit_ns):
                 high_ns = limit_ns
         if self.best_ns is not None and not self.is_over:
-            allowed(self.best_ns - 1)
+            is_feasible(self.best_ns - 1)  # the incumbent may be optimal
 
-    def _relaxed(self, problem: Problem) -> Relaxation:
-        return Relaxation(problem, self._windows(problem), _first_placements([problem]), lambda slot: slot.next)
+    def _relaxation(self, problem: Problem) -> Relaxation:
+        return Relaxation(
+            problem, self._feasible(problem), _first_placements([problem]), lambda placement: placement.successors
+        )
 
     def hill_climb(self) -> None:
-        """Moves the cuts of the best plans for as long as that helps."""
-        for _, _, i, way in sorted(self.ranked, key=lambda plan: plan[:2])[:NUM_CLIMBED]:
-            helps = True
-            while helps and not self.is_over:
-                better = self._move_cuts(i, way)
-                way, helps = better, better != way
+        """Step 3: moves the cuts of the best plans for as long as that helps."""
+        for _, _, i, path in self._best_plans(NUM_CLIMBED):
+            improved = True
+            while improved and not self.is_over:
+                moved = self._move_cuts(i, path)
+                path, improved = moved, moved != path
 
-    def _move_cuts(self, i: int, way: Path) -> Path:
-        """Returns the way with every cut moved as far as helps at once."""
-        places, slots = way
-        best_ns = self.step_ns(i, way)
-        reach = max(1, places[-1] // len(slots))
-        for cut in range(1, len(slots)):
-            for shift in [sign * size for size in CUT_MOVES if size <= reach for sign in (-1, 1)]:
-                place = places[cut] + shift
-                if places[cut - 1] < place < places[cut + 1] and not self.is_over:
-                    moved = (*places[:cut], place, *places[cut + 1 :])
-                    step_ns = self.step_ns(i, (moved, slots))
+    def _move_cuts(self, i: int, path: Path) -> Path:
+        """Returns the path after every cut in turn has been moved wherever that helps."""
+        boundaries, placements = path
+        best_ns = self.step_ns(i, path)
+        max_move = max(1, boundaries[-1] // len(placements))
+        for cut in range(1, len(placements)):
+            for move in [sign * size for size in CUT_MOVES if size <= max_move for sign in (-1, 1)]:
+                boundary = boundaries[cut] + move
+                if boundaries[cut - 1] < boundary < boundaries[cut + 1] and not self.is_over:
+                    moved = (*boundaries[:cut], boundary, *boundaries[cut + 1 :])
+                    step_ns = self.step_ns(i, (moved, placements))
                     if step_ns is not None and best_ns is not None and step_ns < best_ns:
-                        best_ns, places = step_ns, moved
-        return places, slots
+                        best_ns, boundaries = step_ns, moved
+        return boundaries, placements
 
 
 class _BalancedCuts:
-    """Stages on given slots, cut as evenly as may be."""
+    """Cuts between stages on given placements that make the longest stage as short as possible, found by bisection."""
 
-    def __init__(self, problem: Problem, windows: FeasibleIntervals, slots: Sequence[StagePlacement]) -> None:
-        after = {id(slot): (other,) for slot, other in pairwise(slots)}
-        self._within = Relaxation(problem, windows, slots[:1], lambda slot: after.get(id(slot), ()))
-        total = int(windows.times(slots[0])[-1])
-        low, self._least_ns = total // len(slots) // 2, 2 * total
-        while self._least_ns - low > low // 100 + 1:
-            middle = (low + self._least_ns) // 2
-            if self._within.is_balanced(middle):
-                self._least_ns = middle
+    def __init__(self, problem: Problem, feasible: FeasibleIntervals, placements: Sequence[StagePlacement]) -> None:
+        following = {placement: (successor,) for placement, successor in pairwise(placements)}
+        self._relaxation = Relaxation(problem, feasible, placements[:1], lambda placement: following.get(placement, ()))
+        total_ns = int(feasible.microbatch_sums(placements[0])[-1])
+        low_ns, self._min_stage_ns = total_ns // len(placements) // 2, 2 * total_ns
+        while self._min_stage_ns - low_ns > low_ns // 100 + 1:  # to one percent
+            middle_ns = (low_ns + self._min_stage_ns) // 2
+            if self._relaxation.is_balanced(middle_ns):
+                self._min_stage_ns = middle_ns
             else:
-                low = middle
+                low_ns = middle_ns
 
-    def way(self, slack: float) -> Path | None:
-        """Returns the way of the shortest transfers whose stages take at most so much longer; None where none fits."""
-        return self._within.best_path() if self._within.is_balanced(int(self._least_ns * slack)) else None
+    def path(self, slack: float) -> Path | None:
+        """Returns the path with the shortest transfers whose stages take at most `slack` times the minimum.
+
+        None if it does not fit.
+        """
+        is_balanced = self._relaxation.is_balanced(int(self._min_stage_ns * slack))
+        return self._relaxation.best_path() if is_balanced else None
 
 
 def _uniform_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
-    """Yields slots of equal numbers of devices, the most replicas first, on all devices, half of them, and so on."""
-    starts = sorted(problem.starts, key=lambda start: (-start.devices, start.least_ns))
-    by_devices = {start.devices: start for start in reversed(starts)}
-    most = max(by_devices)
-    sizes = {2**n for n in range(most.bit_length())} | {most, problem.num_microbatches}
-    for size in sorted(sizes, reverse=True):
-        for num_stages in sorted({(most // size) >> n for n in range(most.bit_length())} - {0}, reverse=True):
-            if size * num_stages in by_devices:
-                slots = _with_replicas(by_devices[size * num_stages].first, size)
-                if slots is not None:
-                    yield slots
+    """Yields pipelines with equal numbers of replicas per stage, on all devices, half of them, and so on.
+
+    The most replicas come first.
+    """
+    roots = sorted(problem.roots, key=lambda root: (-root.num_devices, root.bound_ns))
+    root_of = {root.num_devices: root for root in reversed(roots)}  # of equal numbers, the smallest bound
+    max_devices = max(root_of)
+    powers_of_two = {2**n for n in range(max_devices.bit_length())}
+    for num_replicas in sorted(powers_of_two | {max_devices, problem.num_microbatches}, reverse=True):
+        max_stages = max_devices // num_replicas
+        for num_stages in sorted({max_stages >> n for n in range(max_devices.bit_length())} - {0}, reverse=True):
+            if num_replicas * num_stages in root_of:
+                first = root_of[num_replicas * num_stages].first_placements
+                placements = _with_replicas(first, num_replicas)
+                if placements is not None:
+                    yield placements
 
 
-def _with_replicas(first: tuple[StagePlacement, ...], size: int) -> tuple[StagePlacement, ...] | None:
-    slots: list[StagePlacement] = []
-    while not slots or not slots[-1].last:
-        same = [slot for slot in (slots[-1].next if slots else first) if len(slot.devices) == size]
-        if not same:
+def _with_replicas(first: tuple[StagePlacement, ...], num_replicas: int) -> tuple[StagePlacement, ...] | None:
+    """Returns a pipeline with this number of replicas in each stage, None if there is none."""
+    path: list[StagePlacement] = []
+    while not path or not path[-1].is_last:
+        choices = path[-1].successors if path else first
+        matching = [placement for placement in choices if placement.num_replicas == num_replicas]
+        if not matching:
             return None
-        slots.append(same[0])
-    return tuple(slots)
+        path.append(matching[0])
+    return tuple(path)
 
 
 def _first_placements(problems: Sequence[Problem]) -> list[StagePlacement]:
-    return [slot for problem in problems for start in problem.starts for slot in start.first]
+    return [placement for problem in problems for root in problem.roots for placement in root.first_placements]

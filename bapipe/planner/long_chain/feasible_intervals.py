@@ -1,7 +1,10 @@
-"""Which runs of layers a slot may hold within a limit: for every start, those up to some end.
+"""Which layer intervals a stage may hold within a limit on the step time: for each begin, those up to some last end.
 
-The more layers, the more time and memory they take. Where that is not so, as with all-reduces in buckets, a run counts
-as little as the least of the longer ones; so nothing here exceeds what the judge says.
+The more layers, the more time and memory they take. If that is not so, as with all-reduces in buckets, an interval
+counts as little as the minimum over all longer ones with the same begin (a suffix minimum). So nothing here exceeds
+what the simulator says, and the feasible intervals with one begin form a range of ends, which makes `relaxation.py` fast.
+
+Shapes: `[intervals]` and `[boundaries]` as in `branch_and_bound/intervals.py`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, prefix_sums
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
@@ -17,175 +20,228 @@ from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckReplica:
-    """What one device of a slot does with the layers before each place.
+    """The replica of a placement with the most micro-batches, by prefix sums over the layers. All [boundaries].
 
     Attributes:
-        forward, back: sums of F, and of what the stage before waits for, of one micro-batch.
+        forward_sums, backward_sums: F, and the r that the stage before waits for, of one micro-batch.
         num_microbatches: how many it runs.
-        apart: F of them that it cannot run while one micro-batch goes down and back; it runs no other backward either.
+        num_disjoint_forwards: F of these that it cannot run during the round trip of one micro-batch.
     """
 
-    forward: IntArray
-    back: IntArray
+    forward_sums: IntArray
+    backward_sums: IntArray
     num_microbatches: int
-    apart: int
+    num_disjoint_forwards: int
 
     @property
-    def beside(self) -> IntArray:
-        """What a step takes beside one micro-batch's way down and back, for the layers before each place."""
-        found: IntArray = (self.num_microbatches - 1) * self.back + self.apart * self.forward
-        return found
+    def disjoint_work_sums(self) -> IntArray:
+        """What the replica does outside the round trip of one micro-batch: the other r, and some F."""
+        sums: IntArray = (
+            self.num_microbatches - 1
+        ) * self.backward_sums + self.num_disjoint_forwards * self.forward_sums
+        return sums
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class IntervalLimits:
-    """For slots alike but for what they keep in memory, the least limits that allow each run.
+    """The minimum step time that allows each interval, for placements that differ only in memory. Hashed by identity.
 
     Attributes:
-        plain, again: of stages that do not recompute, and that do; flat, run by run.
+        plain_ns, recompute_ns: of stages without and with recomputation; suffix minima over the ends. [intervals]
     """
 
-    __slots__ = ("again", "plain")
-
-    def __init__(self, plain: IntArray, again: IntArray) -> None:
-        self.plain, self.again = plain, again
+    plain_ns: IntArray
+    recompute_ns: IntArray
 
 
 class FeasibleIntervals:
-    """The windows of all slots at one micro-batch size.
+    """The feasible intervals of all placements at one micro-batch size.
 
     Attributes:
-        head: F of one micro-batch, at least, in all layers before each place.
-        before: F and backward of it.
+        head_ns: a lower bound of F of one micro-batch in all layers before each boundary. [boundaries]
+        before_ns: the same of F and r. [boundaries]
     """
 
-    def __init__(self, pieces: StageCostTable, slots: Sequence[StagePlacement]) -> None:
-        self.pieces, self.grid = pieces, pieces.grid
-        self._sums: dict[Hashable, tuple[IntArray, IntArray]] = {}
+    def __init__(self, costs: StageCostTable, placements: Sequence[StagePlacement]) -> None:
+        """`placements` contain one of each combination of devices and kind of backward."""
+        self.costs, self.intervals = costs, costs.intervals
+        self._layer_sums: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._limits: dict[Hashable, IntervalLimits] = {}
-        self._fitting: dict[Hashable, tuple[IntArray, IntArray]] = {}
-        self._pairs: dict[Hashable, tuple[IntArray, IntArray]] = {}
-        self._ends: dict[int, tuple[IntArray, IntArray]] = {}
+        self._memory_ends: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._transfers: dict[Hashable, tuple[IntArray, IntArray]] = {}
+        self._time_ends: dict[IntervalLimits, tuple[IntArray, IntArray]] = {}
         self._limit_ns = -1
-        self._held = [self._rising(sizes.held) for sizes in pieces.sizes]
-        one_of_each = {(slot.devices, slot.turns.splits, slot.turns.joins): slot for slot in slots}
-        self.before = _sums(np.minimum.reduce([np.diff(self.times(slot)) for slot in one_of_each.values()]))
-        heads = [self._sums_of(slot, c)[0] for slot in one_of_each.values() for c in slot.devices]
-        self.head = _sums(np.minimum.reduce([np.diff(head) for head in heads]))
+        self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory]
+        distinct = {
+            (p.device_classes, p.schedule.has_split_backward, p.schedule.has_full_backward): p for p in placements
+        }.values()
+        self.before_ns = _sums_of_min([self.microbatch_sums(placement) for placement in distinct])
+        forward_sums = [self._sums_on(placement, c)[0] for placement in distinct for c in placement.device_classes]
+        self.head_ns = _sums_of_min(forward_sums)
 
-    def times(self, slot: StagePlacement) -> IntArray:
-        """Returns F and backward of one micro-batch, at least, summed over the layers before each place."""
-        found = [forward + back for forward, back in map(self._sums_of, [slot] * len(slot.devices), slot.devices)]
-        return found[0] if len(set(slot.devices)) == 1 else _sums(np.minimum.reduce([np.diff(row) for row in found]))
+    def microbatch_sums(self, placement: StagePlacement) -> IntArray:
+        """Returns prefix sums of F and r of one micro-batch: per layer, the minimum over the replicas. [boundaries]"""
+        sums = [
+            forward + backward for forward, backward in (self._sums_on(placement, c) for c in placement.device_classes)
+        ]
+        return sums[0] if len(set(placement.device_classes)) == 1 else _sums_of_min(sums)
 
-    def turn(self, slot: StagePlacement, bounds: LowerBound) -> BottleneckReplica:
-        """Returns the device of a slot that runs the most micro-batches."""
-        shares = slot.turns.shares
-        k = max(range(len(shares)), key=lambda k: shares[k].num_microbatches)
-        forward, back = self._sums_of(slot, slot.devices[k])
-        num = shares[k].num_microbatches
-        kept = max((kept for kept, _, _ in shares[k].points), default=num)
-        first = bounds.rests.before(slot) if bounds.rests.gpipe else 0  # F that are over before any backward
-        return BottleneckReplica(forward=forward, back=back, num_microbatches=num, apart=max(num - kept, first))
+    def bottleneck(self, placement: StagePlacement, lower_bound: LowerBound) -> BottleneckReplica:
+        """Returns the replica of a placement that runs the most micro-batches."""
+        loads = placement.schedule.replicas
+        k = max(range(len(loads)), key=lambda k: loads[k].num_microbatches)
+        forward_sums, backward_sums = self._sums_on(placement, placement.device_classes[k])
+        num = loads[k].num_microbatches
+        # At most `max_in_flight` F start before the first backward ends; in a forwards-first schedule, F of the
+        # micro-batches before the final one are over before any backward starts.
+        max_in_flight = max((in_flight for in_flight, _, _ in loads[k].memory_peaks), default=num)
+        table = lower_bound.cost_to_go
+        num_before_final = table.num_before_final(placement) if table.forwards_first else 0
+        return BottleneckReplica(
+            forward_sums=forward_sums,
+            backward_sums=backward_sums,
+            num_microbatches=num,
+            num_disjoint_forwards=max(num - max_in_flight, num_before_final),
+        )
 
-    def _sums_of(self, slot: StagePlacement, c: int) -> tuple[IntArray, IntArray]:
-        key = (c, slot.turns.splits, slot.turns.joins)
-        if key not in self._sums:
-            part = self.pieces.part(slot, slot.devices.index(c), slice(None))
-            single = self.grid.first[:-1]  # the runs from each place to the next
-            slack = 0 if self.pieces.classes[c].device.speed == 1.0 else 2  # each run's times are rounded
-            self._sums[key] = (
-                _sums(np.maximum(part.forward[single] - slack, 0)),
-                _sums(np.maximum(part.back[single] - slack, 0)),
+    def _sums_on(self, placement: StagePlacement, c: int) -> tuple[IntArray, IntArray]:
+        """Prefix sums of F and r of one micro-batch on a class of devices. [boundaries]"""
+        key = (c, placement.schedule.has_split_backward, placement.schedule.has_full_backward)
+        if key not in self._layer_sums:
+            replica = self.costs.replica_cost(placement, placement.device_classes.index(c), slice(None))
+            units = self.intervals.row_offset[:-1]  # the intervals from each boundary to the next
+            # The time of an interval is rounded as a whole, F and W each: its units may be half a nanosecond too long.
+            slack = 0 if self.costs.classes[c].device.speed == 1.0 else 2
+            self._layer_sums[key] = (
+                prefix_sums(np.maximum(replica.forward_ns[units] - slack, 0)),
+                prefix_sums(np.maximum(replica.critical_backward_ns[units] - slack, 0)),
             )
-        return self._sums[key]
+        return self._layer_sums[key]
 
-    def limits(self, slot: StagePlacement) -> IntervalLimits:
-        """Returns the limits that a device's own work sets.
-
-        It comes after F of the layers before; then all-reduces and the update, or the backward of those layers. It
-        contains one micro-batch's way down and back.
-        """
-        most: dict[int, int] = {}
-        for c, share in zip(slot.devices, slot.turns.shares, strict=True):
-            most[c] = max(most.get(c, 0), share.num_microbatches)
-        turns = slot.turns
-        key = (slot.devices, tuple(most.items()), turns.splits, turns.joins, tuple(sorted(map(str, turns.ends))))
+    def limits(self, placement: StagePlacement) -> IntervalLimits:
+        """Returns the limits that the work of a replica sets: bounds "work" and "return" of one stage."""
+        max_microbatches: dict[int, int] = {}
+        loads = placement.schedule.replicas
+        for c, load in zip(placement.device_classes, loads, strict=True):
+            max_microbatches[c] = max(max_microbatches.get(c, 0), load.num_microbatches)
+        schedule = placement.schedule
+        key = (
+            placement.device_classes,
+            tuple(max_microbatches.items()),
+            schedule.has_split_backward,
+            schedule.has_full_backward,
+            tuple(sorted(map(str, schedule.last_phases))),
+        )
         if key not in self._limits:
-            shares = list(zip(slot.devices, (share.num_microbatches for share in turns.shares), strict=True))
-            parts = [self.pieces.part(slot, shares.index(device), slice(None)) for device in most.items()]
-            plain = np.maximum.reduce([self._limit_ns_of(part, part.back) for part in parts])
-            again = np.maximum.reduce([self._limit_ns_of(part, part.back + part.forward) for part in parts])
-            self._limits[key] = IntervalLimits(self._rising(plain), self._rising(again))
+            counts = list(zip(placement.device_classes, (load.num_microbatches for load in loads), strict=True))
+            replicas = [
+                self.costs.replica_cost(placement, counts.index(pair), slice(None)) for pair in max_microbatches.items()
+            ]
+            plain = [self._limit_ns_of(each, each.critical_backward_ns) for each in replicas]
+            recomputed = [self._limit_ns_of(each, each.critical_backward_ns + each.forward_ns) for each in replicas]
+            self._limits[key] = IntervalLimits(
+                self._suffix_min(np.maximum.reduce(plain)), self._suffix_min(np.maximum.reduce(recomputed))
+            )
         return self._limits[key]
 
-    def _limit_ns_of(self, part: ReplicaCost, back: IntArray) -> IntArray:
-        starts, num = self.grid.starts, part.num_microbatches
-        turn, around = num * (part.forward + back), (self.before[-1] - self.before)[starts]
-        done = self.head[starts] + np.maximum(turn + (num - 1) * part.rest, around) + part.rest + part.end
-        found: IntArray = np.maximum(done, self.before[starts] + turn)
-        return found
+    def _limit_ns_of(self, replica: ReplicaCost, backward_ns: IntArray) -> IntArray:
+        """A lower bound of the step time if a replica holds each interval. [intervals]"""
+        begins, num = self.intervals.begins, replica.num_microbatches
+        critical = num * (replica.forward_ns + backward_ns)
+        # All layers from the begin of the interval on, forwards and backwards, for one micro-batch.
+        round_trip = (self.before_ns[-1] - self.before_ns)[begins]
+        work = (
+            np.maximum(critical + (num - 1) * replica.deferred_ns, round_trip) + replica.deferred_ns + replica.sync_ns
+        )
+        # After F of the layers before: the work, then the update. Or F and r, between F and r of the layers before.
+        limit_ns: IntArray = np.maximum(self.head_ns[begins] + work, self.before_ns[begins] + critical)
+        return limit_ns
 
-    def forget(self) -> None:
-        """Drops the limits, which are large; they are made again when asked for."""
+    def clear(self) -> None:
+        """Drops the interval limits, which are large; they are computed anew when asked for."""
         self._limits.clear()
-        self._ends.clear()
+        self._time_ends.clear()
 
-    def ends(self, limits: IntervalLimits, limit_ns: int) -> tuple[IntArray, IntArray]:
-        """Returns for each start the last end that a limit allows, without and with recomputation."""
+    def time_ends(self, limits: IntervalLimits, limit_ns: int) -> tuple[IntArray, IntArray]:
+        """Returns for each begin the last end within a step time, without and with recomputation. [boundaries]"""
         if limit_ns != self._limit_ns:
             self._limit_ns = limit_ns
-            self._ends.clear()
-        if id(limits) not in self._ends:
-            self._ends[id(limits)] = self._last(limits.plain <= limit_ns), self._last(limits.again <= limit_ns)
-        return self._ends[id(limits)]
+            self._time_ends.clear()
+        if limits not in self._time_ends:
+            plain, recomputed = limits.plain_ns <= limit_ns, limits.recompute_ns <= limit_ns
+            self._time_ends[limits] = self._last_ends(plain), self._last_ends(recomputed)
+        return self._time_ends[limits]
 
-    def fitting(self, slot: StagePlacement) -> tuple[IntArray, IntArray]:
-        """Returns for each start the last end of a run that fits, without recomputation and with it."""
-        shares = {(c, s.points, s.num_microbatches) for c, s in zip(slot.devices, slot.turns.shares, strict=True)}
-        recompute = self.pieces.may_recompute and slot.place is None
-        key = (tuple(sorted(shares)), slot.receives, recompute)
-        if key not in self._fitting:
-            plain = again = np.full(self.grid.num_places, self.grid.num_places - 1)
-            for c, points, num in sorted(shares):
-                sizes = self.pieces.sizes[c]
-                room = self.pieces.classes[c].limit_bytes - self._held[c]
-                if slot.receives:
-                    room = room - num * sizes.incoming
-                stash, left, kept = sizes.stash, sizes.left, sizes.incoming
-                plain = np.minimum(plain, self._last(_most([n * stash + late * left for n, _, late in points]) <= room))
-                if recompute:
-                    most = _most([n * kept + whole * stash + late * left for n, whole, late in points])
-                    again = np.minimum(again, self._last(most <= room))
-            self._fitting[key] = plain, np.maximum(plain, again) if recompute else plain
-        return self._fitting[key]
+    def memory_ends(self, placement: StagePlacement) -> tuple[IntArray, IntArray]:
+        """Returns for each begin the last end that fits, without recomputation and with it. [boundaries]"""
+        loads = {
+            (c, load.memory_peaks, load.num_microbatches)
+            for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True)
+        }
+        may_recompute = self.costs.may_recompute and placement.position is None
+        key = (tuple(sorted(loads)), placement.receives_activations, may_recompute)
+        if key not in self._memory_ends:
+            plain = recomputed = np.full(self.intervals.num_boundaries, self.intervals.num_boundaries - 1)
+            for c, peaks, num in sorted(loads):
+                memory = self.costs.memory[c]
+                room = self.costs.classes[c].limit_bytes - self._static_bytes[c]
+                if placement.receives_activations:
+                    room = room - num * memory.input_bytes
+                stash, gradient_stash, kept_input = memory.stash_bytes, memory.gradient_stash_bytes, memory.input_bytes
+                # Buffers for gradients are left out: they depend on the end, and need not grow with it.
+                usage = _max([in_flight * stash + late * gradient_stash for in_flight, _, late in peaks])
+                plain = np.minimum(plain, self._last_ends(usage <= room))
+                if may_recompute:
+                    usage = _max(
+                        [
+                            in_flight * kept_input + in_backward * stash + late * gradient_stash
+                            for in_flight, in_backward, late in peaks
+                        ]
+                    )
+                    recomputed = np.minimum(recomputed, self._last_ends(usage <= room))
+            self._memory_ends[key] = plain, np.maximum(plain, recomputed) if may_recompute else plain
+        return self._memory_ends[key]
 
-    def transfers(self, bounds: LowerBound, slot: StagePlacement, other: StagePlacement) -> tuple[IntArray, IntArray]:
-        """Returns both transfers of one micro-batch at every place, and how long the busiest link takes for all."""
-        key = (slot.devices, other.devices, slot.place, other.place, bounds.num)
-        if key not in self._pairs:
-            x, all_x = self.pieces.transfers(slot, other, bounds.rests.send, forward=True)
-            y, all_y = self.pieces.transfers(slot, other, bounds.rests.grad, forward=False)
-            self._pairs[key] = x + y, np.maximum(all_x + y, x + all_y)
-        return self._pairs[key]
+    def transfers(
+        self, lower_bound: LowerBound, placement: StagePlacement, successor: StagePlacement
+    ) -> tuple[IntArray, IntArray]:
+        """Returns both transfers of one micro-batch, and the same while all cross the busiest link. [boundaries]"""
+        num_microbatches = lower_bound.num_microbatches
+        key = (
+            placement.device_classes,
+            successor.device_classes,
+            placement.position,
+            successor.position,
+            num_microbatches,
+        )
+        if key not in self._transfers:
+            send, busy_send = self.costs.transfers(placement, successor, forward=True)
+            grad, busy_grad = self.costs.transfers(placement, successor, forward=False)
+            self._transfers[key] = send + grad, np.maximum(busy_send + grad, send + busy_grad)
+        return self._transfers[key]
 
-    def _rising(self, flat: IntArray) -> IntArray:
-        """Returns of each run the least over the runs of the same start that are as long or longer."""
-        found = flat.copy()
-        for place in range(self.grid.num_places - 1):
-            row = found[self.grid.row(place)][::-1]
+    def _suffix_min(self, values: IntArray) -> IntArray:
+        """Returns for each interval the minimum over those with the same begin that are as long or longer."""
+        minima = values.copy()
+        for begin in range(self.intervals.num_boundaries - 1):
+            row = minima[self.intervals.row(begin)][::-1]  # the longest first
             np.minimum.accumulate(row, out=row)
-        return found
+        return minima
 
-    def _last(self, allowed: IntArray) -> IntArray:
-        """Returns for each start the last end, where of its runs the first ones are allowed; itself where none is."""
-        counts = np.add.reduceat(allowed, self.grid.first[:-1], dtype=np.int64)
-        return np.append(counts, 0) + np.arange(self.grid.num_places)
+    def _last_ends(self, allowed: BoolArray) -> IntArray:
+        """Returns for each begin the last end, given that the shortest intervals are allowed; the begin if none is.
+
+        [intervals] -> [boundaries]
+        """
+        num_allowed = np.add.reduceat(allowed, self.intervals.row_offset[:-1], dtype=np.int64)
+        return np.append(num_allowed, 0) + np.arange(self.intervals.num_boundaries)
 
 
-def _sums(values: IntArray) -> IntArray:
-    return np.concatenate([[0], np.cumsum(values)])
+def _sums_of_min(sums: Sequence[IntArray]) -> IntArray:
+    """Prefix sums of the minimum over several prefix sums, layer by layer. [boundaries]"""
+    return prefix_sums(np.minimum.reduce([np.diff(values) for values in sums]))
 
 
-def _most(values: Sequence[IntArray]) -> IntArray:
-    found: IntArray = np.maximum.reduce(list(values))
-    return found
+def _max(values: Sequence[IntArray]) -> IntArray:
+    maximum: IntArray = np.maximum.reduce(list(values))
+    return maximum

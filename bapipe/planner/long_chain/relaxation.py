@@ -1,16 +1,16 @@
-"""Whether a step can be so short: a relaxation of the pipelines over a long chain that is quick to decide.
+"""Decides whether any plan of a long chain can be within a step time: a relaxation solved by dynamic programming.
 
-For a limit, a slot may hold the runs of layers in its windows. So the least time of one micro-batch from a place down
-to the end and back, its path, is a minimum over a window of ends: one dynamic programme over slots, last to first. A
-path must be in time
+For a limit T, each placement may hold the intervals that `feasible_intervals.py` allows, a range of ends per begin. The
+minimum round trip of one micro-batch from a boundary to the end of the chain and back then is a minimum over a range of
+ends: a range-minimum query. A round trip must leave time within T
 
-  for as many rounds as the schedule's depth asks for;
-  beside all micro-batches on the busiest link;
-  and with the work of a device that cannot begin before its first micro-batch is back: all its other backwards, and
-  the F that it may not have run before.
+  - for as many rounds as the schedule's depth demands: (M - 1) // d + 1 round trips one after another;
+  - for all micro-batches on the busiest link;
+  - for the disjoint work of the bottleneck replica: its other backwards, and the F that cannot run during a round trip.
 
-A limit that leaves no path from the start of the chain is below every plan. The cost is that of slots x (slots that
-follow + log places) x places.
+These are the bounds "round trip", "link" and "return" of `lower_bound.py`, "work" is in the feasible intervals. If no
+round trip from the start of the chain remains, T is below the step time of every plan. O(P * (N + log B) * B) for P
+placements with N successors each and B boundaries.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,181 +24,205 @@ from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.long_chain.feasible_intervals import BottleneckReplica, FeasibleIntervals
 
 Path = tuple[tuple[int, ...], tuple[StagePlacement, ...]]
-"""The places where stages begin and end, and their slots."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelaxedStage:
-    """A slot with what does not depend on the limit.
-
-    Attributes:
-        times: F and backward of one micro-batch, summed over the layers before each place.
-        plain, again: for each place the last end of a run that fits, without and with recomputation.
-        hops: to the slots that can come next.
-        rounds: micro-batches that go to the last stage and back one after another.
-    """
-
-    slot: StagePlacement
-    times: IntArray
-    turn: BottleneckReplica
-    plain: IntArray
-    again: IntArray
-    hops: tuple["Transition", ...]
-    rounds: int
+"""A complete plan: the boundaries at which stages begin and end, and their placements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """Transfers from a slot to some of the next ones.
+    """From a placement to those of its successors that share the transfer times.
 
     Attributes:
-        nodes: the numbers of their nodes.
-        way: both transfers of one micro-batch at every place, the same for all of them.
-        busy: how long the busiest link takes for all micro-batches, and one more the other way, at least.
+        stages: the numbers of the successors. [successors]
+        transfer_ns: both transfers of one micro-batch. [boundaries]
+        busy_link_ns: the same while all micro-batches cross the busiest link: the minimum over them. [boundaries]
     """
 
-    nodes: IntArray
-    way: IntArray
-    busy: IntArray
+    stages: IntArray
+    transfer_ns: IntArray
+    busy_link_ns: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxedStage:
+    """A placement with all that does not depend on the limit.
+
+    Attributes:
+        microbatch_sums: F and r of one micro-batch, summed over the layers before each boundary. [boundaries]
+        bottleneck: the replica with the most micro-batches.
+        plain_ends, recompute_ends: per begin the last end that fits in memory, without and with recomputation.
+            [boundaries]
+        transitions: to the placements that can come next.
+        num_rounds: round trips that must be made one after another.
+    """
+
+    placement: StagePlacement
+    microbatch_sums: IntArray
+    bottleneck: BottleneckReplica
+    plain_ends: IntArray
+    recompute_ends: IntArray
+    transitions: tuple[Transition, ...]
+    num_rounds: int
 
 
 class Relaxation:
-    """The relaxation of a problem, for the pipelines that begin with some slots and go on as `follow` says."""
+    """The relaxation of a problem, for the pipelines that begin with some placements and go on as `successors` says."""
 
     def __init__(
         self,
         problem: Problem,
-        windows: FeasibleIntervals,
-        first: Sequence[StagePlacement],
-        follow: Callable[[StagePlacement], Sequence[StagePlacement]],
+        feasible: FeasibleIntervals,
+        first_placements: Sequence[StagePlacement],
+        successors: Callable[[StagePlacement], Sequence[StagePlacement]],
     ) -> None:
-        self.problem, self.windows, self._follow = problem, windows, follow
-        self.last = problem.bounds.pieces.grid.num_places - 1
-        self._number: dict[int, int] = {}
-        self._nodes: list[RelaxedStage] = []
-        for slot in first:
-            self._add(slot)
-        self._first = sorted({self._number[id(slot)] for slot in first})
-        shape = len(self._nodes), self.last + 1
-        self._paths, self._reach = np.full(shape, INF), np.full(shape, INF)
-        self._ends = np.zeros(shape, dtype=np.int64)
+        self.problem, self.feasible, self._successors = problem, feasible, successors
+        self.last_boundary = problem.lower_bound.costs.intervals.num_boundaries - 1
+        self._number: dict[StagePlacement, int] = {}
+        self._stages: list[RelaxedStage] = []  # successors before predecessors
+        for placement in first_placements:
+            self._add_in_postorder(placement)
+        self._first = sorted({self._number[placement] for placement in first_placements})
+        shape = len(self._stages), self.last_boundary + 1
+        # Of the last limit: the round trip from the first F of a stage that begins at a boundary; what follows a stage
+        # that ends at one; and the last end that is within all limits. All [stages, boundaries]
+        self._round_trip, self._beyond = np.full(shape, INF), np.full(shape, INF)
+        self._last_end = np.zeros(shape, dtype=np.int64)
 
     @property
-    def num_runs(self) -> int:
-        """Runs of layers times slots."""
-        return len(self._nodes) * self.last * self.last
+    def num_intervals(self) -> int:
+        """The size of the relaxation: intervals times placements."""
+        return len(self._stages) * self.last_boundary * self.last_boundary
 
-    def _add(self, slot: StagePlacement) -> None:
-        """Adds a slot after all those that can follow it."""
-        stack = [slot]
+    def _add_in_postorder(self, placement: StagePlacement) -> None:
+        """Adds a placement after all of its successors, without recursion: pipelines may have very many stages."""
+        stack = [placement]
         while stack:
-            missing = [other for other in self._follow(stack[-1]) if id(other) not in self._number]
+            missing = [other for other in self._successors(stack[-1]) if other not in self._number]
             if missing:
                 stack += missing
                 continue
             top = stack.pop()
-            if id(top) not in self._number:
-                self._number[id(top)] = len(self._nodes)
-                self._nodes.append(self._node(top))
+            if top not in self._number:
+                self._number[top] = len(self._stages)
+                self._stages.append(self._relaxed_stage(top))
 
-    def _node(self, slot: StagePlacement) -> RelaxedStage:
-        found: dict[bytes, list[tuple[int, IntArray, IntArray]]] = {}
-        for other in self._follow(slot):
-            way, busy = self.windows.transfers(self.problem.bounds, slot, other)
-            found.setdefault(way.tobytes(), []).append((self._number[id(other)], way, busy))
-        hops = [
+    def _relaxed_stage(self, placement: StagePlacement) -> RelaxedStage:
+        # Successors with equal transfer times are minimized over at once.
+        groups: dict[bytes, list[tuple[int, IntArray, IntArray]]] = {}
+        for other in self._successors(placement):
+            transfer_ns, busy_link_ns = self.feasible.transfers(self.problem.lower_bound, placement, other)
+            groups.setdefault(transfer_ns.tobytes(), []).append((self._number[other], transfer_ns, busy_link_ns))
+        transitions = [
             Transition(
-                nodes=np.array([number for number, _, _ in own]),
-                way=own[0][1],
-                busy=np.minimum.reduce([busy for _, _, busy in own]),
+                stages=np.array([number for number, _, _ in group]),
+                transfer_ns=group[0][1],
+                busy_link_ns=np.minimum.reduce([busy_link_ns for _, _, busy_link_ns in group]),
             )
-            for own in found.values()
+            for group in groups.values()
         ]
-        plain, again = self.windows.fitting(slot)
+        plain_ends, recompute_ends = self.feasible.memory_ends(placement)
         return RelaxedStage(
-            slot=slot,
-            times=self.windows.times(slot),
-            turn=self.windows.turn(slot, self.problem.bounds),
-            plain=plain,
-            again=again,
-            hops=tuple(hops),
-            rounds=(self.problem.num_microbatches - 1) // slot.turns.depth + 1,
+            placement=placement,
+            microbatch_sums=self.feasible.microbatch_sums(placement),
+            bottleneck=self.feasible.bottleneck(placement, self.problem.lower_bound),
+            plain_ends=plain_ends,
+            recompute_ends=recompute_ends,
+            transitions=tuple(transitions),
+            num_rounds=(self.problem.num_microbatches - 1) // placement.schedule.max_in_flight + 1,
         )
 
     def is_feasible(self, limit_ns: int) -> bool:
-        """Returns whether the relaxation has a pipeline that takes no longer."""
-        for k, node in enumerate(self._nodes):
-            self._solve(k, node, self._within(node, limit_ns), limit_ns)
-        return bool(self._paths[self._first, 0].min() < INF)
+        """Returns whether the relaxation has a pipeline within a step time."""
+        for number, stage in enumerate(self._stages):
+            self._solve(number, stage, self._feasible_ends(stage, limit_ns), limit_ns)
+        return self._has_path()
 
     def is_balanced(self, microbatch_ns: int) -> bool:
-        """Returns whether every stage can take no longer for a micro-batch, whatever the step then takes."""
-        for k, node in enumerate(self._nodes):
-            end = np.searchsorted(node.times, node.times + microbatch_ns, side="right") - 1
-            self._solve(k, node, np.minimum(end, node.again), INF >> 1)
-        return bool(self._paths[self._first, 0].min() < INF)
+        """Returns whether every stage can take at most so long per micro-batch, whatever the step time is."""
+        for number, stage in enumerate(self._stages):
+            sums = stage.microbatch_sums
+            last_end = np.searchsorted(sums, sums + microbatch_ns, side="right") - 1
+            self._solve(number, stage, np.minimum(last_end, stage.recompute_ends), INF >> 1)
+        return self._has_path()
 
-    def _within(self, node: RelaxedStage, limit_ns: int) -> IntArray:
-        plain, again = self.windows.ends(self.windows.limits(node.slot), limit_ns)
-        end: IntArray = np.maximum(np.minimum(plain, node.plain), np.minimum(again, node.again))
-        return end
+    def _has_path(self) -> bool:
+        return bool(self._round_trip[self._first, 0].min() < INF)
 
-    def _solve(self, k: int, node: RelaxedStage, end: IntArray, limit_ns: int) -> None:
-        before = self.windows.before
-        reach = np.full(self.last + 1, INF)
-        if node.slot.last:
-            reach[-1] = 0
-        for hop in node.hops:
-            path = self._paths[hop.nodes].min(axis=0)
-            in_time = path + hop.busy + before <= limit_ns
-            reach = np.minimum(reach, np.where(in_time, path + hop.way, INF))
-        self._reach[k] = reach
-        around = np.minimum(reach + node.times, INF)
-        after = node.turn.beside
-        soon = np.searchsorted(after, limit_ns - around.min() - before + node.times + after, side="right") - 1
-        end = np.minimum(end, soon)
-        self._ends[k] = end
-        path = range_min(around, end) - node.times
+    def _feasible_ends(self, stage: RelaxedStage, limit_ns: int) -> IntArray:
+        """Per begin the last end within the limits of time and memory, both without or both with recomputation."""
+        plain, recomputed = self.feasible.time_ends(self.feasible.limits(stage.placement), limit_ns)
+        ends: IntArray = np.maximum(np.minimum(plain, stage.plain_ends), np.minimum(recomputed, stage.recompute_ends))
+        return ends
+
+    def _solve(self, number: int, stage: RelaxedStage, last_end: IntArray, limit_ns: int) -> None:
+        """One step of the dynamic programme: the minimum round trip from every begin. All [boundaries]"""
+        before, sums = self.feasible.before_ns, stage.microbatch_sums
+        # 1. What follows a stage that ends at each boundary.
+        beyond = np.full(self.last_boundary + 1, INF)
+        if stage.placement.is_last:
+            beyond[-1] = 0
+        for transition in stage.transitions:
+            round_trip = self._round_trip[transition.stages].min(axis=0)
+            in_time = round_trip + transition.busy_link_ns + before <= limit_ns  # bound: link
+            beyond = np.minimum(beyond, np.where(in_time, round_trip + transition.transfer_ns, INF))
+        self._beyond[number] = beyond
+        # 2. Bound "return": the disjoint work of [begin, end) must fit beside a round trip. Its sums ascend, so the
+        #    last end is found by binary search; `min()` takes the shortest round trip for all ends.
+        from_start = np.minimum(beyond + sums, INF)
+        disjoint = stage.bottleneck.disjoint_work_sums
+        room = limit_ns - from_start.min() - before + sums
+        last_end = np.minimum(last_end, np.searchsorted(disjoint, room + disjoint, side="right") - 1)
+        self._last_end[number] = last_end
+        # 3. The minimum over the ends of each begin; then bound "round trip", one round after another.
+        path = range_min(from_start, last_end) - sums
         path[path > INF >> 1] = INF
-        path[before + node.rounds * np.minimum(path, INF // node.rounds) > limit_ns] = INF
-        path[-1] = INF
-        self._paths[k] = path
+        path[before + stage.num_rounds * np.minimum(path, INF // stage.num_rounds) > limit_ns] = INF
+        path[-1] = INF  # a stage has at least one layer
+        self._round_trip[number] = path
 
     def best_path(self) -> Path | None:
-        """Returns the shortest path of the windows last looked at; None where a stage of it does not fit after all."""
-        k = min(self._first, key=lambda k: int(self._paths[k][0]))
-        places, slots = [0], []
+        """Returns the path of the minimum round trip for the last limit; None if a stage does not fit after all."""
+        number = min(self._first, key=lambda first: int(self._round_trip[first][0]))
+        costs = self.problem.lower_bound.costs
+        boundaries, placements = [0], []
         while True:
-            node, i = self._nodes[k], places[-1]
-            fits = self.problem.bounds.pieces.row(node.slot, i).fits
-            ends = np.arange(i + 1, int(self._ends[k][i]) + 1)
+            stage, begin = self._stages[number], boundaries[-1]
+            fits = costs.candidates_from(stage.placement, begin).fits
+            ends = np.arange(begin + 1, int(self._last_end[number][begin]) + 1)
             ends = ends[fits[: len(ends)]]
-            costs = node.times[ends] + self._reach[k][ends]
-            if len(ends) == 0 or costs.min() >= INF:
+            round_trips = stage.microbatch_sums[ends] + self._beyond[number][ends]
+            if len(ends) == 0 or round_trips.min() >= INF:
                 return None
-            j = int(ends[np.argmin(costs)])
-            places.append(j)
-            slots.append(node.slot)
-            if node.slot.last:
-                return tuple(places), tuple(slots)
-            k = min((int(self._paths[n][j] + hop.way[j]), int(n)) for hop in node.hops for n in hop.nodes)[1]
+            end = int(ends[np.argmin(round_trips)])
+            boundaries.append(end)
+            placements.append(stage.placement)
+            if stage.placement.is_last:
+                return tuple(boundaries), tuple(placements)
+            number = min(
+                (int(self._round_trip[other][end] + transition.transfer_ns[end]), int(other))
+                for transition in stage.transitions
+                for other in transition.stages
+            )[1]
 
 
-def range_min(values: IntArray, end: IntArray) -> IntArray:
-    """Returns for every i the least of values[i+1..end[i]], `INF` where there is none. O(n log n)."""
+def range_min(values: IntArray, last: IntArray) -> IntArray:
+    """Returns for every i the minimum of values[i + 1 .. last[i]], `INF` if that is empty. O(n log n).
+
+    By a sparse table: row k has the minima of 2^k values from each place on; two overlapping ones cover any range
+    (Bender and Farach-Colton 2000, "The LCA problem revisited", section 3).
+    """
     size = len(values)
     rows = [values]
     width = 1
-    while 2 * width < size:  # each row has the least of as many values from each place on as twice the one before
+    while 2 * width < size:
         row = rows[-1].copy()
         np.minimum(row[: size - width], rows[-1][width:], out=row[: size - width])
         rows.append(row)
         width *= 2
-    begin = np.arange(1, size + 1)
-    count = end - begin + 1
-    level = np.frexp(np.maximum(count, 1).astype(float))[1] - 1
+    first = np.arange(1, size + 1)
+    count = last - first + 1
+    level = np.frexp(np.maximum(count, 1).astype(float))[1] - 1  # floor(log2(count))
     table = np.stack(rows)
-    first = table[level, np.minimum(begin, size - 1)]
-    second = table[level, np.maximum(end - (1 << level) + 1, 0)]
-    found: IntArray = np.where(count > 0, np.minimum(first, second), INF)
-    return found
+    from_first = table[level, np.minimum(first, size - 1)]
+    to_last = table[level, np.maximum(last - (1 << level) + 1, 0)]
+    minima: IntArray = np.where(count > 0, np.minimum(from_first, to_last), INF)
+    return minima
