@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 
 from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.long_chain import bisection as search
+from bapipe.planner.long_chain.bisection import MAX_EXACT_INTERVALS, solve_long_chain
 from bapipe.planner.long_chain.relaxation import range_min
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.property.test_branch_and_bound import random_problems
 
 
-@pytest.fixture
-def _unopened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No partial plan is opened: the relaxation and the plans near it stand alone."""
-    monkeypatch.setattr(search, "MAX_INTERVALS", 0)
+def check(
+    seed: int, schedules: list[str], *, best_first: bool = False, splits_badly: bool = False, buckets: bool = False
+) -> tuple[int, int, int]:
+    """Bound, best and optimum of random problems, or zeros if nothing fits.
 
-
-def check(seed: int, schedules: list[str], **changes: object) -> tuple[int, int, int]:
-    """Bound, best and optimum of random problems, or zeros where nothing fits."""
-    problems = random_problems(seed, schedules, **changes)  # type: ignore[arg-type]
-    want, found = exhaustive(problems), search.solve_long_chain(problems)
+    Without `best_first`, the relaxation and the plans near it stand alone.
+    """
+    problems = random_problems(seed, schedules, splits_badly=splits_badly, buckets=buckets)
+    max_exact_intervals = MAX_EXACT_INTERVALS if best_first else 0
+    want, found = exhaustive(problems), solve_long_chain(problems, max_exact_intervals=max_exact_intervals)
     assert (found is None) == (want is None), seed
     if found is None or want is None:
         return 0, 0, 0
@@ -31,7 +31,6 @@ def check(seed: int, schedules: list[str], **changes: object) -> tuple[int, int,
     return found.lower_bound_ns, found.step_ns, want.step_ns
 
 
-@pytest.mark.usefixtures("_unopened")
 @pytest.mark.parametrize("schedules", [["1f1b", "gpipe"], ["1f1b"], ["gpipe"]])
 def test_bounds_hold_and_most_plans_are_optimal(schedules: list[str]) -> None:
     found = [check(seed, schedules) for seed in range(24)]
@@ -41,16 +40,14 @@ def test_bounds_hold_and_most_plans_are_optimal(schedules: list[str]) -> None:
 
 
 def test_small_chains_are_solved_exactly_all_the_same() -> None:
-    found = [check(seed, ["1f1b", "gpipe"]) for seed in range(12)]
+    found = [check(seed, ["1f1b", "gpipe"], best_first=True) for seed in range(12)]
     assert all(bound == best == want for bound, best, want in found)
 
 
-@pytest.mark.usefixtures("_unopened")
 def test_bounds_hold_where_all_reduces_take_several_buckets() -> None:
     assert all(check(seed, ["1f1b", "gpipe"], buckets=True)[2] for seed in range(12))
 
 
-@pytest.mark.usefixtures("_unopened")
 @pytest.mark.parametrize("schedule", [*LOOPED, *(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))])
 def test_bounds_hold_for_every_schedule(schedule: str) -> None:
     for seed in range(5):

@@ -7,8 +7,8 @@ that fits in memory, and proves it: its certificate is a lower bound on the step
 
 The search tree. For each schedule and micro-batch size there is a `Problem`. A node is a `PartialPlan`: the first
 stages, each an interval of layers on a `StagePlacement`, and the placement of the next stage. A child fixes where that
-stage ends and which placement follows. Nodes are expanded in the order of their lower bounds. A bound is the maximum of eight
-admissible bounds, from what the placed stages cost and from a precomputed cost-to-go of all stages still to come.
+stage ends and which placement follows. Nodes are expanded in the order of their lower bounds. A bound is the maximum
+of eight admissible bounds, from what the placed stages cost and from a precomputed cost-to-go of all others.
 
 Where to begin. docs/algorithm.md explains the whole with proofs. In the code, read in this order:
 

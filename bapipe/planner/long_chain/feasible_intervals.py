@@ -2,7 +2,7 @@
 
 The more layers, the more time and memory they take. If that is not so, as with all-reduces in buckets, an interval
 counts as little as the minimum over all longer ones with the same begin (a suffix minimum). So nothing here exceeds
-what the simulator says, and the feasible intervals with one begin form a range of ends, which makes `relaxation.py` fast.
+what the simulator says, and the feasible intervals with one begin form a range of ends: `relaxation.py` needs that.
 
 Shapes: `[intervals]` and `[boundaries]` as in `branch_and_bound/intervals.py`.
 """
