@@ -20,7 +20,7 @@ LAYERS = [
     {"units", "options", "hardware", "progress", "_optional"},
     {"schedules"},
     {"formats"},
-    {"graph", "torch_device"},
+    {"graph", "torch_device", "torch_private"},
     {"simulator", "tracing"},
     {"importers", "zoo"},
     {"profiler"},
@@ -33,7 +33,7 @@ LAYERS = [
 ]
 """Lowest first. A module imports from layers below its own; within a package such as `planner` from its files too."""
 
-TORCH = {"tracing", "torch_device", "profiler", "runtime", "zoo"}
+TORCH = {"tracing", "torch_device", "torch_private", "profiler", "runtime", "zoo"}
 HEAVY = {
     "torch": TORCH,
     "numpy": {"zoo", "planner"},
@@ -104,6 +104,47 @@ def test_only_one_file_knows_the_solver_and_loads_it_when_it_is_used() -> None:
     for _, path in modules():
         found = [at_top for imported, at_top in imports(path) if imported.split(".")[0] == "ortools"]
         assert not found or (path.name == "cp_sat.py" and not any(found)), path
+
+
+def private_torch_names(path: Path) -> list[str]:
+    """Names with a leading underscore that a file takes from torch, or from an object that it does not define itself.
+
+    Names of the latter kind are found by what the file defines: its functions, classes, fields and attributes of self.
+    """
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    if not any(imported.split(".")[0] == "torch" for imported, _ in imports(path)):
+        return []
+
+    def is_private(name: str) -> bool:
+        return name.startswith("_") and not name.startswith("__")
+
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch":
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            found += [f"from {node.module} import {name}" for name in names if is_private(name)]
+        elif isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+            found += [f"import {name}" for name in dotted if any(map(is_private, name.split(".")))]
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    own = {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            found += [ast.unparse(node)] if ast.unparse(node.value) != "os" else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(name.value):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_private_names_of_torch_stay_in_one_file() -> None:
+    for name, path in modules():
+        assert name == "torch_private" or not private_torch_names(path), path
+    assert len(private_torch_names(PACKAGE / "torch_private.py")) > 20
 
 
 def test_only_the_command_line_prints_and_exits() -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from bapipe.errors import BapipeError
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
@@ -17,6 +16,7 @@ from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_laye
 from bapipe.profiler.layer_memory import LayerMemory, measure_memory_use, pending_gradient_bytes
 from bapipe.profiler.layer_timers import LayerTimer, make_layer_timer
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
+from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def _measure_layer(
         if any(needs_gradient):
             leaves, outputs = forward()
             # Views are cloned, because torch's I detaches outputs in place.
-            roots = [o.clone() if o._is_view() else o for o in outputs if o.requires_grad]
+            roots = [o.clone() if is_view(o) else o for o in outputs if o.requires_grad]
             (_, groups), input_ns = _timed(
                 timer,
                 flush,

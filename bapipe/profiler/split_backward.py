@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups, stage_backward_weight
+
+from bapipe.torch_private import construct_reverse_graph, get_param_groups, stage_backward_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,33 +1,38 @@
-"""A schedule on torch's pipeline runtime: the only file that uses names torch does not promise to keep."""
+"""Runs the lowered schedule of a plan on torch's pipeline runtime, for the stages of this process.
 
-import inspect
+The runtime executes actions one after another (F, B, I, W, sends and receives); this file sets its order, and wraps
+the methods of its stages. Why each of them is wrapped stands at the wrapper; the private names are in `torch_private`.
+"""
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, _utils
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
-from torch.distributed.pipelining.stage import _RecvInfo
+from torch.distributed.pipelining import PipelineStage
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.schedules.table import Action, Phase, Schedule
-
-_EVERY_INPUT_HAS_A_GRADIENT = "tensor_meta" not in inspect.signature(_RecvInfo).parameters
-"""Before torch 2.13 a stage sends a gradient for everything it receives, and receives floats only.
-
-Its W is also wrong where it starts at an operator with several outputs, as it may in a stage that loads inputs.
-"""
+from bapipe.torch_private import (
+    needs_gradient_for_every_input,
+    pipeline_runtime,
+    replace_losses,
+    set_lowered_order,
+    skip_neighbor_handshake,
+    support_replicas,
+)
 
 Loss = Callable[[Any, Tensor], Tensor]
-"""(what the last stage gives, target) -> mean loss over the micro-batch, a scalar."""
+"""(what the last stage returns, target) -> mean loss over the micro-batch, a scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +40,12 @@ class LocalStage:
     """A stage that this process runs.
 
     Attributes:
-        module: takes the received tensors by place and `arguments` by name, and gives a tuple.
-        received, outputs: shapes of one micro-batch on the meta device; of the first stage, `received` is what it
-            loads, which it takes by place.
+        module: takes the received tensors by position and `arguments` by name, and returns a tuple.
+        received, outputs: shapes of one micro-batch on the meta device; of the first stage, `received` are the model
+            inputs that it loads, which it takes by position.
         arguments: names of the model inputs that a later stage loads.
         recompute: F keeps only its inputs, and B or I runs it again.
-        last_backward: what to enter while the stage's gradients on this rank become final.
+        last_backward: a context to enter for the backward after which the stage's gradients on this rank are final.
     """
 
     index: int
@@ -53,7 +58,7 @@ class LocalStage:
 
 
 @dataclass(slots=True)
-class _Run:
+class _TimedAction:
     """An action that ran, by stamps of the clock."""
 
     action: Action
@@ -64,207 +69,215 @@ class _Run:
 class ScheduleExecutor:
     """Runs a schedule's actions for the stages of this process, in exactly the order of the schedule.
 
-    The losses of the micro-batches are divided by their number before their backward, so that gradients add up to the
-    mini-batch's mean without another pass over them; and multiplied by `loss_scale`.
+    The loss of each micro-batch is divided by the number of micro-batches before its backward, so that the gradients
+    add up to those of the mini-batch's mean without another pass over them; and it is multiplied by `loss_scale`.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        ranks: Sequence[int],
-        stages: Sequence[LocalStage],
-        loss: Loss,
-        clock: Clock,
-        draws: PerOperatorRng,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        self, layout: ProcessLayout, stages: Sequence[LocalStage], *, loss: Loss, clock: Clock, rng: PerOperatorRng
     ) -> None:
-        """`ranks[i]` is the schedule's rank that process i of the group plays."""
-        self._loss, self._clock, self._draws = loss, clock, draws
+        self._layout, self._schedule = layout, layout.schedule
+        self._loss, self._clock, self._rng = loss, clock, rng
         self.loss_scale = 1.0
-        self._schedule, self._ranks = schedule, ranks
-        self._runs: list[_Run] = []
-        self._arguments: Mapping[str, Sequence[Tensor]] = {}
-        self._targets: dict[int, Tensor] = {}
-        self._losses: dict[int, Tensor] = {}
-        self._loss_again = any(stage.recompute and stage.index == schedule.num_stages - 1 for stage in stages)
+        self._ran: list[_TimedAction] = []  # in the last step
+        self._arguments: Mapping[str, Sequence[Tensor]] = {}  # by name, a chunk per micro-batch
+        self._targets: dict[int, Tensor] = {}  # by micro-batch, kept for a recomputed last stage
+        self._losses: dict[int, Tensor] = {}  # by micro-batch
+        last = self._schedule.num_stages - 1
+        self._recomputes_loss = any(stage.recompute and stage.index == last for stage in stages)
         _check_types(stages)
-        _check_input_grads(schedule, stages)
-        self._final = _final_backwards(schedule.order[ranks[dist.get_rank(group)]])
-        held = [self._stage(stage, device, group) for stage in stages]
-        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-            held, n_microbatches=schedule.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False
-        )
-        for one in held:
-            one.stage_index_to_group_rank = self._places(0)  # for torch's greetings
-        self._find_losses_by_microbatch()
-        lowered = lower_schedule(schedule)
-        if device.type == "cpu":
-            lowered = tuple(map(receives_at_step_start, lowered))
-        self._runtime.pipeline_order_with_comms = {
-            i: [_Action.from_str(action) for action in lowered[rank]] for i, rank in enumerate(ranks)
-        }
-        if any(len(devices) > 1 for devices in schedule.devices):
-            self._serve_replicas()
+        _check_input_grads(self._schedule, stages)
+        own_order = self._schedule.order[layout.rank]
+        self._final_backward = _final_backwards(own_order)
+        torch_stages = [self._torch_stage(stage) for stage in stages]
+        self._runtime = pipeline_runtime(torch_stages, self._schedule.num_microbatches, self._scaled_loss)
+        for stage in torch_stages:
+            stage.stage_index_to_group_rank = self._process_of_stage(0)  # for torch's P2P warm-up
+        replace_losses(self._runtime, self._losses.__getitem__)
+        set_lowered_order(self._runtime, self._lowered_order())
+        if any(len(devices) > 1 for devices in self._schedule.devices):
+            own = {(action.stage, action.microbatch) for action in own_order}
+            support_replicas(self._runtime, lambda stage, microbatch: (stage, microbatch) in own)
 
     def run(self, loaded: Sequence[Tensor], arguments: Mapping[str, Tensor], target: Tensor | None) -> Tensor | None:
-        """Runs this rank's micro-batches of a mini-batch, adding to the gradients.
+        """Runs this rank's actions for a mini-batch, adding to the gradients.
 
-        `loaded` is what the first stage takes, `arguments` what later stages take by name. Returns this rank's part of
-        the mean loss, scaled, on the last stage, None elsewhere.
+        `loaded` are the inputs of the first stage, `arguments` those that later stages take by name. Returns this
+        rank's part of the mean loss, scaled, on the last stage, None elsewhere.
         """
-        self._runs.clear()
+        self._ran.clear()
         self._losses.clear()
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
         self._runtime.step(*loaded, target=target, return_outputs=False)
         if target is None:
             return None
-        return torch.stack([torch.zeros_like(target, dtype=torch.float32).sum(), *self._losses.values()]).sum()
+        zero = torch.zeros_like(target, dtype=torch.float32).sum()  # a replica may have run no micro-batch
+        return torch.stack([zero, *self._losses.values()]).sum()
 
     @property
     def order(self) -> tuple[Action, ...]:
         """The actions of the last run, in the order in which they ran."""
-        return tuple(run.action for run in self._runs)
+        return tuple(timed.action for timed in self._ran)
 
     def spans(self) -> tuple[tuple[Action, int, int], ...]:
-        """Returns (action, start, end) of the last run, in nanoseconds of this process; waiting lies outside."""
-        return tuple((run.action, self._clock.ns(run.start), self._clock.ns(run.end)) for run in self._runs)
+        """Returns (action, start, end) of the last run, in nanoseconds of this process; waiting is not included."""
+        return tuple((timed.action, self._clock.ns(timed.start), self._clock.ns(timed.end)) for timed in self._ran)
 
-    def _stage(self, stage: LocalStage, device: torch.device, group: dist.ProcessGroup | None) -> PipelineStage:
-        num_stages = self._schedule.num_stages
-        held = PipelineStage(
+    def _lowered_order(self) -> dict[int, Sequence[str]]:
+        """Returns the lowered actions of each process of the group."""
+        lowered = lower_schedule(self._schedule)
+        if self._layout.device.type == "cpu":
+            lowered = tuple(map(receives_at_step_start, lowered))
+        return {process: lowered[rank] for process, rank in enumerate(self._layout.ranks)}
+
+    def _process_of_stage(self, microbatch: int) -> dict[int, int]:
+        """Returns the process of the group that runs a micro-batch on each stage."""
+        return {s: self._layout.process_of(s, microbatch) for s in range(self._schedule.num_stages)}
+
+    # Each wrapper below replaces a method of torch's stage by one that calls it. They are stacked in this order, inner
+    # first: recomputation, the inputs loaded here, timing.
+
+    def _torch_stage(self, stage: LocalStage) -> PipelineStage:
+        num_stages, device, group = self._schedule.num_stages, self._layout.device, self._layout.group
+        torch_stage = PipelineStage(
             RecomputedStage(stage.module, device) if stage.recompute else stage.module,
             stage.index,
-            max(num_stages, dist.get_world_size(group)),  # torch wants no more ranks than stages
+            max(num_stages, dist.get_world_size(group)),  # torch refuses more ranks than stages; replicas are such
             device,
             input_args=stage.received,
             output_args=stage.outputs,
             group=group,
         )
-        held.num_stages = num_stages
-        if device.type == "cpu":  # before torch 2.13 a stage greets its neighbours first, itself included: gloo breaks
-            held._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        torch_stage.num_stages = num_stages
+        if device.type == "cpu":
+            # Before torch 2.13 a stage first exchanges messages with its neighbours. If a neighbour is on the same
+            # rank it sends to itself, which gloo cannot.
+            skip_neighbor_handshake(torch_stage)
         for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
-            self._direct(held, name)
-        again = self._recompute(held, stage) if stage.recompute else None
-        self._watch_forward(held, stage)
-        self._watch_backward(held, stage, again)
-        self._watch_weight(held, stage)
-        return held
+            self._route_by_microbatch(torch_stage, name)
+        recompute = self._recompute_forward(torch_stage) if stage.recompute else None
+        self._wrap_forward(torch_stage, stage)
+        self._wrap_backward(torch_stage, stage, recompute)
+        self._wrap_weight(torch_stage, stage)
+        return torch_stage
 
-    def _direct(self, held: PipelineStage, name: str) -> None:
-        """Lets torch find the neighbours that have the micro-batch it sends or receives."""
-        inner = getattr(held, name)
+    def _route_by_microbatch(self, torch_stage: PipelineStage, name: str) -> None:
+        """Sends to, and receives from, the replica of the neighbouring stage that runs the micro-batch."""
+        original = getattr(torch_stage, name)
 
-        def exchange(microbatch: int) -> Any:
-            held.stage_index_to_group_rank = self._places(microbatch)
-            return inner(microbatch)
+        def routed(microbatch: int) -> Any:
+            torch_stage.stage_index_to_group_rank = self._process_of_stage(microbatch)
+            return original(microbatch)
 
-        setattr(held, name, exchange)
+        setattr(torch_stage, name, routed)
 
-    def _places(self, microbatch: int) -> dict[int, int]:
-        """Returns the process that runs a micro-batch on each stage."""
-        schedule = self._schedule
-        return {s: self._ranks.index(schedule.rank_of(s, microbatch)) for s in range(schedule.num_stages)}
+    def _recompute_forward(self, torch_stage: PipelineStage) -> Callable[[int], Tensor | None]:
+        """Makes F keep its inputs only; returns a function that runs it again, and returns the last stage's loss.
 
-    def _recompute(self, held: PipelineStage, stage: LocalStage) -> Callable[[int], Tensor | None]:
-        """Makes F keep its inputs only; returns what runs it again, and gives the loss on the last stage."""
-        module, inner, send = held.submod, held.forward_one_chunk, held.get_fwd_send_ops
+        F runs without a graph. Its outputs are dropped when they have been sent, or, on the last stage, when the loss
+        has been computed from them.
+        """
+        module, original, get_send_ops = torch_stage.submod, torch_stage.forward_one_chunk, torch_stage.get_fwd_send_ops
         assert isinstance(module, RecomputedStage)
-        given: dict[int, tuple[Any, Any]] = {}
+        inputs_of: dict[int, tuple[Any, Any]] = {}
 
-        def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **rest: Any) -> Any:
-            given[microbatch] = args, kwargs
-            output = module.first(microbatch, lambda: inner(microbatch, args, kwargs, **rest))
-            if held.is_last:
+        def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:
+            inputs_of[microbatch] = args, kwargs
+            output = module.first(microbatch, lambda: original(microbatch, args, kwargs, **options))
+            if torch_stage.is_last:
                 drop_outputs(microbatch)
             return output
 
-        def sent(microbatch: int) -> Any:
-            ops = send(microbatch)
+        def send_then_drop(microbatch: int) -> Any:
+            ops = get_send_ops(microbatch)
             drop_outputs(microbatch)
             return ops
 
         def drop_outputs(microbatch: int) -> None:
-            held.fwd_cache[microbatch] = ((), held.fwd_cache[microbatch][1])
+            torch_stage.fwd_cache[microbatch] = ((), torch_stage.fwd_cache[microbatch][1])
 
-        def again(microbatch: int) -> Tensor | None:
-            args, kwargs = given.pop(microbatch)
+        def recompute(microbatch: int) -> Tensor | None:
+            args, kwargs = inputs_of.pop(microbatch)
             with module.again(microbatch):
-                output = inner(microbatch, args, kwargs, save_forward_output=False)
-                return self._share(output, self._targets.pop(microbatch)) if held.is_last else None
+                output = original(microbatch, args, kwargs, save_forward_output=False)
+                return self._loss_share(output, self._targets.pop(microbatch)) if torch_stage.is_last else None
 
-        held.forward_one_chunk = forward  # type: ignore[method-assign, assignment]
-        held.get_fwd_send_ops = sent  # type: ignore[method-assign, assignment]
-        return again
+        torch_stage.forward_one_chunk = forward  # type: ignore[method-assign, assignment]
+        torch_stage.get_fwd_send_ops = send_then_drop  # type: ignore[method-assign, assignment]
+        return recompute
 
-    def _watch_forward(self, held: PipelineStage, stage: LocalStage) -> None:
-        inner = held.forward_one_chunk
+    def _wrap_forward(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
+        """Adds the inputs that a later stage loads, which torch would pass to all stages alike; and times F."""
+        original = torch_stage.forward_one_chunk
 
-        def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **rest: Any) -> Any:
-            own = {name: self._arguments[name][microbatch] for name in stage.arguments}
-            return self._timed(stage.index, Phase.FORWARD, microbatch, lambda: inner(microbatch, args, own, **rest))
+        def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:
+            loaded = {name: self._arguments[name][microbatch] for name in stage.arguments}
+            call = partial(original, microbatch, args, loaded, **options)
+            return self._timed(Action(stage.index, Phase.FORWARD, microbatch), call)
 
-        held.forward_one_chunk = forward  # type: ignore[method-assign, assignment]
+        torch_stage.forward_one_chunk = forward  # type: ignore[method-assign, assignment]
 
-    def _watch_backward(
-        self, held: PipelineStage, stage: LocalStage, again: Callable[[int], Tensor | None] | None
+    def _wrap_backward(
+        self, torch_stage: PipelineStage, stage: LocalStage, recompute: Callable[[int], Tensor | None] | None
     ) -> None:
-        inner = held.backward_one_chunk
+        """Recomputes F before B or I, makes its gradients fit to be sent, and times it."""
+        original = torch_stage.backward_one_chunk
 
         def compute(microbatch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
-            if again is not None:
-                loss = again(microbatch)
-            inner(microbatch, loss=loss, full_backward=full_backward, last_backward=last_backward)
-            grads = held.bwd_cache[microbatch]
-            if _EVERY_INPUT_HAS_A_GRADIENT and not held.is_first:
-                grads = _filled(grads, [info.buffer for info in held.args_recv_info[microbatch]])
-            held.bwd_cache[microbatch] = tuple(grad if grad is None else grad.contiguous() for grad in grads)
+            if recompute is not None:
+                loss = recompute(microbatch)
+            original(microbatch, loss=loss, full_backward=full_backward, last_backward=last_backward)
+            grads = torch_stage.bwd_cache[microbatch]
+            if needs_gradient_for_every_input() and not torch_stage.is_first:
+                grads = _zeros_for_none(grads, [info.buffer for info in torch_stage.args_recv_info[microbatch]])
+            # gloo and NCCL send contiguous tensors only.
+            contiguous = tuple(grad if grad is None else grad.contiguous() for grad in grads)
+            torch_stage.bwd_cache[microbatch] = contiguous
 
         def backward(
             microbatch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
             phase = Phase.BACKWARD if full_backward else Phase.INPUT_GRAD
-            self._last_or_not(stage, phase, microbatch, lambda: compute(microbatch, loss, full_backward, last_backward))
+            call = partial(compute, microbatch, loss, full_backward, last_backward)
+            self._timed_backward(stage, Action(stage.index, phase, microbatch), call)
 
-        held.backward_one_chunk = backward  # type: ignore[method-assign, assignment]
+        torch_stage.backward_one_chunk = backward  # type: ignore[method-assign, assignment]
 
-    def _watch_weight(self, held: PipelineStage, stage: LocalStage) -> None:
-        inner = held.backward_weight_one_chunk
+    def _wrap_weight(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
+        original = torch_stage.backward_weight_one_chunk
 
         def weight(microbatch: int, last_backward: bool = False) -> None:
-            self._last_or_not(
-                stage, Phase.WEIGHT_GRAD, microbatch, lambda: inner(microbatch, last_backward=last_backward)
-            )
+            call = partial(original, microbatch, last_backward=last_backward)
+            self._timed_backward(stage, Action(stage.index, Phase.WEIGHT_GRAD, microbatch), call)
 
-        held.backward_weight_one_chunk = weight  # type: ignore[method-assign, assignment]
+        torch_stage.backward_weight_one_chunk = weight  # type: ignore[method-assign, assignment]
 
-    def _last_or_not(self, stage: LocalStage, phase: Phase, microbatch: int, call: Callable[[], None]) -> None:
-        if self._final[stage.index] == Action(stage.index, phase, microbatch):
-            with stage.last_backward():
-                self._timed(stage.index, phase, microbatch, call)
-        else:
-            self._timed(stage.index, phase, microbatch, call)
+    def _timed_backward(self, stage: LocalStage, action: Action, call: Callable[[], None]) -> None:
+        # torch's own `last_backward` counts all micro-batches of the schedule, of which a replica runs some only.
+        is_last = self._final_backward[stage.index] == action
+        with stage.last_backward() if is_last else nullcontext():
+            self._timed(action, call)
 
-    def _timed(self, stage: int, phase: Phase, microbatch: int, call: Callable[[], Any]) -> Any:
-        self._draws.microbatch = microbatch
+    def _timed(self, action: Action, call: Callable[[], Any]) -> Any:
+        self._rng.microbatch = action.microbatch
         start = self._clock.stamp()
         result = call()
-        self._runs.append(_Run(Action(stage, phase, microbatch), start, self._clock.stamp()))
+        self._ran.append(_TimedAction(action, start, self._clock.stamp()))
         return result
 
     def _scaled_loss(self, output: Any, target: Tensor) -> Tensor:
-        """The loss is a layer of the last stage, whose F this lengthens."""
-        run = self._runs[-1]
-        with torch.no_grad() if self._loss_again else nullcontext():
-            share = self._share(output, target)
-        if self._loss_again:
-            self._targets[run.action.microbatch] = target
-        self._losses[run.action.microbatch] = share
-        run.end = self._clock.stamp()
+        """Computes a micro-batch's loss: the runtime calls it right after F of the last stage, whose time it is in."""
+        forward = self._ran[-1]
+        microbatch = forward.action.microbatch
+        with torch.no_grad() if self._recomputes_loss else nullcontext():
+            share = self._loss_share(output, target)
+        if self._recomputes_loss:
+            self._targets[microbatch] = target
+        self._losses[microbatch] = share
+        forward.end = self._clock.stamp()
         return share
 
-    def _share(self, output: Any, target: Tensor) -> Tensor:
+    def _loss_share(self, output: Any, target: Tensor) -> Tensor:
         """Returns a micro-batch's part of the mean loss, scaled."""
         loss = self._loss(output, target)
         if loss.dim():
@@ -272,57 +285,21 @@ class ScheduleExecutor:
         share = loss / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
 
-    def _find_losses_by_microbatch(self) -> None:
-        """Torch finds losses by their order of arrival, and wants all of them."""
-        runtime: Any = self._runtime
-        runtime._maybe_get_loss = lambda stage, microbatch: self._losses[microbatch] if stage.is_last else None
-        runtime._update_losses = lambda stages, losses: runtime._internal_losses.clear()
-
-    def _serve_replicas(self) -> None:
-        """Leaves out torch's greetings, which know one rank a stage, and buffers for others' micro-batches."""
-        runtime: Any = self._runtime
-        inner = runtime._initialize_stages
-        own = {(action.stage, action.microbatch) for action in self._schedule.order[self._ranks[runtime.rank]]}
-
-        def greet(stages: Sequence[PipelineStage], *_: Any) -> None:
-            for stage in stages:
-                stage._inference_mode = _utils.InferenceMode.STATIC
-
-        def initialize(*args: Any, **kwargs: Any) -> None:
-            inner(*args, **kwargs)
-            for stage in runtime._stages:
-                for infos in (stage.args_recv_info, stage.grad_recv_info):
-                    for microbatch, received in infos.items():
-                        for info in received if (stage.stage_index, microbatch) not in own else ():
-                            info.buffer = None
-
-        runtime._warmup_p2p = greet
-        runtime._initialize_stages = initialize
-        for stage in runtime._stages:
-            stage._get_init_p2p_neighbors_ops = list
-
-
-def subgroup(members: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """Returns a group of some processes, which waits as long as the default group; every process calls it together."""
-    whole = dist.distributed_c10d._get_default_group()
-    made: dist.ProcessGroup = dist.new_group(list(members), timeout=whole._get_backend(device).options._timeout)
-    return made
-
 
 def _final_backwards(order: Sequence[Action]) -> dict[int, Action]:
     """Returns the action after which each stage's gradients on a rank are final."""
     return {action.stage: action for action in order if action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD)}
 
 
-def _filled(grads: Sequence[Tensor | None], received: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Returns the gradients of what a stage received, zero where there is none."""
+def _zeros_for_none(grads: Sequence[Tensor | None], received: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Returns the gradients of the tensors that a stage received, zeros for None."""
     pairs = zip(grads[: len(received)], received, strict=True)
     return tuple(torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs)
 
 
 def _check_types(stages: Sequence[LocalStage]) -> None:
     for stage in stages:
-        for tensor in stage.received if _EVERY_INPUT_HAS_A_GRADIENT and stage.index else ():
+        for tensor in stage.received if needs_gradient_for_every_input() and stage.index else ():
             if not tensor.is_floating_point():
                 raise BapipeError(
                     f"stage {stage.index} receives a tensor of {str(tensor.dtype).removeprefix('torch.')}, which torch "
@@ -331,13 +308,13 @@ def _check_types(stages: Sequence[LocalStage]) -> None:
 
 
 def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
-    """Torch's W starts where I stopped, so a stage that has nothing to do in I would lose its gradients."""
+    """torch's W starts where I stopped, so a stage without any input that needs a gradient would lose its gradients."""
     split = {action.stage for actions in schedule.order for action in actions if action.phase is Phase.INPUT_GRAD}
     for stage in stages:
         if stage.index == 0 or stage.index not in split:
             continue
         reason = "receives nothing that needs a gradient" if not any(t.requires_grad for t in stage.received) else ""
-        if _EVERY_INPUT_HAS_A_GRADIENT and stage.arguments:
+        if needs_gradient_for_every_input() and stage.arguments:
             reason = f"loads inputs of the model, for which torch {torch.__version__} is wrong"
         if reason:
             raise BapipeError(

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from bapipe.formats.plan import Memory, Plan
+from bapipe.formats.plan import Memory
 from bapipe.runtime.clock import Clock, clock_offset_ns
+from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.schedules.table import Action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Update
 
@@ -42,34 +42,27 @@ class _SentTimeline:
     memory: Memory
 
 
-def gather_timeline(
-    local: LocalTimeline,
-    clock: Clock,
-    plan: Plan,
-    ranks: Sequence[int],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> Timeline:
+def gather_timeline(layout: ProcessLayout, local: LocalTimeline, clock: Clock, device_names: Sequence[str]) -> Timeline:
     """Returns the timeline of all ranks, on rank 0's clock; every rank calls it together, and all get the same.
 
-    `ranks[i]` is the plan's rank that process i of the group runs. An all-reduce begins when its last replica begins
+    `device_names` are those of all of the schedule's ranks. An all-reduce begins when its last replica begins
     it and ends when the last replica sees its end.
     """
-    sent = _on_rank_0_clock(local, clock, clock_offset_ns(device, group))
-    gathered = [sent] * len(ranks)
-    dist.all_gather_object(gathered, sent, group=group)
+    sent = _on_rank_0_clock(local, clock, clock_offset_ns(layout.device, layout.group))
+    gathered = [sent] * len(layout.ranks)
+    dist.all_gather_object(gathered, sent, group=layout.group)
     origin_ns = min(one.start_ns for one in gathered)
-    memory = dict(zip(ranks, (one.memory for one in gathered), strict=True))
+    memory = dict(zip(layout.ranks, (one.memory for one in gathered), strict=True))
     spans, updates = [], []
-    for rank, one in zip(ranks, gathered, strict=True):
+    for rank, one in zip(layout.ranks, gathered, strict=True):
         spans += [Span(rank, Action(*action), start - origin_ns, end - origin_ns) for action, start, end in one.spans]
         updates += [Update(rank, s, start - origin_ns, end - origin_ns) for s, start, end in one.updates]
     return Timeline(
-        devices=tuple(device.name for device in plan.cluster.devices),
+        devices=tuple(device_names),
         spans=tuple(spans),
         updates=tuple(updates),
         syncs=tuple(_merge_syncs((sync for one in gathered for sync in one.syncs), origin_ns)),
-        memory=tuple(memory.get(rank, _NO_MEMORY) for rank in range(len(plan.cluster.devices))),
+        memory=tuple(memory.get(rank, _NO_MEMORY) for rank in range(len(device_names))),
     )
 
 

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from bapipe.errors import BapipeError, InvalidSchedule
 from bapipe.formats.plan import Plan
-from bapipe.schedules.table import Action, Phase, Schedule, is_ready
-from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.schedules.table import Action, Phase, Schedule, check, is_ready
 
 
 def check_runnable(plan: Plan) -> tuple[int, ...]:
@@ -34,9 +32,13 @@ def check_runnable(plan: Plan) -> tuple[int, ...]:
                 "micro-batches, or fewer devices"
             )
     schedule = plan.table
-    unit = StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1)
-    simulate_schedule(schedule, [Stage(costs=(unit,) * len(ranks)) for ranks in schedule.devices], plan.cluster)
+    check(schedule)
     lower_schedule(schedule)
+    return ranks_with_stage(schedule)
+
+
+def ranks_with_stage(schedule: Schedule) -> tuple[int, ...]:
+    """Returns the ranks of a schedule that have a stage, ascending: process i of a group runs the i-th of them."""
     return tuple(sorted({rank for ranks in schedule.devices for rank in ranks}))
 
 
@@ -69,9 +71,13 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
             if action.phase is not Phase.WEIGHT_GRAD:  # W makes the weights' gradients, which no other stage waits for
                 _add_transfer(action, rank, schedule, lowered)
         if num_remaining == num_before:
-            blocked = next(actions[i] for actions, i in zip(schedule.order, reached, strict=True) if i < len(actions))
-            raise InvalidSchedule(f"the order deadlocks: {blocked} waits for what comes after it")
+            raise InvalidSchedule(f"deadlock: each waits for another: {_blocked(schedule, reached)}")
     return tuple(map(tuple, lowered))
+
+
+def _blocked(schedule: Schedule, reached: Sequence[int]) -> str:
+    orders = enumerate(zip(schedule.order, reached, strict=True))
+    return ", ".join(f"rank {rank} at {actions[i]}" for rank, (actions, i) in orders if i < len(actions))
 
 
 def receives_at_step_start(actions: Sequence[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.split import Split
+from bapipe.torch_private import reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
 
 _UNSET = -(2**40) - 7
@@ -36,7 +37,7 @@ def materialize(
     states = layer_states(model)
     for name, tensor in unused_state(model).items():
         states.setdefault(name.rpartition(".")[0], {})[name] = tensor
-    with _no_weak_references(model.root):
+    with without_weak_references(model.root):
         for layer, state in states.items():
             if any(tensor.is_meta and id(tensor) in own for tensor in state.values()):
                 _initialize_layer(model.root, layer, state, seed, initialize)
@@ -76,8 +77,8 @@ def _initialize_layer(
         for module in _owners(root, layer, unset):
             with _kept(tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in written):
                 for child in reversed(list(module.modules())):  # a parent's reset has the last word, as at its making
-                    reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
-                    if callable(reset):
+                    reset = reset_method(child)
+                    if reset is not None:
                         reset()
                 if initialize is not None:
                     initialize(module)
@@ -88,17 +89,6 @@ def _initialize_layer(
                 f"{kind} '{name}' is on the meta device and neither the layer's reset_parameters() nor the model's "
                 "initialize gives it a value: build the model on a real device, or set it there"
             )
-
-
-@contextmanager
-def _no_weak_references(root: nn.Module) -> Iterator[None]:
-    """Takes from recurrent layers the weak references to their parameters, which swapping refuses, and renews them."""
-    recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
-    for module in recurrent:
-        module._flat_weight_refs = []
-    yield
-    for module in recurrent:
-        module._init_flat_weights()
 
 
 def _owners(root: nn.Module, layer: str, unset: Iterable[str]) -> list[nn.Module]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from bapipe.runtime.materialize import materialize
 from bapipe.runtime.optimizer import OptimizerFactory, StageOptimizers, clip_grad_norm, sgd
 from bapipe.runtime.peak_memory import PeakMemory
 from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
+from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
@@ -71,17 +71,10 @@ class Pipeline:
         other sizes, such as shorter sentences, that whole mini-batches may have. `evaluates` says that `evaluate` will
         be called, for which the module is traced once more.
         """
-        self._ranks = check_runnable(plan)
-        self._plan, self._group, self._device = plan, group, torch.device(device)
-        if dist.get_world_size(group) != len(self._ranks):
-            raise BapipeError(
-                f"the plan runs on {len(self._ranks)} devices but this group has {dist.get_world_size(group)} "
-                f"processes: start {len(self._ranks)}, or plan for {dist.get_world_size(group)} devices"
-            )
+        self._plan, self._device = plan, torch.device(device)
+        self._layout = _layout(plan, self._device, group)
         check_settings(plan, module, self._device, autocast)
-        self.rank = self._ranks[dist.get_rank(group)]
-        schedule = plan.table
-        self.stages = _in_order_of_updates(schedule, self.rank)
+        self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
         self._keys = frozenset(module.state_dict())
         self._names = state_names(module)
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
@@ -94,22 +87,18 @@ class Pipeline:
         self._modules: dict[int, nn.Module] = {
             s: stage_module(self._split, s, self._device, self._rng) for s in self.stages
         }
-        self._idle = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
+        # The first stage also holds what no layer uses, so that checkpoints have all of the module.
+        self._unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
         materialize(self._split, self._state(), self._device, seed, initialize)
         self._autocast = autocast
         self._clock = clock_for(self._device)
-        place = schedule, self._ranks, self.rank
-        self._shared = connect_tied_weights(self._split, *place, self._device, group)
-        self._replicas = connect_replicas(
-            self._split, *place, self._modules, self._shared.parameters, self._clock, self._device, group
-        )
-        computed = self._loss(loss, self._split.model)
-        made = partial(ScheduleExecutor, schedule, self._ranks)
-        rest = computed, self._clock, self._rng, self._device, group
+        self._tied = connect_tied_weights(self._layout, self._split)
+        self._replicas = connect_replicas(self._layout, self._split, self._modules, self._tied.parameters, self._clock)
+        # torch's stages have buffers of fixed shapes, so there is an executor for every size of the inputs.
         sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in buckets)]
-        self._runners = [made([self._local_stage(s, parts) for s in sorted(self.stages)], *rest) for parts in sized]
-        self._runner = self._runners[0]
-        self._evaluator = None if evaluated is None else self._evaluator_of(evaluated, loss)
+        self._executors = [self._training_executor(parts, loss) for parts in sized]
+        self._executor = self._executors[0]  # of the last step
+        self._forward_executor = None if evaluated is None else self._evaluation_executor(evaluated, loss)
         self._optimizers = StageOptimizers(self._modules, optimizer or sgd(), self._clock)
         check_optimizers(plan, self._optimizers.optimizers)
         self._clip_norm = clip_norm
@@ -127,6 +116,11 @@ class Pipeline:
         self._start: object | None = None
 
     @property
+    def rank(self) -> int:
+        """The schedule's rank that this process runs."""
+        return self._layout.rank
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Names of the model's inputs that this rank loads."""
         loaded = {name for s in self.stages for name in self._split.stages[s].loaded}
@@ -139,8 +133,8 @@ class Pipeline:
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """The micro-batches that this rank runs; of what it loads, only their samples are looked at."""
-        return tuple(sorted({action.microbatch for action in self._plan.table.order[self.rank]}))
+        """The micro-batches that this rank runs; of the tensors that it loads, only their samples are used."""
+        return tuple(sorted({action.microbatch for action in self._layout.schedule.order[self.rank]}))
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -150,7 +144,7 @@ class Pipeline:
     @property
     def order(self) -> tuple[Action, ...]:
         """The actions of the last step on this rank, in the order in which they ran."""
-        return self._runner.order
+        return self._executor.order
 
     def step(self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
@@ -162,8 +156,8 @@ class Pipeline:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
         """
-        place = 0 if bucket is None else bucket + 1
-        self._runner, expected = self._runners[place], self._expected[place]
+        index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
+        self._executor, expected = self._executors[index], self._expected[index]
         loaded = expected.load(inputs, self._plan.minibatch_size)
         if self.needs_target:
             target = expected.checked("target", target, None, self._plan.minibatch_size)
@@ -174,15 +168,15 @@ class Pipeline:
         self._optimizers.zero_grad()
         for replicas in self._replicas.values():
             replicas.begin()
-        scale = self._runner.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
+        scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            loss = self._runner.run(
+            loss = self._executor.run(
                 [loaded[name] for name in first],
                 {argument: loaded[name] for argument, name in zip(names, later, strict=True)},
                 target if self.needs_target else None,
             )
         self._rng.step += 1
-        self._shared.sum()
+        self._tied.sum()
         finite = self._unscale()
         if self._clip_norm is not None and finite:
             self._clip(self._clip_norm)
@@ -214,7 +208,7 @@ class Pipeline:
             BapipeError: a tensor that this rank needs is missing or does not fit.
             InvalidModel: the model takes no micro-batch of the size that the last one has.
         """
-        if self._evaluator is None:
+        if self._forward_executor is None:
             raise ValueError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
         num = self._plan.minibatch_size if num_samples is None else num_samples
         if not 1 <= num <= self._plan.minibatch_size:
@@ -222,7 +216,7 @@ class Pipeline:
         expected = self._expected[0]
         loaded = expected.load(inputs, num)
         target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
-        return self._evaluator.run(loaded, target, num, keep)
+        return self._forward_executor.run(loaded, target, num, keep)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by their names in the original module; tied ones by all of them.
@@ -239,7 +233,7 @@ class Pipeline:
 
     def _state(self) -> list[Tensor]:
         held = [tensor for module in self._modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        return list({id(tensor): tensor for tensor in (*held, *self._idle)}.values())
+        return list({id(tensor): tensor for tensor in (*held, *self._unused)}.values())
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the steps to come."""
@@ -251,15 +245,15 @@ class Pipeline:
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:
         """Returns this rank's part of the model's parameters: each is counted on one rank, the first that has it."""
-        schedule = self._plan.table
-        first = {id(one.parameter): schedule.devices[min(one.stages)][0] for one in self._split.shared}
-        own = {
+        schedule = self._layout.schedule
+        first = {id(tied.parameter): schedule.devices[min(tied.stages)][0] for tied in self._split.tied}
+        counted = {
             id(parameter): parameter
             for s, module in self._modules.items()
             for parameter in module.parameters()
             if first.get(id(parameter), schedule.devices[s][0]) == self.rank
         }
-        return tuple(own.values())
+        return tuple(counted.values())
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
@@ -271,7 +265,7 @@ class Pipeline:
 
     def busy_ns(self) -> int:
         """Returns how long this rank computed in the last step; the rest of it waited."""
-        return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._runner.spans())
+        return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._executor.spans())
 
     def peak_bytes(self) -> int | None:
         """Returns what this rank's stages have taken of the device at most, None where it is not known."""
@@ -286,12 +280,18 @@ class Pipeline:
             raise ValueError("no step has run, so there is no timeline")
         local = LocalTimeline(
             start=self._start,
-            spans=self._runner.spans(),
+            spans=self._executor.spans(),
             updates=self._optimizers.updates,
             syncs=[(s, *sync) for s, replicas in self._replicas.items() for sync in replicas.gradients.syncs()],
             memory=self._memory(),
         )
-        return gather_timeline(local, self._clock, self._plan, self._ranks, self._device, self._group)
+        names = [device.name for device in self._plan.cluster.devices]
+        return gather_timeline(self._layout, local, self._clock, names)
+
+    def _training_executor(self, parts: Split, loss: Loss) -> ScheduleExecutor:
+        stages = [self._local_stage(s, parts) for s in sorted(self.stages)]
+        stage_loss = self._loss_of_stage_outputs(loss, parts.model)
+        return ScheduleExecutor(self._layout, stages, loss=stage_loss, clock=self._clock, rng=self._rng)
 
     def _local_stage(self, index: int, parts: Split) -> LocalStage:
         stage, examples = parts.stages[index], parts.examples
@@ -310,23 +310,21 @@ class Pipeline:
         """Returns a stage's module with the arithmetic that was asked for."""
         return module if self._autocast is None else Autocast(module, self._device, self._autocast, outputs)
 
-    def _evaluator_of(self, parts: Split, loss: Loss) -> ForwardExecutor:
+    def _evaluation_executor(self, parts: Split, loss: Loss) -> ForwardExecutor:
         modules = {s: stage_module(parts, s, self._device) for s in self.stages}
         types = {s: [parts.examples[name].dtype for name in parts.stages[s].outputs] for s in self.stages}
         last = self._replicas.get(len(self._plan.stages) - 1)
         return ForwardExecutor(
+            self._layout,
             parts,
-            self._plan,
-            self._ranks,
             {s: self._computing(module, types[s]) for s, module in modules.items()},
-            self._loss(loss, parts.model),
-            last.total if last is not None else lambda part: part,
-            self._device,
-            self._group,
+            microbatch_size=self._plan.microbatch_size,
+            loss=self._loss_of_stage_outputs(loss, parts.model),
+            sum_over_replicas=last.total if last is not None else lambda part: part,
         )
 
-    def _loss(self, loss: Loss, model: TracedModel) -> Loss:
-        """The last stage gives a tuple of tensors; the loss wants what the model returns."""
+    def _loss_of_stage_outputs(self, loss: Loss, model: TracedModel) -> Loss:
+        """Returns the loss of the tuple of tensors that the last stage returns, instead of what the model returns."""
         rebuild = model.result.rebuild
 
         def computed(output: Any, target: Tensor) -> Tensor:
@@ -339,14 +337,14 @@ class Pipeline:
         """Makes gradients those of the losses; returns whether parameters are to be updated with them."""
         if self.grad_scaler is None:
             return True
-        finite = unscale(self._gradients(), self.grad_scaler.scale, self._device, self._group)
+        finite = unscale(self._gradients(), self.grad_scaler.scale, self._device, self._layout.group)
         self.grad_scaler = self.grad_scaler.after_step(finite)
         return finite
 
     def _clip(self, max_norm: float) -> None:
         own = self._gradients()
         counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
-        clip_grad_norm(own, counted, max_norm, self._device, self._group)
+        clip_grad_norm(own, counted, max_norm, self._device, self._layout.group)
 
     def _gradients(self) -> list[Tensor]:
         """Returns this rank's gradients, when those of replicas are summed."""
@@ -365,6 +363,17 @@ class Pipeline:
             workspace=0,
             buffers=0,
         )
+
+
+def _layout(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> ProcessLayout:
+    ranks, num_processes = check_runnable(plan), dist.get_world_size(group)
+    if num_processes != len(ranks):
+        raise BapipeError(
+            f"the plan runs on {len(ranks)} devices but this group has {num_processes} processes: start {len(ranks)}, "
+            f"or plan for {num_processes} devices"
+        )
+    rank = ranks[dist.get_rank(group)]
+    return ProcessLayout(schedule=plan.table, ranks=ranks, rank=rank, device=device, group=group)
 
 
 def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:

@@ -1,72 +1,77 @@
-"""The groups of processes in which a plan's gradients are summed; every process makes them together."""
+"""The process groups in which a plan's gradients are summed: of the replicas of a stage, and of the users of a weight.
+
+Every process makes all of them, in the same order, also those that it is not in: `new_group` is collective.
+"""
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.executor import subgroup
+from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.split import Split, trained_layers
 from bapipe.runtime.tied_weights import TiedGradients
-from bapipe.schedules.table import Schedule
+from bapipe.torch_private import default_group_timeout
 
 
-def connect_tied_weights(
-    parts: Split, schedule: Schedule, ranks: Sequence[int], rank: int, device: torch.device, group: object | None
-) -> TiedGradients:
+def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
     """Returns the parameters that this rank's stages share with those of other ranks.
-
-    `ranks[i]` is the schedule's rank that process i plays, `rank` this one's.
 
     Raises:
         BapipeError: there are some, and a group other than the default one was given.
     """
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    summed = []
-    for one in parts.shared:
-        users = tuple(sorted({user for s in one.stages for user in schedule.devices[s]}))
-        if len(users) == 1 or not one.parameter.requires_grad:
+    schedule = layout.schedule
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by the ranks in them
+    users_of = []
+    for tied in parts.tied:
+        users = tuple(sorted({rank for s in tied.stages for rank in schedule.devices[s]}))
+        if len(users) == 1 or not tied.parameter.requires_grad:
             continue
-        if group is not None:
+        if layout.group is not None:
             raise BapipeError(
-                f"'{one.name}' is in several stages, which need the default process group: leave out `group`"
+                f"'{tied.name}' is in several stages, which need the default process group: leave out `group`"
             )
         if users not in groups:
-            groups[users] = subgroup([ranks.index(user) for user in users], device)
-        if rank in users:
-            summed.append((one.parameter, groups[users]))
-    return TiedGradients(summed)
+            groups[users] = _new_group(layout, users)
+        if layout.rank in users:
+            users_of.append((tied.parameter, groups[users]))
+    return TiedGradients(users_of)
 
 
 def connect_replicas(
+    layout: ProcessLayout,
     parts: Split,
-    schedule: Schedule,
-    ranks: Sequence[int],
-    rank: int,
     modules: Mapping[int, nn.Module],
-    apart: Sequence[nn.Parameter],
+    tied: Sequence[nn.Parameter],
     clock: Clock,
-    device: torch.device,
-    group: object | None,
 ) -> dict[int, Replicas]:
-    """Returns this rank's place in each of its stages that has replicas; gradients of `apart` are summed elsewhere.
+    """Returns the replicas of each stage of this rank that has several, by stage.
+
+    `modules` are this rank's stages; the gradients of `tied` parameters are left out, `TiedGradients` sums them.
 
     Raises:
         BapipeError: there are some, and a group other than the default one was given.
     """
+    schedule = layout.schedule
     replicas = {}
-    for s, own in enumerate(schedule.devices):
-        if len(own) == 1:
+    for s, devices in enumerate(schedule.devices):
+        if len(devices) == 1:
             continue
-        if group is not None:
+        if layout.group is not None:
             raise BapipeError(f"stage {s} has replicas, which need the default process group: leave out `group`")
-        members = subgroup([ranks.index(one) for one in own], device)
-        if rank in own:
-            num = sum(schedule.rank_of(s, m) == rank for m in range(schedule.num_microbatches))
-            layers = trained_layers(parts, s, without=apart)
-            replicas[s] = Replicas(modules[s], layers, members, num / schedule.num_microbatches, clock)
+        group = _new_group(layout, devices)
+        if layout.rank in devices:
+            num_own = sum(schedule.rank_of(s, m) == layout.rank for m in range(schedule.num_microbatches))
+            layers = trained_layers(parts, s, without=tied)
+            replicas[s] = Replicas(modules[s], layers, group, num_own / schedule.num_microbatches, clock)
     return replicas
+
+
+def _new_group(layout: ProcessLayout, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Returns a group of some of the schedule's ranks, with the timeout of the default group."""
+    members = layout.processes_of(ranks)
+    group: dist.ProcessGroup = dist.new_group(members, timeout=default_group_timeout(layout.device))
+    return group

@@ -39,13 +39,13 @@ class Split:
     Attributes:
         examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
             inputs and outputs, for one micro-batch.
-        shared: parameters that several stages use.
+        tied: parameters that several stages use.
     """
 
     model: TracedModel
     stages: tuple[StageTensors, ...]
     examples: dict[str, Tensor]
-    shared: tuple["TiedParameter", ...]
+    tied: tuple["TiedParameter", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
     check_flow(model.layers, stage_of)
     _check_hazards(model, stage_of)
-    shared = _shared(model, stage_of)
+    tied = _tied_parameters(model, stage_of)
     if len(inputs) != len(model.inputs):
         raise InvalidModel(
             f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
@@ -85,7 +85,7 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     stages = _stages(model, stage_of, len(plan.stages))
     given = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
     examples = _examples(model, given, inputs, plan.microbatch_size)
-    return Split(model=model, stages=stages, examples=examples, shared=shared)
+    return Split(model=model, stages=stages, examples=examples, tied=tied)
 
 
 def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def _check_hazards(model: TracedModel, stage_of: dict[str, int]) -> None:
             )
 
 
-def _shared(model: TracedModel, stage_of: dict[str, int]) -> tuple[TiedParameter, ...]:
+def _tied_parameters(model: TracedModel, stage_of: dict[str, int]) -> tuple[TiedParameter, ...]:
     """The parameters of several stages; a buffer that one of them changes would drift apart, so it is refused."""
     used: dict[int, list[tuple[str, str, Tensor]]] = {}
     for layer, state in layer_states(model).items():

@@ -27,7 +27,7 @@ from bapipe.runtime.evaluate.evaluate import EvaluationData, Metric, check_score
 from bapipe.runtime.executor import Loss
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
-from bapipe.runtime.lowering import check_runnable
+from bapipe.runtime.lowering import check_runnable, ranks_with_stage
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
@@ -197,7 +197,7 @@ def _train_rank(rank: Rank, job: _Job) -> TrainResult:
         evaluates=job.held_out is not None,
     )
     held_out = _held_out(example, job.held_out) if job.held_out is not None else None
-    names = tuple(plan.cluster.devices[r].name for r in check_runnable(plan))
+    names = tuple(plan.cluster.devices[r].name for r in ranks_with_stage(plan.table))
     writer = CheckpointWriter(job.keeping, timedelta(seconds=job.timeout_s), names) if job.keeping is not None else None
     start = _resume(pipeline, job.resumed)
     pipeline.start_at(start.step)

@@ -4,9 +4,9 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx, nn
 
+from bapipe.torch_private import NormBase, OpOverload, argument_schemas, return_schemas
 from bapipe.tracing.model import TracedModel
 
 _MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -22,8 +22,8 @@ def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether what an operator gives may share memory with its first input."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), _MODULES) or changes_in_place(module, node)
-    if isinstance(node.target, torch._ops.OpOverload):
-        aliased = any(given.alias_info is not None for given in node.target._schema.returns)
+    if isinstance(node.target, OpOverload):
+        aliased = any(given.alias_info is not None for given in return_schemas(node.target))
         return aliased or node.target.overloadpacket.__name__ == "dropout"
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name in _OPERATORS or changes_in_place(module, node)
@@ -40,8 +40,8 @@ def gives_what_it_changes(node: fx.Node) -> bool:
 
 
 def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
+    if isinstance(node.target, OpOverload):
+        arguments = argument_schemas(node.target)
         for argument, value in zip(arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _nodes(value)
@@ -130,7 +130,7 @@ def changes_buffers(model: TracedModel, layer: str) -> bool:
 def _module_changes_buffers(module: nn.Module) -> bool:
     if next(module.buffers(recurse=False), None) is None:
         return False
-    return not type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.batchnorm._NormBase)
+    return not type(module).__module__.startswith("torch.nn.") or isinstance(module, NormBase)
 
 
 def _changes_statistics(node: fx.Node) -> bool:

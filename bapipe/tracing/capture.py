@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
-from torch.utils import _pytree as pytree
 
 from bapipe.errors import InvalidModel
+from bapipe.torch_private import TreeSpec, tree_flatten, tree_leaves
 from bapipe.tracing.model import attribute
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -43,7 +43,7 @@ class Captured:
 
     module: fx.GraphModule
     returned: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     called: dict[fx.Node, str]
     kinds: dict[str, str]
 
@@ -156,7 +156,7 @@ def _by_fx(module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[st
     _drop(graph, fixed)
     _drop_unused(graph)
     output = _output(graph)
-    returned, spec = pytree.tree_flatten(output.args[0])
+    returned, spec = tree_flatten(output.args[0])
     output.args = (tuple(returned),)
     made = fx.GraphModule(module, graph)
     called: dict[fx.Node, str] = {}
@@ -214,7 +214,7 @@ def _by_export(module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozen
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     _inline(source, graph, env, no_grad=False)
-    leaves = pytree.tree_leaves(_output(source.graph).args[0])
+    leaves = tree_leaves(_output(source.graph).args[0])
     returned = tuple(env[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     graph.output(returned)
     _drop_unused(graph)
@@ -272,7 +272,7 @@ def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no
             places = [given for given in inner.graph.nodes if given.op == "placeholder"]
             own = {place: env.get(value, value) for place, value in zip(places, arguments, strict=True)}
             _inline(inner, graph, own, no_grad=not enabled)
-            env[node] = [own.get(leaf, leaf) for leaf in pytree.tree_leaves(_output(inner.graph).args[0])]
+            env[node] = [own.get(leaf, leaf) for leaf in tree_leaves(_output(inner.graph).args[0])]
         elif name == "getitem" and isinstance(env.get(node.args[0]), list):
             env[node] = env[node.args[0]][node.args[1]]
         else:

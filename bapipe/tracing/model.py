@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree  # torch has no public name for nested results
+
+from bapipe.torch_private import TreeSpec, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Result:
         constants: the leaves that are no tensors, in order.
     """
 
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     leaves: tuple[int | None, ...]
     constants: tuple[Any, ...]
 
@@ -41,7 +42,7 @@ class Result:
         """Returns the model's result from its output tensors."""
         constants = iter(self.constants)
         leaves = [next(constants) if place is None else outputs[place] for place in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

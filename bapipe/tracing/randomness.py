@@ -5,6 +5,8 @@ import re
 import torch
 from torch import fx, nn
 
+from bapipe.torch_private import DropoutBase, OpOverload
+
 _NAMES = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponential|rrelu|lstm|gru|rnn|attention")
 
 
@@ -15,7 +17,7 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
         return any(_module_is_random(part) for part in called.modules())
     if node.op not in ("call_function", "call_method"):
         return False
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
     return bool(_NAMES.search(getattr(node.target, "__name__", str(node.target))))
 
@@ -24,4 +26,4 @@ def _module_is_random(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.nn."):
         return True
     dropout = getattr(module, "dropout", 0.0)
-    return isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or (isinstance(dropout, float) and dropout > 0)
+    return isinstance(module, DropoutBase | nn.RReLU) or (isinstance(dropout, float) and dropout > 0)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from bapipe.errors import InvalidModel
+from bapipe.torch_private import tree_map
 
 BATCHES = (5, 7)
 """Two batch sizes at which a graph is looked at; odd, so that nothing is taken for the batch that is not."""
@@ -131,8 +131,8 @@ def copy_node(
     copy = graph.node_copy(node, source)
     if device is not None:
         moved = lambda value: device if isinstance(value, torch.device) else value  # noqa: E731
-        copy.args = pytree.tree_map(moved, copy.args)
-        copy.kwargs = pytree.tree_map(moved, copy.kwargs)
+        copy.args = tree_map(moved, copy.args)
+        copy.kwargs = tree_map(moved, copy.kwargs)
     return copy
 
 

@@ -99,7 +99,7 @@ def check_all_state_is_somewhere(parts: Split) -> None:
     idle = unused_state(parts.model)
     assert set(parts.model.root.state_dict()) <= {*keys, *idle}
     assert not set(keys) & set(idle)
-    shared = {id(one.parameter): list(one.stages) for one in parts.shared}
+    shared = {id(one.parameter): list(one.stages) for one in parts.tied}
     for name, parameter in parts.model.root.named_parameters(remove_duplicate=False):
         if len(keys[name]) > 1:
             assert keys[name] == shared[id(parameter)], name

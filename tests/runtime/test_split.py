@@ -106,7 +106,7 @@ def test_a_plan_against_the_flow_is_refused() -> None:
 
 def test_stages_may_share_a_weight() -> None:
     parts = _split(Tied(), (1,), torch.zeros(1, 6))
-    assert [(one.name, one.stages) for one in parts.shared] == [("a.weight", (0, 1))]
+    assert [(one.name, one.stages) for one in parts.tied] == [("a.weight", (0, 1))]
     assert set(stage_module(parts, 0).state_dict()) == {"a.weight", "a.bias"}
     assert set(stage_module(parts, 1).state_dict()) == {"b.weight", "b.bias", "c.weight", "c.bias"}
 

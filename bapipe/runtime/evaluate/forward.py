@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.split import Split, at_size, split
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
@@ -73,33 +74,30 @@ class ForwardExecutor:
 
     def __init__(
         self,
+        layout: ProcessLayout,
         parts: Split,
-        plan: Plan,
-        ranks: Sequence[int],
         modules: Mapping[int, nn.Module],
+        *,
+        microbatch_size: int,
         loss: Callable[[Any, Tensor], Tensor],
-        total: Callable[[Tensor], Tensor],
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
-        """`ranks[i]` is the plan's rank that process i of the group runs; `modules` are this rank's stages, by stage.
+        """`modules` are this rank's stages, by stage.
 
-        `loss` takes the tuple that the last stage returns; `total` sums over the last stage's replicas.
+        `loss` takes the tuple that the last stage returns; `sum_over_replicas` adds up over those of the last stage.
 
         Raises:
             InvalidModel: a stage uses a parameter or buffer without a value.
         """
-        self._parts, self._schedule, self._ranks = parts, plan.table, ranks
-        self._size, self._loss, self._total = plan.microbatch_size, loss, total
-        self._examples = {plan.microbatch_size: parts.examples}  # other sizes when they first occur: slow
-        self._device, self._group = device, group
-        self._rank = ranks[dist.get_rank(group)]
+        self._layout, self._schedule, self._parts = layout, layout.schedule, parts
+        self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
+        self._examples = {microbatch_size: parts.examples}  # other sizes when they first occur: slow
         self._modules = modules
         for module in modules.values():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.is_meta:
                     raise InvalidModel(f"'{name}' is used in evaluation mode only, and nothing gives it a value")
-            module.to(device)  # constants of the trace; parameters and buffers are there already
+            module.to(layout.device)  # constants of the trace; parameters and buffers are there already
 
     def run(
         self,
@@ -112,14 +110,14 @@ class ForwardExecutor:
 
         All ranks of the group call it together.
         """
+        device = self._layout.device
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         kept: dict[int, Any] = {}
-        on_cuda = self._device.type == "cuda"
         with (
             torch.no_grad(),
             evaluation_mode([self._parts.model.module, *self._modules.values()]),
-            torch.random.fork_rng(devices=[self._device] if on_cuda else []),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
             for m, output in self._results(loaded, rows):
                 samples = rows[m]
@@ -130,19 +128,19 @@ class ForwardExecutor:
         if self._schedule.num_stages - 1 not in self._modules:
             return None
         return ForwardResult(
-            loss=None if target is None else self._total(loss).item(),
+            loss=None if target is None else self._sum_over_replicas(loss).item(),
             outputs=tuple(kept.values()),
             rows=tuple(rows[m] for m in kept),
         )
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields (micro-batch, output) of the last stage on this rank."""
-        transfers = _Transfers(self._parts, rows, self._examples, self._device, self._group)
+        transfers = _Transfers(self._parts, rows, self._examples, self._layout)
         for stage, kind, m in self._actions(len(rows)):
             if kind == "RECV_F":
-                transfers.receive(stage, m, self._process(stage - 1, m))
+                transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
             elif kind == "SEND_F":
-                transfers.send(stage, m, self._process(stage + 1, m))
+                transfers.send(stage, m, self._layout.process_of(stage + 1, m))
             else:
                 inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
                 outputs = self._modules[stage](*transfers.take_inputs(stage, m), *inputs)
@@ -152,13 +150,10 @@ class ForwardExecutor:
                     yield m, outputs
         transfers.finish()
 
-    def _process(self, stage: int, microbatch: int) -> int:
-        return self._ranks.index(self._schedule.rank_of(stage, microbatch))
-
     def _actions(self, num_microbatches: int) -> list[tuple[int, str, int]]:
         """Returns this rank's forwards, sends and receives."""
-        lowered = lower_schedule(forwards_only(self._schedule, num_microbatches))[self._rank]
-        if self._device.type == "cpu":
+        lowered = lower_schedule(forwards_only(self._schedule, num_microbatches))[self._layout.rank]
+        if self._layout.device.type == "cpu":
             lowered = receives_at_step_start(lowered)
         matches = (_ACTION.fullmatch(text) for text in lowered)
         return [(int(match[1]), match[2], int(match[3])) for match in matches if match is not None]
@@ -195,8 +190,7 @@ class _Transfers:
     parts: Split
     rows: Sequence[range]
     examples: dict[int, dict[str, Tensor]]
-    device: torch.device
-    group: dist.ProcessGroup | None
+    layout: ProcessLayout
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
     sent: list[tuple[Any, Tensor]] = field(default_factory=list)
@@ -206,8 +200,8 @@ class _Transfers:
         posted = []
         for name in self.parts.stages[stage].received:
             example = self._example(len(self.rows[microbatch]), name)
-            buffer = torch.empty(example.shape, dtype=example.dtype, device=self.device)
-            posted.append((buffer, dist.irecv(buffer, group=self.group, group_src=source)))
+            buffer = torch.empty(example.shape, dtype=example.dtype, device=self.layout.device)
+            posted.append((buffer, dist.irecv(buffer, group=self.layout.group, group_src=source)))
         self.received[stage, microbatch] = posted
 
     def take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
@@ -224,7 +218,7 @@ class _Transfers:
     def send(self, stage: int, microbatch: int, destination: int) -> None:
         """Posts the sends of a stage's outputs."""
         for tensor in self.outputs.pop((stage, microbatch)):
-            self.sent.append((dist.isend(tensor, group=self.group, group_dst=destination), tensor))
+            self.sent.append((dist.isend(tensor, group=self.layout.group, group_dst=destination), tensor))
 
     def finish(self) -> None:
         """Waits for all sends."""

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime.launch.rendezvous import another_rank_reports, open_store, wait_for_all
 from bapipe.torch_device import prepare_cpu
+from bapipe.torch_private import FileStore
 
 _PR_SET_PDEATHSIG = 1
 

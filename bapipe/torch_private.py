@@ -1,0 +1,214 @@
+"""Every private name of torch that bapipe uses, behind names of its own.
+
+torch promises nothing about names with a leading underscore (and nothing about the pipelining runtime's insides), so
+when a new release breaks bapipe, this is the file to look at. A test holds that no other file uses such names.
+Works with torch 2.11 to 2.13.
+
+`torch.distributed.pipelining` is imported inside the functions that need it: that takes as long as torch itself, and
+tracing, which only needs nested structures, should not wait for it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore  # torch.distributed has no types for them
+from torch._ops import OpOverload
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+__all__ = [
+    "DropoutBase",
+    "FileStore",
+    "NormBase",
+    "OpOverload",
+    "PrefixStore",
+    "TCPStore",
+    "TreeSpec",
+    "argument_schemas",
+    "construct_reverse_graph",
+    "default_group_timeout",
+    "get_param_groups",
+    "is_view",
+    "needs_gradient_for_every_input",
+    "pipeline_runtime",
+    "replace_losses",
+    "reset_method",
+    "return_schemas",
+    "set_lowered_order",
+    "skip_neighbor_handshake",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "support_replicas",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "without_weak_references",
+]
+
+
+# Operators, tensors and modules
+
+
+def argument_schemas(operator: OpOverload) -> Sequence[Any]:
+    """Returns the arguments in an operator's schema, with what they alias and whether they are written."""
+    arguments: Sequence[Any] = operator._schema.arguments
+    return arguments
+
+
+def return_schemas(operator: OpOverload) -> Sequence[Any]:
+    """Returns the results in an operator's schema, with what they alias."""
+    returns: Sequence[Any] = operator._schema.returns
+    return returns
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another one, for autograd."""
+    return tensor._is_view()
+
+
+def reset_method(module: nn.Module) -> Callable[[], object] | None:
+    """Returns the method that draws a module's initial parameters; some of torch's modules have it under `_`."""
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
+
+
+@contextmanager
+def without_weak_references(root: nn.Module) -> Iterator[None]:
+    """Takes the weak references to their parameters from recurrent layers, and makes them anew afterwards.
+
+    `torch.utils.swap_tensors` refuses a tensor that has weak references.
+    """
+    recurrent = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    yield
+    for module in recurrent:
+        module._init_flat_weights()
+
+
+# Process groups
+
+
+def default_group_timeout(device: torch.device) -> Any:
+    """Returns how long an operation of the default group may take on a device; `new_group` does not take it over."""
+    return dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+
+
+# A backward in two parts, I and W
+
+
+def stage_backward_input(
+    outputs: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterable[nn.Parameter]
+) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+    """Runs I; returns the gradients of the inputs, and the groups of weights for `stage_backward_weight`."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward_input(outputs, grads, inputs, iter(weights))
+
+
+def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Runs W of the groups that I has left, which it empties."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(weights), groups)
+
+
+def construct_reverse_graph(roots: list[Node]) -> Any:
+    """Returns which nodes of the autograd graph lead to each node."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.construct_reverse_graph(roots)
+
+
+def get_param_groups(inputs: list[Node], weights: list[Node], reverse_graph: Any) -> list[dict[str, Any]]:
+    """Returns the groups of weights that have nodes in common where their gradients leave the path to the inputs."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.get_param_groups(inputs, weights, reverse_graph)
+
+
+# torch's pipeline runtime; the executor explains what each change is for
+
+
+@cache
+def needs_gradient_for_every_input() -> bool:
+    """Whether a stage must send back a gradient for each tensor that it received: so before torch 2.13.
+
+    Then stages can only receive floats. Also, W is wrong there if it starts at an operator with several outputs, as it
+    may in a stage that loads inputs of the model.
+    """
+    from torch.distributed.pipelining.stage import _RecvInfo
+
+    return "tensor_meta" not in inspect.signature(_RecvInfo).parameters
+
+
+def pipeline_runtime(stages: "Sequence[PipelineStage]", num_microbatches: int, loss: Callable[..., Tensor]) -> Any:
+    """Returns torch's runtime, which executes lowered actions one after another; it does not scale gradients."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    return _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), n_microbatches=num_microbatches, loss_fn=loss, scale_grads=False
+    )
+
+
+def set_lowered_order(runtime: Any, order: Mapping[int, Sequence[str]]) -> None:
+    """Sets the lowered actions of each process."""
+    from torch.distributed.pipelining.schedules import _Action
+
+    runtime.pipeline_order_with_comms = {
+        process: [_Action.from_str(action) for action in actions] for process, actions in order.items()
+    }
+
+
+def replace_losses(runtime: Any, loss_of: Callable[[int], Tensor]) -> None:
+    """Makes the runtime take the loss of a micro-batch from `loss_of`.
+
+    torch finds losses by their order of arrival and wants all micro-batches; a replica has some of them only.
+    """
+    runtime._maybe_get_loss = lambda stage, microbatch: loss_of(microbatch) if stage.is_last else None
+    runtime._update_losses = lambda stages, losses: runtime._internal_losses.clear()
+
+
+def skip_neighbor_handshake(stage: "PipelineStage") -> None:
+    """Removes the messages that a stage exchanges with its neighbours before the first step."""
+    stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+
+
+def support_replicas(runtime: Any, runs_here: Callable[[int, int], bool]) -> None:
+    """Lets stages have replicas; `runs_here(stage, microbatch)` says which micro-batches this process runs.
+
+    torch knows one process per stage: its P2P warm-up would greet the wrong one, and it would allocate the receive
+    buffers of all micro-batches.
+    """
+    from torch.distributed.pipelining import _utils
+
+    allocate = runtime._initialize_stages
+
+    def skip_warmup(stages: "Sequence[PipelineStage]", *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = _utils.InferenceMode.STATIC  # what the warm-up would find: shapes are known
+
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        allocate(*args, **kwargs)
+        for stage in runtime._stages:
+            for received in (stage.args_recv_info, stage.grad_recv_info):
+                for microbatch, infos in received.items():
+                    for info in () if runs_here(stage.stage_index, microbatch) else infos:
+                        info.buffer = None
+
+    runtime._warmup_p2p = skip_warmup
+    runtime._initialize_stages = initialize
+    for stage in runtime._stages:
+        skip_neighbor_handshake(stage)
