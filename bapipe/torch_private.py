@@ -39,6 +39,7 @@ __all__ = [
     "construct_reverse_graph",
     "default_group_timeout",
     "get_param_groups",
+    "is_compiled",
     "is_view",
     "needs_gradient_for_every_input",
     "pipeline_runtime",
@@ -76,6 +77,11 @@ def return_schemas(operator: OpOverload) -> Sequence[Any]:
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor is a view of another one, for autograd."""
     return tensor._is_view()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` returns."""
+    return isinstance(getattr(module, "_orig_mod", None), nn.Module)
 
 
 def reset_method(module: nn.Module) -> Callable[[], object] | None:

@@ -17,7 +17,7 @@ PACKAGE = Path(bapipe.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"units", "options", "hardware", "progress", "_optional"},
+    {"units", "options", "hardware", "progress", "processes", "_optional"},
     {"schedules"},
     {"formats"},
     {"graph", "torch_device", "torch_private"},

@@ -1,6 +1,5 @@
 """Latency and bandwidth between two processes of this machine, of messages and of all-reduce."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.profiler.spawn import meet, part, run_ranks
+from bapipe.profiler.spawn import measure_in_ranks
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (10, 12, 14, 16, 18, 20, 22, 24, 25))
 """1 KB to 32 MB."""
@@ -30,7 +29,7 @@ def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth,
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
     """
-    found = run_ranks(__name__, 2, kind, "the link", timeout_s)
+    found = measure_in_ranks(_measure, 2, kind, "the link", timeout_s)
     return fit(MESSAGE_BYTES, found["message"]), fit([n // 2 for n in SUM_BYTES], found["sum"])
 
 
@@ -73,11 +72,10 @@ def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
     return Bandwidth(bytes_per_s=max(round(1e9 / slope), 1), latency_ns=round(latency_ns))
 
 
-def _rank(rank: int, num_ranks: int, kind: str, folder: str) -> None:
-    meet(rank, num_ranks, kind, folder)
+def _measure(rank: int, kind: str) -> dict[str, list[int]]:
     messages = [_half_ns(_round_trip_ns, rank, torch.zeros(n // 4, device=kind)) for n in MESSAGE_BYTES]
     sums = [_half_ns(_sum_ns, rank, torch.zeros(n // 4, device=kind)) for n in SUM_BYTES]
-    part(rank, folder, {"message": messages, "sum": sums})
+    return {"message": messages, "sum": sums}
 
 
 def _half_ns(time_ns: Callable[[int, Tensor], int], rank: int, message: Tensor) -> int:
@@ -104,7 +102,3 @@ def _round_trip_ns(rank: int, message: Tensor) -> int:
     if message.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter_ns() - start
-
-
-if __name__ == "__main__":
-    _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
 from bapipe.profiler.links import fit
-from bapipe.profiler.spawn import meet, part, run_ranks
+from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe
 
@@ -35,7 +34,8 @@ def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
     """
-    return msgspec.convert(run_ranks(__name__, num_devices, kind, "the links", timeout_s), Cluster)
+    cluster: Cluster = measure_in_ranks(_measure, num_devices, kind, "the links", timeout_s)
+    return cluster
 
 
 def probe_job(kind: str, progress: PartsProgress) -> Cluster:
@@ -249,10 +249,5 @@ def _median_link(links: Sequence[Bandwidth]) -> Bandwidth:
     return sorted(links, key=lambda link: link.transfer_ns(2**20))[len(links) // 2]
 
 
-def _rank(rank: int, num_ranks: int, kind: str, folder: str) -> None:
-    meet(rank, num_ranks, kind, folder)
-    part(rank, folder, msgspec.to_builtins(probe(kind, lambda done, total, next_part: None)))
-
-
-if __name__ == "__main__":
-    _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+def _measure(_: int, kind: str) -> Cluster:
+    return probe(kind, lambda done, total, next_part: None)

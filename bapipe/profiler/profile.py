@@ -12,7 +12,7 @@ from bapipe.formats.cache import load_profile, profile_path
 from bapipe.formats.codec import write
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.profiler.co_runners import neighbours
+from bapipe.profiler.co_runners import co_runners
 from bapipe.progress import PartsProgress
 from bapipe.zoo import resolve
 
@@ -103,7 +103,7 @@ def profile_model(
     }
     unfinished_path = profile_path(key | {"unfinished": True, "neighbours": num_co_runners} | layer_choice)
     try:
-        with neighbours(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
+        with co_runners(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
             measured = measure_model(
                 example.module,
                 example.inputs,

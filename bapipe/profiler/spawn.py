@@ -1,12 +1,9 @@
-"""Processes on this machine that run a module of measurements together, and what the first of them writes."""
+"""Measurements that take several processes of this machine, in a process group of their own."""
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,62 +12,59 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import RunFailed
+from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 
-_RESULT = "result.json"
 
+def measure_in_ranks(
+    measure: Callable[[int, str], object], num_ranks: int, kind: str, subject: str, timeout_s: float
+) -> Any:
+    """Returns what `measure(rank, kind)` returns on rank 0 of a new process group, one process of one thread per rank.
 
-def run_ranks(module: str, num_ranks: int, kind: str, what: str, timeout_s: float) -> Any:
-    """Returns what rank 0 wrote of `python -m module RANK NUM_RANKS KIND FOLDER`, one process a rank.
+    They meet in a file, so no port is needed, and have ended when this returns.
 
-    They meet in a file, so no port is chosen, and they have ended when this returns.
+    Args:
+        kind: `cpu` (gloo) or `cuda` (NCCL).
+        subject: what is measured, for messages.
 
     Raises:
-        RunFailed: a process ended early, or they took longer than `timeout_s`.
+        RunFailed: a process failed, or they took longer than `timeout_s`.
     """
-    with tempfile.TemporaryDirectory(prefix="bapipe-ranks-") as folder:
-        ranks = [_start(module, rank, num_ranks, kind, folder) for rank in range(num_ranks)]
-        try:
-            _wait(ranks, what, time.monotonic() + timeout_s, timeout_s)
-            return json.loads(Path(folder, _RESULT).read_text())
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-                assert rank.stderr is not None
-                rank.stderr.close()
+    with tempfile.TemporaryDirectory(prefix="bapipe-") as name:
+        folder = Path(name)
+        job = measure, num_ranks, kind, str(folder / "store")
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        with local_processes(_run_rank, num_ranks, job, folder=folder, environment=one_thread, quiet=True) as processes:
+            return _wait(processes, subject, timeout_s)
 
 
-def _start(module: str, rank: int, num_ranks: int, kind: str, folder: str) -> subprocess.Popen[str]:
-    paths = [path or os.getcwd() for path in sys.path]
-    return subprocess.Popen(
-        [sys.executable, "-m", module, str(rank), str(num_ranks), kind, folder],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def _wait(processes: Sequence[LocalProcess], subject: str, timeout_s: float) -> Any:
+    """Returns rank 0's result when every rank has ended."""
+    end_s = time.monotonic() + timeout_s
+    result: Any = None
+    while any(process.is_open for process in processes):
+        for process, message in receive(processes, timeout_s=0.1):
+            if isinstance(message, ChildError):
+                raise RunFailed(f"measuring {subject}: process {process.index} failed: {message.text}")
+            if process.is_open:
+                result = message
+            elif process.exit_code(1.0):
+                raise RunFailed(
+                    f"measuring {subject}: process {process.index} ended with code {process.exit_code(0.0)}: "
+                    f"{process.last_words()}"
+                )
+        if time.monotonic() > end_s:
+            raise RunFailed(f"measuring {subject} took longer than {timeout_s:g} s: try again on a quieter machine")
+    return result
 
 
-def _wait(ranks: Sequence[subprocess.Popen[str]], what: str, end: float, timeout_s: float) -> None:
-    """Returns when all have ended well."""
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() for rank in ranks):
-            break
-        if time.monotonic() > end:
-            raise RunFailed(f"measuring {what} took longer than {timeout_s:g} s: try again on a quieter machine")
-        time.sleep(0.02)
-    for number, rank in enumerate(ranks):
-        if rank.returncode:
-            assert rank.stderr is not None
-            lines = rank.stderr.read().strip().splitlines()
-            raise RunFailed(
-                f"measuring {what}: process {number} ended with code {rank.returncode}: {lines[-1] if lines else ''}"
-            )
-
-
-def meet(rank: int, num_ranks: int, kind: str, folder: str) -> None:
-    """Joins the process group of the ranks that were started with a folder."""
+def _run_rank(
+    rank: int,
+    send: Callable[[object], None],
+    measure: Callable[[int, str], object],
+    num_ranks: int,
+    kind: str,
+    store: str,
+) -> None:
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
@@ -78,16 +72,13 @@ def meet(rank: int, num_ranks: int, kind: str, folder: str) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
     )
-
-
-def part(rank: int, folder: str, result: object) -> None:
-    """Leaves the process group; rank 0's result is what `run_ranks` returns."""
+    result = measure(rank, kind)
     if rank == 0:
-        Path(folder, _RESULT).write_text(json.dumps(result))
+        send(result)
     dist.barrier()
     dist.destroy_process_group()

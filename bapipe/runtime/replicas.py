@@ -1,4 +1,4 @@
-"""The replicas of a stage: their gradients summed while the backward still runs, their buffers made one."""
+"""The replicas of a stage: all-reduce of their gradients during the last backward, and averaging of their buffers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +13,18 @@ from bapipe.runtime.clock import Clock
 from bapipe.simulator.stage_cost import fill_buckets
 
 _LARGE_BYTES = 2**20
-"""Gradients of so many bytes are summed where they lie; copying them together would cost more than a message."""
+"""Gradients of this size or more are summed in place: copying them to a flat tensor would cost more than a message."""
 
 
 @dataclass(slots=True)
 class _Reduction:
-    """A bucket of one type on its way: `large` gradients of some parameters, and `flat` those of the others.
+    """The all-reduce of the gradients of one dtype in a bucket, which runs or has run.
 
-    After them `flat` holds for each parameter, the large ones first, whether any replica has a gradient.
+    Attributes:
+        parameters: the large ones first.
+        large: gradients that are summed in place.
+        flat: the other gradients, one after another; then, for each of `parameters`, 1 if it has a gradient: after the
+            sum, on how many replicas.
     """
 
     bucket: int
@@ -37,20 +41,33 @@ class _Reduction:
 
 
 class GradientSum:
-    """Sums the gradients of a stage's replicas once a step.
+    """Sums the gradients of a stage's replicas once per step, by all-reduce in buckets.
 
-    By all-reduce, in the judge's buckets: those of the last layers first, at least 25 MiB each.
-    A bucket starts when the stage's last backward on this rank has filled it, after all earlier ones. Losses are
-    divided by the number of all micro-batches, so the sum is the mini-batch's mean.
+    The buckets are those of the simulator: the last layers first, at least 25 MiB each. A bucket's all-reduce starts
+    during the stage's last backward on this rank, as soon as all of its gradients are final and all earlier buckets
+    have started, so that all replicas call them in one order. Losses are divided by the number of all micro-batches,
+    so the sum is the gradient of the mini-batch's mean.
+
+    (torch's W sets gradients without calling hooks; there all buckets start in `finish`.)
+
+    Why not DistributedDataParallel, which torch's PipelineStage supports:
+
+    - A plan promises a time for the simulator's buckets. DDP's first bucket has 1 MiB, and after the first step it
+      rebuilds the buckets in the order in which gradients arrived.
+    - Micro-batches go to the replicas in turn, so replicas may run different numbers of them. torch lets DDP reduce in
+      the last backward, which it finds by counting all micro-batches of the schedule: a replica never gets there.
+    - DDP's hooks would not be called in W at all.
+    - A parameter for which no replica has a gradient must keep none, so that the optimizer skips it, as in one process.
+      DDP does that only with `find_unused_parameters`, which searches the graph in every backward.
     """
 
     def __init__(self, layers: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, clock: Clock) -> None:
-        """`layers` holds the trained parameters of each layer, in the stage's order."""
+        """`layers` are the trained parameters of each layer, in the stage's order."""
         self._group, self._clock = group, clock
         self._buckets = _buckets(layers)
-        self._left: list[int] = []
+        self._missing: list[int] = []  # gradients per bucket still to come; empty outside the last backward
         self._started: list[_Reduction] = []
-        self._next, self._done = 0, False
+        self._next, self._done = 0, False  # the next bucket to start
         for index, parameters in enumerate(self._buckets):
             for parameter in parameters:
                 arrived = partial(self._arrived, index)
@@ -58,15 +75,15 @@ class GradientSum:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Within it the gradients that arrive are final, so full buckets start."""
-        self._left = [len(parameters) for parameters in self._buckets]
+        """The backward in this context makes gradients final, so complete buckets start."""
+        self._missing = [len(parameters) for parameters in self._buckets]
         try:
             yield
         finally:
-            self._left = []
+            self._missing = []
 
     def finish(self) -> None:
-        """Starts what has not started, and gives every parameter its summed gradient; once is enough."""
+        """Starts the remaining buckets and gives every parameter its summed gradient; later calls do nothing."""
         if self._done:
             return
         self._done = True
@@ -76,51 +93,51 @@ class GradientSum:
             for work in reduction.works:
                 work.wait()
             reduction.end = self._clock.stamp()
-            _take(reduction)
+            _assign_gradients(reduction)
 
     def syncs(self) -> list[tuple[int, int, object, object]]:
         """Returns (bucket, bytes, start, end) of the last step's all-reduces; the end is when this rank saw it."""
         return [(r.bucket, r.num_bytes, r.start, r.end) for r in self._started]
 
     def begin(self) -> None:
-        """Before a step: lets go of the last one."""
+        """Resets the state, before a step."""
         self._started, self._next, self._done = [], 0, False
 
     def _arrived(self, bucket: int, _: Tensor) -> None:
-        if not self._left:
+        if not self._missing:
             return
-        self._left[bucket] -= 1
-        while self._next < len(self._buckets) and self._left[self._next] == 0:
+        self._missing[bucket] -= 1
+        while self._next < len(self._buckets) and self._missing[self._next] == 0:
             self._start(self._next)
 
     def _start(self, bucket: int) -> None:
         self._next = bucket + 1
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._buckets[bucket]):
-            own = [parameter for parameter in self._buckets[bucket] if parameter.dtype == dtype]
-            parameters = sorted(own, key=lambda parameter: parameter.nbytes < _LARGE_BYTES)
+            of_dtype = [parameter for parameter in self._buckets[bucket] if parameter.dtype == dtype]
+            parameters = sorted(of_dtype, key=lambda parameter: parameter.nbytes < _LARGE_BYTES)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            has = torch.tensor([p.grad is not None for p in parameters]).to(grads[0])
+            has_grad = torch.tensor([p.grad is not None for p in parameters]).to(grads[0])
             num_large = sum(parameter.nbytes >= _LARGE_BYTES for parameter in parameters)
             with torch.no_grad():
                 large = [grad.contiguous() for grad in grads[:num_large]]
-                flat = torch.cat([*(grad.reshape(-1) for grad in grads[num_large:]), has])
+                flat = torch.cat([*(grad.reshape(-1) for grad in grads[num_large:]), has_grad])
             start = self._clock.stamp()
             works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in (*large, flat)]
             self._started.append(_Reduction(bucket, parameters, large, flat, works, start))
 
 
-def _take(reduction: _Reduction) -> None:
-    """A parameter that no replica has a gradient for keeps none, as in one process."""
+def _assign_gradients(reduction: _Reduction) -> None:
+    """Sets the summed gradients; a parameter for which no replica has a gradient keeps none, as in one process."""
     small = reduction.parameters[len(reduction.large) :]
-    pieces = torch.split(reduction.flat, [*(parameter.numel() for parameter in small), len(reduction.parameters)])
-    summed = [*reduction.large, *(piece.view_as(own) for piece, own in zip(pieces, small, strict=False))]
-    for parameter, grad, has in zip(reduction.parameters, summed, pieces[-1].tolist(), strict=True):
-        if parameter.grad is not None or has:
+    parts = torch.split(reduction.flat, [*(parameter.numel() for parameter in small), len(reduction.parameters)])
+    summed = [*reduction.large, *(part.view_as(parameter) for part, parameter in zip(parts, small, strict=False))]
+    for parameter, grad, num_replicas in zip(reduction.parameters, summed, parts[-1].tolist(), strict=True):
+        if parameter.grad is not None or num_replicas:
             parameter.grad = grad
 
 
 def _buckets(layers: Sequence[Sequence[nn.Parameter]]) -> list[list[nn.Parameter]]:
-    backwards = list(reversed(layers))
+    backwards = list(reversed(layers))  # the order in which a backward finishes them
     buckets, begin = [], 0
     for end, _ in fill_buckets([sum(p.nbytes for p in layer) for layer in backwards]):
         buckets.append([parameter for layer in backwards[begin:end] for parameter in reversed(layer)])
@@ -128,33 +145,34 @@ def _buckets(layers: Sequence[Sequence[nn.Parameter]]) -> list[list[nn.Parameter
     return buckets
 
 
-class SharedBuffers:
-    """Makes the buffers of a stage's replicas one after every step.
+class BufferAverage:
+    """Makes the buffers of a stage's replicas equal after every step.
 
-    Each replica's batch norm sees its own micro-batches. Afterwards a floating-point buffer is the mean over the
-    replicas, weighted by their micro-batches, and an integer one has every replica's change: running statistics
-    follow all of the data, and counts are those of one process. What the first step leaves alone is a constant.
+    In a step each replica's batch norm sees its own micro-batches only. Afterwards a floating-point buffer becomes the
+    mean over the replicas, weighted by their numbers of micro-batches, and an integer one gets every replica's change:
+    running statistics follow all of the data, and counts are those of one process. A buffer that the first step does
+    not change is taken for a constant.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, share: float) -> None:
-        """`share` is the part of the micro-batches that this replica runs."""
+        """`share` is the share of the micro-batches that this replica runs."""
         self._buffers, self._group, self._share = dict(module.named_buffers()), group, share
         self._known = False
         self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Before a step: remembers what it needs."""
+        """Copies the buffers whose change is needed, before a step."""
         kept = {n: b for n, b in self._buffers.items() if not (self._known and b.is_floating_point())}
         self._before = {name: buffer.clone() for name, buffer in kept.items()}
 
     def finish(self) -> None:
-        """After a step: makes the buffers one."""
+        """Makes the buffers equal, after a step."""
         if not self._known and self._buffers:
             self._find_changing()
         floats = [buffer for buffer in self._buffers.values() if buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in floats):
-            own = [buffer for buffer in floats if buffer.dtype == dtype]
-            self._add_up(own, [buffer * self._share for buffer in own])
+            of_dtype = [buffer for buffer in floats if buffer.dtype == dtype]
+            self._add_up(of_dtype, [buffer * self._share for buffer in of_dtype])
         counts = {name: buffer for name, buffer in self._buffers.items() if not buffer.is_floating_point()}
         if counts:
             changes = [buffer.long() - self._before[name].long() for name, buffer in counts.items()]
@@ -171,7 +189,7 @@ class SharedBuffers:
         self._known = True
 
     def _add_up(self, buffers: Sequence[Tensor], parts: Sequence[Tensor], keep: bool = False) -> None:
-        """Sets buffers to the sum of their parts over the replicas, or adds it where they keep what they are."""
+        """Sets buffers to the sum of their parts over the replicas; if `keep`, adds it to their values."""
         flat = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(flat, group=self._group)
         totals = torch.split(flat, [buffer.numel() for buffer in buffers])
@@ -181,7 +199,7 @@ class SharedBuffers:
 
 
 class Replicas:
-    """The place of a rank among the replicas of one stage; made, and used, by all of them together."""
+    """One rank among the replicas of a stage; all of them make and use it together."""
 
     def __init__(
         self,
@@ -191,21 +209,21 @@ class Replicas:
         share: float,
         clock: Clock,
     ) -> None:
-        """Gives the module the first replica's values; see `GradientSum` and `SharedBuffers`."""
+        """Gives the module the first replica's values; see `GradientSum` and `BufferAverage`."""
         for tensor in (*module.parameters(), *module.buffers()):
             value = tensor.detach().contiguous()
             dist.broadcast(value, group=group, group_src=0)
             tensor.detach().copy_(value)
         self._group = group
         self.gradients = GradientSum(layers, group, clock)
-        self.buffers = SharedBuffers(module, group, share)
+        self.buffers = BufferAverage(module, group, share)
 
     def begin(self) -> None:
-        """Before a step."""
+        """Prepares for a step."""
         self.gradients.begin()
         self.buffers.begin()
 
     def total(self, part: Tensor) -> Tensor:
-        """Returns the sum of what each replica gives."""
+        """Returns the sum over the replicas, in place."""
         dist.all_reduce(part, group=self._group)
         return part

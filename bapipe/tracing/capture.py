@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import TreeSpec, tree_flatten, tree_leaves
+from bapipe.torch_private import TreeSpec, is_compiled, tree_flatten, tree_leaves
 from bapipe.tracing.model import attribute
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -100,7 +100,7 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
 def _check_open(module: nn.Module) -> None:
     closed = {
         "scripted by torch.jit": isinstance(module, torch.jit.ScriptModule),
-        "compiled by torch.compile": isinstance(getattr(module, "_orig_mod", None), nn.Module),
+        "compiled by torch.compile": is_compiled(module),
     }
     for how, found in closed.items():
         if found:

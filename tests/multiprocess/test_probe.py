@@ -11,7 +11,6 @@ import pytest
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link
 from bapipe.formats.codec import decode, encode, read
 from bapipe.profiler import probe
-from bapipe.profiler.spawn import run_ranks
 from tests import ROOT
 
 
@@ -73,8 +72,7 @@ def check(made: Cluster, num_devices: int) -> None:
 
 
 def test_ranks_of_this_machine() -> None:
-    found = run_ranks("bapipe.profiler.probe", 3, "cpu", "the links", 120)
-    made = decode(encode(msgspec.convert(found, Cluster)))
+    made = decode(encode(probe.probe_here(3, "cpu", 120)))
     assert isinstance(made, Cluster)
     check(made, 3)
 

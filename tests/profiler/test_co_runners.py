@@ -1,4 +1,4 @@
-"""Neighbours train while a model is measured, and are gone when it is done."""
+"""Co-runners train while a model is measured, and have ended when it is done."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from bapipe.errors import BapipeError
 from bapipe.hardware import num_cores
-from bapipe.profiler.co_runners import neighbours
+from bapipe.profiler.co_runners import co_runners
 from bapipe.profiler.profile import profile_model
 
 NOTING = """
@@ -31,10 +31,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
-def test_a_neighbour_trains_until_it_is_left(folder: Path) -> None:
+@pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
+def test_a_co_runner_trains_until_the_context_is_left(folder: Path) -> None:
     notes = folder / "notes"
-    with neighbours(1, "noted:noting", {"file": str(notes)}, 3):
+    with co_runners(1, "noted:noting", {"file": str(notes)}, 3):
         before = notes.stat().st_size if notes.exists() else 0
         time.sleep(0.5)
         assert notes.stat().st_size > before
@@ -44,24 +44,26 @@ def test_a_neighbour_trains_until_it_is_left(folder: Path) -> None:
     assert set(done.split()) == {"3"}  # the micro-batch size
 
 
-@pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
-def test_a_profile_says_how_many_there_were(folder: Path) -> None:
+@pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
+def test_a_profile_says_how_many_co_runners_there_were(folder: Path) -> None:
     arguments = {"file": str(folder / "notes")}
     measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_co_runners=1)
     assert measured.environment["neighbours"] == 1
     assert measured.arguments == arguments
 
 
-@pytest.mark.skipif(num_cores() < 2, reason="a neighbour wants a core of its own")
-def test_a_neighbour_that_cannot_start_says_why(folder: Path) -> None:
-    with pytest.raises(BapipeError) as error, neighbours(1, "noted:none", {}, 1):
+@pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
+def test_a_co_runner_that_cannot_start_says_why(folder: Path) -> None:
+    with pytest.raises(BapipeError) as error, co_runners(1, "noted:none", {}, 1):
         pass
-    assert str(error.value).startswith("a neighbour cannot train the model: ")
+    assert str(error.value).startswith("a co-runner cannot train the model: ")
     assert "module 'noted' has no function 'none'" in str(error.value)
 
 
-def test_neighbours_want_cores() -> None:
+def test_co_runners_need_cores() -> None:
     num = num_cores()
-    with pytest.raises(BapipeError) as error, neighbours(num, "noted:noting", {}, 1):
+    with pytest.raises(BapipeError) as error, co_runners(num, "noted:noting", {}, 1):
         pass
-    assert str(error.value) == f"{num} neighbours and the measuring itself want {num + 1} cores; this machine has {num}"
+    assert (
+        str(error.value) == f"{num} co-runners and the measuring process need {num + 1} cores; this machine has {num}"
+    )

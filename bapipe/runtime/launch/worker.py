@@ -1,30 +1,29 @@
-"""A process of a group that trains together: how it starts, what it says, and how it ends."""
+"""What a process of a run does: it joins the process group, runs the worker, and reports how that ended.
+
+A run is either launched here (`processes.launch`, `run_rank`), or part of a job of torchrun (`join_job`).
+"""
 
 import contextlib
-import ctypes
 import logging
 import os
 import pickle
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError, RunFailed
+from bapipe.processes import one_line
 from bapipe.runtime.launch.rendezvous import another_rank_reports, open_store, wait_for_all
 from bapipe.torch_device import prepare_cpu
 from bapipe.torch_private import FileStore
 
-_PR_SET_PDEATHSIG = 1
-
 _JOIN_S = 300.0
-"""How long a rank of a job waits at most for others to start."""
+"""The longest time that a rank of a job waits for others to start."""
 
 Result = TypeVar("Result")
 
@@ -34,7 +33,7 @@ class Rank:
     """A process of the group, as its worker sees it.
 
     Attributes:
-        index, size: its place in the process group, and the group's size.
+        index, size: its rank in the process group, and the group's size.
         name: of its device in the plan.
     """
 
@@ -45,12 +44,30 @@ class Rank:
     _send: Callable[[object], None]
 
     def enter_step(self, step: int) -> None:
-        """Says that a step begins, for the message should this rank die in it."""
+        """Reports that a step begins: if this rank dies in it, the error names the step."""
         self._send(StepStarted(step))
 
     def report(self, message: object) -> None:
-        """Hands a message to `on_message` of whoever launched the ranks."""
+        """Sends a message to `on_message` of the process that launched the ranks."""
         self._send(Message(message))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """What every rank of a group runs.
+
+    Attributes:
+        worker: called with a `Rank` and `arguments`.
+        names: of the ranks' devices in the plan.
+        kind: `cpu` (gloo) or `cuda` (NCCL).
+        timeout_s: how long a rank may wait for another.
+    """
+
+    worker: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    kind: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +77,34 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class StepStarted:
+    """The rank has begun a step."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """For `on_message`."""
+
     value: object
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """The worker has returned."""
+
     result: object
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`expected` errors are a user's; `lost_peer` ones only say that another rank has gone, or is too slow."""
+    """The worker has raised an error.
+
+    Attributes:
+        expected: a BapipeError, whose text says all.
+        lost_peer: it only shows that another rank has gone, or is too slow.
+        timed_out: the latter.
+    """
 
     text: str
     expected: bool
@@ -83,57 +112,35 @@ class Failure:
     timed_out: bool = False
 
 
-def run_child(
-    worker: Callable[..., object],
-    arguments: tuple[Any, ...],
-    index: int,
-    size: int,
-    name: str,
-    kind: str,
-    timeout_s: float,
-    store: str,
-    pipe: Connection,
-    parent: int,
-) -> None:
-    _die_with(parent)
-    code = 0
+def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str) -> None:
+    """Runs the worker as one rank of a group of processes on this machine, which meet in a file.
+
+    Sends `Started`, what the worker sends, and in the end `Finished` or `Failure`.
+    """
     try:
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        pipe.send(Started())
-        device = _prepare(kind, index)
-        _init(kind, timeout_s, store=FileStore(store, size), rank=index, world_size=size)
-        result = worker(Rank(index, size, name, device, pipe.send), *arguments)
-        _send_result(pipe, result)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+        send(Started())
+        device, size = _prepare(job.kind, index), len(job.names)
+        _init(job, store=FileStore(store, size), rank=index, world_size=size)
+        result = job.worker(Rank(index, size, job.names[index], device, send), *job.arguments)
+        _send_result(send, result)
         dist.destroy_process_group()
-    except BaseException as error:  # whatever it is, the parent says it in one line
-        code = 1
+    except BaseException as error:  # the parent puts any kind of error into one line
         with contextlib.suppress(OSError):
-            pipe.send(_failure_of(error, timeout_s))
-    pipe.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # torch's destructors would complain about peers that have gone
+            send(_failure_of(error, job.timeout_s))
 
 
-def _send_result(pipe: Connection, result: object) -> None:
+def _send_result(send: Callable[[object], None], result: object) -> None:
     try:
         pickle.dumps(result)
     except Exception as error:
         raise BapipeError(f"the worker's result cannot be sent to the parent: {error}") from error
-    pipe.send(Finished(result))
-
-
-def _die_with(parent: int) -> None:
-    """Makes the kernel end this process when its parent is gone, however it went."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    send(Finished(result))
 
 
 def _prepare(kind: str, local_index: int) -> torch.device:
-    # When an action fails torch prints the whole schedule; the error itself says enough.
+    # When an action fails torch prints the whole schedule; the error itself is enough.
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     if kind != "cuda":
         prepare_cpu(1)
@@ -144,9 +151,9 @@ def _prepare(kind: str, local_index: int) -> torch.device:
     return torch.device("cuda", local_index)
 
 
-def _init(kind: str, timeout_s: float, **where: Any) -> None:
-    backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+def _init(job: RankJob, **rendezvous: Any) -> None:
+    backend = "nccl" if job.kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=job.timeout_s), **rendezvous)
 
 
 def _failure_of(error: BaseException, timeout_s: float) -> Failure:
@@ -155,15 +162,7 @@ def _failure_of(error: BaseException, timeout_s: float) -> Failure:
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
         text = f"waited more than {timeout_s:g} s for another rank"
         return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
-    return Failure(text=_one_line(error), expected=False, lost_peer=_is_lost_peer(error))
-
-
-def _one_line(error: BaseException) -> str:
-    root = error
-    while root.__cause__ is not None:  # torch wraps what a layer raises in a long account of its arguments
-        root = root.__cause__
-    lines = [line.strip() for line in str(root).splitlines() if line.strip()]
-    return f"{type(root).__name__}: {lines[0]}" if lines else type(root).__name__
+    return Failure(text=one_line(error), expected=False, lost_peer=_is_lost_peer(error))
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -171,22 +170,20 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
-def join_job(
-    worker: Callable[..., Result],
-    names: Sequence[str],
-    arguments: tuple[Any, ...],
-    kind: str,
-    timeout_s: float,
-    on_message: Callable[[int, Any], None] | None,
-) -> Result:
-    """Runs the worker as a rank of the job that torchrun started this process for."""
-    index, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any:
+    """Runs the worker as a rank of the job of torchrun that this process is part of; returns its result.
+
+    Raises:
+        BapipeError: the job has another number of processes.
+        RunFailed: the worker raised an error, or the job did not meet.
+    """
+    index, size, names = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job.names
     if size != len(names):
         raise BapipeError(
             f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, as "
             f"with torchrun --nproc-per-node {len(names)} on one host, or plan for {size} devices"
         )
-    rendezvous_s = min(timeout_s, _JOIN_S)
+    rendezvous_s = min(job.timeout_s, _JOIN_S)
     store = open_store(index, names, rendezvous_s)
     steps: list[int] = []
 
@@ -197,21 +194,21 @@ def join_job(
             on_message(index, message.value)
 
     try:
-        device = _prepare(kind, int(os.environ.get("LOCAL_RANK", index)))
+        device = _prepare(job.kind, int(os.environ.get("LOCAL_RANK", index)))
         wait_for_all(store, index, names, rendezvous_s)
-        _init(kind, timeout_s, store=store, rank=index, world_size=size)
-        result = worker(Rank(index, size, names[index], device, send), *arguments)
+        _init(job, store=store, rank=index, world_size=size)
+        result = job.worker(Rank(index, size, names[index], device, send), *job.arguments)
         dist.destroy_process_group()
         return result
     except Exception as error:
-        failure = _failure_of(error, timeout_s)
+        failure = _failure_of(error, job.timeout_s)
         at = f" at step {steps[0]}" if steps else ""
         told = another_rank_reports(store, failure.lost_peer)
         raise RunFailed(describe_failure(failure, index, names[index], at), told=told) from None
 
 
 def describe_failure(failure: Failure, index: int, name: str, at: str) -> str:
-    """Returns what to tell the user of a rank that failure."""
+    """Returns the message for the user about a rank that failed."""
     if failure.expected:
         return failure.text
     if failure.timed_out:

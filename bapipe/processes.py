@@ -1,0 +1,208 @@
+"""Processes on this machine that run one function, each with its index: started, listened to and ended together.
+
+The ranks of a run, the ranks that measure links, and the co-runners of a profile are such processes.
+
+Not multiprocessing, whose `spawn` imports the caller's script again in every process: a script without
+`if __name__ == "__main__"` could not even measure a link. Here that happens only if something in the job is defined in
+the script. Not torch.distributed.elastic either: its error files give the exception of a process that exits, but do not
+tell a rank that hangs, or a cause from the ranks that only lost their peer, or which devices are gone, with which a run
+must plan again.
+"""
+
+import ctypes
+import multiprocessing
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+_JOB = "job"
+
+_CHILD = "from bapipe.processes import run_child; run_child()"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildError:
+    """A message of a process whose function raised an exception, which is put into one line."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class LocalProcess:
+    """A process that was started here.
+
+    Attributes:
+        pipe: what its function sends.
+        is_open: whether more may come through the pipe: until the process has ended.
+        log: a file with its stderr, if that is not the parent's.
+    """
+
+    index: int
+    popen: subprocess.Popen[bytes]
+    pipe: Connection
+    log: Path | None
+    is_open: bool = True
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Returns its exit code, the negative signal that killed it, or None if it still runs after `timeout_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout_s)
+        return self.popen.returncode
+
+    def last_words(self) -> str:
+        """Returns the last line of its log."""
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log is not None else []
+        return lines[-1] if lines else ""
+
+
+@contextmanager
+def local_processes(
+    function: Callable[..., object],
+    num_processes: int,
+    arguments: Sequence[object],
+    *,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    quiet: bool = False,
+    grace_s: float = 0.0,
+) -> Iterator[tuple[LocalProcess, ...]]:
+    """Runs `function(index, send, *arguments)` in new processes; all have ended when the context is left.
+
+    `send(message)` sends to `receive` here. Function, arguments and messages must be picklable. `folder` is empty and
+    for these processes alone. The processes have this one's environment and import path, `environment` in addition,
+    and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context is left without an
+    exception they have `grace_s` to end by themselves. If this process dies, however, the kernel ends them.
+    """
+    _write_job(folder / _JOB, function, arguments)
+    processes: list[LocalProcess] = []
+    try:
+        with _interrupts_blocked():  # inherited: Ctrl-C is for this process, which ends the others
+            for index in range(num_processes):
+                processes.append(_start(index, folder, dict(environment or {}), quiet))
+        yield tuple(processes)
+    except BaseException:
+        grace_s = 0.0
+        raise
+    finally:
+        _end_all(processes, grace_s)
+
+
+def receive(processes: Sequence[LocalProcess], timeout_s: float) -> list[tuple[LocalProcess, object]]:
+    """Returns the next message of each process that has sent one, after waiting up to `timeout_s` for the first.
+
+    A process whose pipe is closed, because it has ended, is no longer `is_open`, and its message is None.
+    """
+    listening = [process for process in processes if process.is_open]
+    if not listening:
+        time.sleep(timeout_s)
+        return []
+    ready = wait([process.pipe for process in listening], timeout_s)
+    received: list[tuple[LocalProcess, object]] = []
+    for process in listening:
+        if process.pipe not in ready:
+            continue
+        try:
+            received.append((process, process.pipe.recv()))
+        except (EOFError, OSError):
+            process.is_open = False
+            received.append((process, None))
+    return received
+
+
+def run_child() -> None:
+    """Runs the function in a process that `local_processes` has started; never returns."""
+    folder, index, pipe_fd, parent = sys.argv[1:]
+    _die_with(int(parent))
+    pipe = Connection(int(pipe_fd), readable=False)
+    code = 0
+    try:
+        path, argv, main, pickled = pickle.loads(Path(folder, _JOB).read_bytes())
+        sys.path[:], sys.argv[:] = path, argv
+        if main is not None:
+            multiprocessing.spawn.prepare(main)
+        function, arguments = pickle.loads(pickled)
+        function(int(index), pipe.send, *arguments)
+    except BaseException as error:
+        code = 1
+        with suppress(OSError):
+            pipe.send(ChildError(one_line(error)))
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch's destructors would complain about peers that have gone
+
+
+def one_line(error: BaseException) -> str:
+    """Returns type and first line of the first cause of an error: torch wraps it in a long account of its arguments."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _write_job(file: Path, function: Callable[..., object], arguments: Sequence[object]) -> None:
+    pickled = pickle.dumps((function, tuple(arguments)))
+    # Only if the job refers to the caller's script must a process import that script.
+    main: dict[str, Any] | None = None
+    if b"__main__" in pickled:
+        main = multiprocessing.spawn.get_preparation_data(multiprocessing.current_process().name)
+        del main["authkey"]  # cannot be pickled, and is not needed
+    path = [folder or os.getcwd() for folder in sys.path]
+    file.write_bytes(pickle.dumps((path, sys.argv, main, pickled)))
+
+
+def _start(index: int, folder: Path, environment: dict[str, str], quiet: bool) -> LocalProcess:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    log = folder / f"log{index}" if quiet else None
+    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
+    with open(log or os.devnull, "wb") as stderr:
+        popen = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(folder), str(index), str(sender.fileno()), str(os.getpid())],
+            env=os.environ | {"PYTHONPATH": path} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if quiet else None,
+            stderr=stderr if quiet else None,
+            pass_fds=[sender.fileno()],
+        )
+    sender.close()  # so that the pipe ends with the process
+    return LocalProcess(index, popen, receiver, log)
+
+
+def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:
+    """Ends the processes that still run; a second Ctrl-C does not stop it."""
+    with _interrupts_blocked():
+        for process in processes:
+            if process.exit_code(grace_s) is None:
+                process.popen.kill()
+        for process in processes:
+            process.popen.wait()
+            process.pipe.close()
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _die_with(parent: int) -> None:
+    """Makes the kernel end this process when its parent has gone, even if the parent was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the call
+        os._exit(1)

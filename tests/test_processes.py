@@ -1,0 +1,116 @@
+"""Local processes send messages, report how they ended, and end with their context."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bapipe.processes import ChildError, LocalProcess, local_processes, receive
+
+Send = Callable[[object], None]
+
+
+def greet(index: int, send: Send, word: str) -> None:
+    send((index, word, os.environ.get("BAPIPE_TEST")))
+
+
+def fail(index: int, send: Send) -> None:
+    try:
+        raise ValueError("the cause\nand more lines")
+    except ValueError as error:
+        raise RuntimeError("a long account") from error
+
+
+def kill_itself(index: int, send: Send) -> None:
+    sys.stderr.write("first\nlast\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(index: int, send: Send) -> None:
+    send(os.getpid())
+    time.sleep(1000)
+
+
+def collect(processes: tuple[LocalProcess, ...]) -> list[tuple[int, object]]:
+    messages = []
+    while any(process.is_open for process in processes):
+        for process, message in receive(processes, 0.1):
+            messages += [(process.index, message)] if process.is_open else []
+    return sorted(messages, key=lambda message: message[0])
+
+
+def test_each_process_gets_its_index_the_arguments_and_the_environment(tmp_path: Path) -> None:
+    environment = {"BAPIPE_TEST": "set"}
+    with local_processes(greet, 2, ("hello",), folder=tmp_path, environment=environment, grace_s=10) as processes:
+        assert collect(processes) == [(0, (0, "hello", "set")), (1, (1, "hello", "set"))]
+    assert [process.popen.returncode for process in processes] == [0, 0]
+
+
+def test_an_exception_is_reported_by_its_first_cause_in_one_line(tmp_path: Path) -> None:
+    with local_processes(fail, 1, (), folder=tmp_path) as processes:
+        assert collect(processes) == [(0, ChildError("ValueError: the cause"))]
+        assert processes[0].exit_code(10) == 1
+
+
+def test_a_killed_process_gives_its_signal_and_the_end_of_its_log(tmp_path: Path) -> None:
+    with local_processes(kill_itself, 1, (), folder=tmp_path, quiet=True) as processes:
+        assert collect(processes) == []
+        assert processes[0].exit_code(10) == -signal.SIGKILL
+        assert processes[0].last_words() == "last"
+
+
+def test_processes_end_with_the_context(tmp_path: Path) -> None:
+    processes: tuple[LocalProcess, ...] = ()
+    try:
+        with local_processes(sleep, 2, (), folder=tmp_path, grace_s=1000) as processes:
+            while not receive(processes, 0.1):
+                pass
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert [process.popen.returncode for process in processes] == [-signal.SIGKILL] * 2
+
+
+UNGUARDED = """
+import tempfile
+from pathlib import Path
+from bapipe.processes import local_processes
+from tests.test_processes import collect, greet
+print("script")
+with tempfile.TemporaryDirectory() as folder, local_processes(greet, 2, ("a",), folder=Path(folder)) as processes:
+    print(collect(processes))
+"""
+
+OWN_FUNCTION = """
+import tempfile
+from pathlib import Path
+from bapipe.processes import local_processes
+from tests.test_processes import collect
+
+def double(index, send, number):
+    send(2 * number)
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, local_processes(double, 1, (4,), folder=Path(folder)) as processes:
+        print(collect(processes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "output"),
+    [(UNGUARDED, "script\n[(0, (0, 'a', None)), (1, (1, 'a', None))]\n"), (OWN_FUNCTION, "[(0, 8)]\n")],
+    ids=["a script without a guard", "a function of the script"],
+)
+def test_from_a_script(script: str, output: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == (output, "")
