@@ -1,4 +1,4 @@
-"""A stage that computes in a narrower type, between tensors of the model's own types."""
+"""A stage that computes in a narrower type; tensors between stages keep the model's types."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Autocast(nn.Module):
-    """A stage's module under `torch.autocast`; what it gives another stage has the type that was planned for."""
+    """A stage's module under `torch.autocast`; its outputs are cast to the types that the plan counts on."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, outputs: Sequence[torch.dtype]
@@ -19,5 +19,5 @@ class Autocast(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         with torch.autocast(self._device.type, self._dtype):
-            given = self.module(*args, **kwargs)
-        return tuple(tensor.to(dtype) for tensor, dtype in zip(given, self._outputs, strict=True))
+            outputs = self.module(*args, **kwargs)
+        return tuple(tensor.to(dtype) for tensor, dtype in zip(outputs, self._outputs, strict=True))

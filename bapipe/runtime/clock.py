@@ -1,4 +1,4 @@
-"""When actions ran: clocks of one rank, and how far the clocks of several ranks are apart."""
+"""Clocks that stamp actions on a CPU or a CUDA stream, and the offset between the clocks of two ranks."""
 
 import platform
 import time
@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-_ROUNDS = 8
+_NUM_ROUND_TRIPS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
-    """Takes stamps cheaply and turns them into nanoseconds of `time.perf_counter_ns` later."""
+    """Takes stamps, which must be cheap, and turns them into nanoseconds of `time.perf_counter_ns` after the step."""
 
     def stamp(self) -> object: ...
 
@@ -21,7 +21,7 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """Stamps are nanoseconds already: on a CPU an action is done when its call returns."""
+    """Stamps are nanoseconds: on a CPU an action is done when its call returns."""
 
     def stamp(self) -> object:
         return time.perf_counter_ns()
@@ -32,7 +32,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Stamps are CUDA events, because a call returns before the device has done its work."""
+    """Stamps are events on the current stream, because a call returns before the device has done its work."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -58,10 +58,10 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Returns what to subtract from this rank's clock to read rank 0's; all ranks of the group call it together.
+    """Returns this rank's clock minus rank 0's; all ranks of the group call it together.
 
-    On one host all processes read the same clock. Between hosts it is the offset of the fastest of a few round trips,
-    wrong by half their asymmetry at most.
+    On one host all processes read the same clock, and it is 0. Between hosts it is estimated from the fastest of a few
+    round trips, as if both ways took equally long; the error is at most half their difference (as in NTP, RFC 5905).
     """
     hosts: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, _host(), group=group)
@@ -70,9 +70,9 @@ def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> in
     rank, offset_ns = dist.get_rank(group), 0
     for peer in range(1, len(hosts)):
         if rank == 0:
-            _answer(peer, device, group)
+            _answer_with_time(peer, device, group)
         elif rank == peer:
-            offset_ns = _ask(device, group)
+            offset_ns = _offset_to_rank_0(device, group)
     return offset_ns
 
 
@@ -81,24 +81,24 @@ def _host() -> tuple[str, str]:
     return platform.node(), boot
 
 
-def _answer(peer: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+def _answer_with_time(peer: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
     message = torch.zeros(1, dtype=torch.int64, device=device)
-    for _ in range(_ROUNDS):
+    for _ in range(_NUM_ROUND_TRIPS):
         dist.recv(message, group=group, group_src=peer)
         message.fill_(time.perf_counter_ns())
         dist.send(message, group=group, group_dst=peer)
 
 
-def _ask(device: torch.device, group: dist.ProcessGroup | None) -> int:
+def _offset_to_rank_0(device: torch.device, group: dist.ProcessGroup | None) -> int:
     message = torch.zeros(1, dtype=torch.int64, device=device)
-    best: tuple[int, int] | None = None
-    for _ in range(_ROUNDS):
+    best: tuple[int, int] | None = None  # (round trip, offset), of the shortest round trip
+    for _ in range(_NUM_ROUND_TRIPS):
         start_ns = time.perf_counter_ns()
         dist.send(message, group=group, group_dst=0)
         dist.recv(message, group=group, group_src=0)
-        there_ns = int(message.item())
+        remote_ns = int(message.item())
         end_ns = time.perf_counter_ns()
-        trip = (end_ns - start_ns, (start_ns + end_ns) // 2 - there_ns)
-        best = trip if best is None else min(best, trip)
+        sample = (end_ns - start_ns, (start_ns + end_ns) // 2 - remote_ns)
+        best = sample if best is None else min(best, sample)
     assert best is not None
     return best[1]

@@ -198,7 +198,7 @@ class ScheduleExecutor:
 
         def recompute(microbatch: int) -> Tensor | None:
             args, kwargs = inputs_of.pop(microbatch)
-            with module.again(microbatch):
+            with module.recomputing(microbatch):
                 output = original(microbatch, args, kwargs, save_forward_output=False)
                 return self._loss_share(output, self._targets.pop(microbatch)) if torch_stage.is_last else None
 

@@ -1,4 +1,4 @@
-"""A model trained as a plan says, seen from one rank."""
+"""A model that is trained by a plan, seen from one rank: builds its stages, and runs steps and evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,10 +34,10 @@ from bapipe.tracing import TracedModel, granularity, state_names, trace, unused_
 class Pipeline:
     """This rank's stages of a plan, ready to train.
 
-    To be made, and stepped, by every process of a group together; process i of the group plays the i-th device of the
-    plan that has a stage. A module on the meta device gets real storage for this rank's layers only; of one that has
-    values, this rank keeps its own layers and drops the rest. Either way the module itself is changed. Replicas of a
-    stage start from the first one's values.
+    Every process of a group makes one and calls its methods together with the others; process i of the group runs the
+    i-th device of the plan that has a stage. A module on the meta device gets real storage for this rank's layers only;
+    of a module that has values, this rank keeps its own layers and drops the others. Either way the module itself is
+    changed. Replicas of a stage start from the values of the first one.
 
     Raises:
         BapipeError: the plan is not for this model or this group, was made from a profile of other settings, or cannot
@@ -61,20 +61,27 @@ class Pipeline:
         evaluates: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`inputs` are examples of the model's inputs, of any batch size, on any device.
+        """Builds this rank's stages.
 
-        `optimizer` makes one for the parameters of a stage, by default `sgd()`. `clip_norm` is the most that the norm
-        of all gradients of the model together may be. `autocast` is the type that forwards and the loss compute in
-        where `torch.autocast` says so; tensors between stages keep their own. With float16 losses are scaled, and a
-        step whose gradients are not finite updates nothing; `grad_scaler` says how. `initialize` sets the parameters of
-        one layer that is on the meta device, after its own `reset_parameters()`. `buckets` are examples of inputs of
-        other sizes, such as shorter sentences, that whole mini-batches may have. `evaluates` says that `evaluate` will
-        be called, for which the module is traced once more.
+        Args:
+            inputs: examples of the model's inputs, of any batch size, on any device.
+            optimizer: makes the optimizer of a stage's parameters; by default `sgd()`.
+            clip_norm: the maximum norm of all gradients of the model together.
+            autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors between
+                stages keep their types. With float16 losses are scaled (see `grad_scaler`), and a step with gradients
+                that are not finite updates nothing.
+            seed: of initial values, and of operators that draw random numbers.
+            initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.
+            buckets: examples of inputs of other sizes, such as shorter sentences, that whole mini-batches may have.
+            evaluates: whether `evaluate` will be called, for which the module is traced a second time.
+            group: the processes; None is the default group.
         """
         self._plan, self._device = plan, torch.device(device)
         self._layout = _layout(plan, self._device, group)
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
+
+        # Cut the traced model. Nothing is allocated: shapes come from a pass on the meta device.
         self._keys = frozenset(module.state_dict())
         self._names = state_names(module)
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
@@ -82,6 +89,8 @@ class Pipeline:
             trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, inputs
         )
         evaluated = split_for_evaluation(module, plan, inputs, self._split) if evaluates else None
+
+        # Give this rank's layers storage and values, after the peak of memory begins to be measured.
         self._peak_memory = PeakMemory(self._device)
         self._rng = PerOperatorRng(seed, self._device)
         self._modules: dict[int, nn.Module] = {
@@ -90,6 +99,8 @@ class Pipeline:
         # The first stage also holds what no layer uses, so that checkpoints have all of the module.
         self._unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
         materialize(self._split, self._state(), self._device, seed, initialize)
+
+        # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
         self._autocast = autocast
         self._clock = clock_for(self._device)
         self._tied = connect_tied_weights(self._layout, self._split)
@@ -99,6 +110,7 @@ class Pipeline:
         self._executors = [self._training_executor(parts, loss) for parts in sized]
         self._executor = self._executors[0]  # of the last step
         self._forward_executor = None if evaluated is None else self._evaluation_executor(evaluated, loss)
+
         self._optimizers = StageOptimizers(self._modules, optimizer or sgd(), self._clock)
         check_optimizers(plan, self._optimizers.optimizers)
         self._clip_norm = clip_norm
@@ -161,35 +173,42 @@ class Pipeline:
         loaded = expected.load(inputs, self._plan.minibatch_size)
         if self.needs_target:
             target = expected.checked("target", target, None, self._plan.minibatch_size)
-        first = self._split.stages[0].loaded if 0 in self.stages else ()
-        later = dict.fromkeys(name for s in self.stages if s > 0 for name in self._split.stages[s].loaded)
-        names = argument_names(self._split, tuple(later))
         self._start = self._clock.stamp()
         self._optimizers.zero_grad()
         for replicas in self._replicas.values():
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
+        # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            loss = self._executor.run(
-                [loaded[name] for name in first],
-                {argument: loaded[name] for argument, name in zip(names, later, strict=True)},
-                target if self.needs_target else None,
-            )
+            loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
         self._rng.step += 1
+        self._update()
+        if loss is None:
+            return None
+        last = self._replicas.get(len(self._plan.stages) - 1)
+        return float((loss if last is None else last.total(loss)).item()) / scale
+
+    def _stage_inputs(self, loaded: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Returns the inputs of the first stage by position, and those that later stages load by argument name."""
+        first = self._split.stages[0].loaded if 0 in self.stages else ()
+        later = tuple(dict.fromkeys(name for s in self.stages if s > 0 for name in self._split.stages[s].loaded))
+        arguments = argument_names(self._split, later)
+        return [loaded[name] for name in first], {
+            argument: loaded[name] for argument, name in zip(arguments, later, strict=True)
+        }
+
+    def _update(self) -> None:
+        """Completes the gradients and updates the parameters, stage by stage as their gradients became final."""
         self._tied.sum()
         finite = self._unscale()
         if self._clip_norm is not None and finite:
             self._clip(self._clip_norm)
         for stage in self.stages if finite else ():
-            if stage in self._replicas:
+            if stage in self._replicas:  # wait for this stage's all-reduces only; those of later stages may still run
                 self._replicas[stage].gradients.finish()
             self._optimizers.step(stage)
         for replicas in self._replicas.values():
             replicas.buffers.finish()
-        if loss is None:
-            return None
-        last = self._replicas.get(len(self._plan.stages) - 1)
-        return float((loss if last is None else last.total(loss)).item()) / scale
 
     def evaluate(
         self,
@@ -198,11 +217,12 @@ class Pipeline:
         num_samples: int | None = None,
         keep: Callable[[Any], Any] = lambda output: output,
     ) -> ForwardResult | None:
-        """Passes a mini-batch through the model in evaluation mode; to be called by every rank, like `step`.
+        """Passes a mini-batch through the model in evaluation mode; every rank calls it together, as `step`.
 
-        `num_samples` is how many samples it has, the plan's mini-batch where None; every rank says the same. Without a
-        target no loss is computed. `keep` says what to keep of what the model returns for a micro-batch. Returns what
-        a rank of the last stage knows, None elsewhere. Nothing of what training goes by changes.
+        `num_samples` is the number of samples, the same on every rank, by default the plan's mini-batch. Without a
+        target no loss is computed. `keep` gets the model's output of each micro-batch and returns what to keep of it.
+        Returns the result on ranks of the last stage, None on others. Parameters, buffers, random generators and the
+        training mode stay as they are.
 
         Raises:
             BapipeError: a tensor that this rank needs is missing or does not fit.
@@ -232,19 +252,20 @@ class Pipeline:
         return {self._names[id(parameter)][0]: parameter for parameter in parameters}
 
     def _state(self) -> list[Tensor]:
-        held = [tensor for module in self._modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        return list({id(tensor): tensor for tensor in (*held, *self._unused)}.values())
+        """Returns this rank's parameters and buffers, each once."""
+        used = [tensor for module in self._modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        return list({id(tensor): tensor for tensor in (*used, *self._unused)}.values())
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the steps to come."""
+        """Sets the learning rate of the following steps."""
         self._optimizers.set_learning_rate(value)
 
     def start_at(self, step: int) -> None:
-        """Makes the next step draw what the step of this number, from 0, of a whole run draws."""
+        """Makes the next step draw the random numbers of step `step`, counted from 0, of a run without interruption."""
         self._rng.step = step
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Returns this rank's part of the model's parameters: each is counted on one rank, the first that has it."""
+        """Returns the parameters that this rank counts: each of the model is counted on the first rank that has it."""
         schedule = self._layout.schedule
         first = {id(tied.parameter): schedule.devices[min(tied.stages)][0] for tied in self._split.tied}
         counted = {
@@ -260,15 +281,15 @@ class Pipeline:
         return self._optimizers.state_tensors(self.named_parameters())
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Gives this rank's optimizers the state that `optimizer_tensors` returned, under whatever plan."""
+        """Restores the state that `optimizer_tensors` returned, possibly under another plan."""
         self._optimizers.load_state_tensors(tensors, self.named_parameters())
 
     def busy_ns(self) -> int:
-        """Returns how long this rank computed in the last step; the rest of it waited."""
+        """Returns how long this rank computed in the last step; it waited for the remaining time."""
         return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._executor.spans())
 
     def peak_bytes(self) -> int | None:
-        """Returns what this rank's stages have taken of the device at most, None where it is not known."""
+        """Returns the peak of the memory that this rank's stages took so far, None if it is not known."""
         return self._peak_memory.peak_bytes()
 
     def timeline(self) -> Timeline:
@@ -298,7 +319,7 @@ class Pipeline:
         taken = stage.received if index else stage.loaded
         return LocalStage(
             index=index,
-            module=self._computing(self._modules[index], [examples[name].dtype for name in stage.outputs]),
+            module=self._with_autocast(self._modules[index], [examples[name].dtype for name in stage.outputs]),
             received=tuple(examples[name] for name in taken),
             outputs=tuple(examples[name] for name in stage.outputs),
             arguments=argument_names(self._split, stage.loaded) if index else (),
@@ -306,18 +327,18 @@ class Pipeline:
             last_backward=self._replicas[index].gradients.last_backward if index in self._replicas else nullcontext,
         )
 
-    def _computing(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:
-        """Returns a stage's module with the arithmetic that was asked for."""
+    def _with_autocast(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:
+        """Returns a stage's module, under autocast if that is on."""
         return module if self._autocast is None else Autocast(module, self._device, self._autocast, outputs)
 
     def _evaluation_executor(self, parts: Split, loss: Loss) -> ForwardExecutor:
         modules = {s: stage_module(parts, s, self._device) for s in self.stages}
-        types = {s: [parts.examples[name].dtype for name in parts.stages[s].outputs] for s in self.stages}
+        dtypes = {s: [parts.examples[name].dtype for name in parts.stages[s].outputs] for s in self.stages}
         last = self._replicas.get(len(self._plan.stages) - 1)
         return ForwardExecutor(
             self._layout,
             parts,
-            {s: self._computing(module, types[s]) for s, module in modules.items()},
+            {s: self._with_autocast(module, dtypes[s]) for s, module in modules.items()},
             microbatch_size=self._plan.microbatch_size,
             loss=self._loss_of_stage_outputs(loss, parts.model),
             sum_over_replicas=last.total if last is not None else lambda part: part,
@@ -334,7 +355,7 @@ class Pipeline:
         return computed
 
     def _unscale(self) -> bool:
-        """Makes gradients those of the losses; returns whether parameters are to be updated with them."""
+        """Divides gradients by the loss scale, if losses are scaled; returns whether to update parameters with them."""
         if self.grad_scaler is None:
             return True
         finite = unscale(self._gradients(), self.grad_scaler.scale, self._device, self._layout.group)
@@ -342,16 +363,16 @@ class Pipeline:
         return finite
 
     def _clip(self, max_norm: float) -> None:
-        own = self._gradients()
+        gradients = self._gradients()
         counted = [p.grad for p in self.counted_parameters() if p.grad is not None]
-        clip_grad_norm(own, counted, max_norm, self._device, self._layout.group)
+        clip_grad_norm(gradients, counted, max_norm, self._device, self._layout.group)
 
     def _gradients(self) -> list[Tensor]:
-        """Returns this rank's gradients, when those of replicas are summed."""
+        """Returns this rank's gradients, after waiting for the sums over replicas."""
         for replicas in self._replicas.values():
             replicas.gradients.finish()
-        own = {id(p): p for module in self._modules.values() for p in module.parameters()}.values()
-        return [p.grad for p in own if p.grad is not None]
+        parameters = {id(p): p for module in self._modules.values() for p in module.parameters()}.values()
+        return [p.grad for p in parameters if p.grad is not None]
 
     def _memory(self) -> Memory:
         parameters = list({id(p): p for module in self._modules.values() for p in module.parameters()}.values())
@@ -377,7 +398,7 @@ def _layout(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -
 
 
 def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Returns a rank's stages, first those whose gradients are final first; then those that run nothing on it."""
-    done = {action.stage: place for place, action in enumerate(schedule.order[rank])}
-    own = [s for s, ranks in enumerate(schedule.devices) if rank in ranks]
-    return tuple(sorted(own, key=lambda s: (s not in done, done.get(s, 0), s)))
+    """Returns a rank's stages in the order in which their gradients become final; those without actions come last."""
+    last = {action.stage: i for i, action in enumerate(schedule.order[rank])}  # index of a stage's last action
+    stages = [s for s, ranks in enumerate(schedule.devices) if rank in ranks]
+    return tuple(sorted(stages, key=lambda s: (s not in last, last.get(s, 0), s)))

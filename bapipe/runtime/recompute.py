@@ -12,29 +12,32 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a micro-batch's first F found: the state of random numbers, and buffers that an F changes."""
+class _StateBeforeForward:
+    """The state that a micro-batch's first F started from: of the generators, and the buffers that an F changes."""
 
-    random: Tensor
-    device_random: Tensor | None
+    cpu_rng: Tensor
+    cuda_rng: Tensor | None
     buffers: dict[str, Tensor]
 
 
 class RecomputedStage(nn.Module):
-    """A stage's module, run once without a graph and once more, exactly alike, with one.
+    """A stage's module, run once without an autograd graph, and once more with one, with exactly the same result.
 
-    The second run draws the random numbers of the first, reads the buffers as the first found them, and writes to
-    copies: dropout is the same, and batch norm counts a micro-batch once. (torch.utils.checkpoint would recompute
-    again for every group of weights in a W.) A buffer that the very first F leaves alone is taken for a constant.
+    The second run draws the random numbers of the first, reads the buffers' values from before the first, and writes to
+    copies of them: dropout is the same, and batch norm counts a micro-batch once. A buffer that the very first F does
+    not change is taken for a constant.
+
+    Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
+    every group of weights in a W.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module = module
         self._device = device
-        self._kept: dict[int, _Kept] = {}
-        self._changing: frozenset[str] | None = None
-        self._copies: dict[str, Tensor] = {}
+        self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
+        self._changing: frozenset[str] | None = None  # names of the buffers that F changes; None before the first F
+        self._copies: dict[str, Tensor] = {}  # of these buffers, while F is recomputed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._copies:
@@ -42,30 +45,31 @@ class RecomputedStage(nn.Module):
         return self.module(*args, **kwargs)
 
     def first(self, microbatch: int, run: Callable[[], Result]) -> Result:
-        """Returns what `run`, which runs the module, returns; no graph is made."""
+        """Runs a micro-batch's F by calling `run`, without a graph; returns its result."""
         buffers = dict(self.module.named_buffers())
         if self._changing is not None:
             buffers = {name: buffer for name, buffer in buffers.items() if name in self._changing}
         before = {name: buffer.clone() for name, buffer in buffers.items()}
-        on_cuda = self._device.type == "cuda"
-        kept = _Kept(torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_cuda else None, before)
+        cuda_rng = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        state = _StateBeforeForward(torch.get_rng_state(), cuda_rng, before)
         with torch.no_grad():
             result = run()
         if self._changing is None:
             self._changing = frozenset(name for name in before if not torch.equal(before[name], buffers[name]))
-            kept = _Kept(kept.random, kept.device_random, {name: before[name] for name in self._changing})
-        self._kept[microbatch] = kept
+            changing = {name: before[name] for name in self._changing}
+            state = _StateBeforeForward(state.cpu_rng, state.cuda_rng, changing)
+        self._before[microbatch] = state
         return result
 
     @contextmanager
-    def again(self, microbatch: int) -> Iterator[None]:
-        """Running the module within is running a micro-batch's F once more."""
-        kept = self._kept.pop(microbatch)
-        with torch.random.fork_rng(devices=[self._device] if kept.device_random is not None else []):
-            torch.set_rng_state(kept.random)
-            if kept.device_random is not None:
-                torch.cuda.set_rng_state(kept.device_random, self._device)
-            self._copies = kept.buffers
+    def recomputing(self, microbatch: int) -> Iterator[None]:
+        """In this context the module runs as it did in a micro-batch's first F."""
+        state = self._before.pop(microbatch)
+        with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
+            torch.set_rng_state(state.cpu_rng)
+            if state.cuda_rng is not None:
+                torch.cuda.set_rng_state(state.cuda_rng, self._device)
+            self._copies = state.buffers
             try:
                 yield
             finally:

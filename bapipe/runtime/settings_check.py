@@ -1,4 +1,4 @@
-"""How a rank computes, in the words of profiles: a plan made from figures of another way is refused."""
+"""Checks that a rank computes with the settings that the plan's profile was measured with."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal, cast
@@ -12,9 +12,9 @@ from bapipe.formats.settings import Settings, check_same
 
 
 def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
-    """Raises BapipeError where the plan's profile was measured in another way than this process computes.
+    """Raises BapipeError if the plan's profile was measured with other settings than this process computes with.
 
-    Layouts are compared where the module has weights that show theirs, threads on a CPU, tf32 on CUDA.
+    Memory formats are compared if the module has weights that show theirs, threads on a CPU, tf32 on CUDA.
     """
     if plan.settings is UNSET:
         return
@@ -23,7 +23,7 @@ def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast
         planned,
         dtype=next((_name(p.dtype) for p in module.parameters()), planned.dtype),
         autocast=None if autocast is None else cast(Literal["bfloat16", "float16"], _name(autocast)),
-        channels_last=next(_layouts(module), planned.channels_last),
+        channels_last=next(_is_channels_last(module), planned.channels_last),
     )
     if device.type == "cpu":
         here = structs.replace(here, threads=torch.get_num_threads())
@@ -33,9 +33,9 @@ def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast
 
 
 def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:
-    """Raises BapipeError where the plan's profile was measured with another optimizer.
+    """Raises BapipeError if the plan's profile was measured with another optimizer.
 
-    Optimizers that profiles do not know are not compared.
+    Optimizers that profiles have no name for are not compared.
     """
     if plan.settings is UNSET:
         return
@@ -50,8 +50,8 @@ def _rule(optimizer: optim.Optimizer, planned: Settings) -> str:
     return known.get(type(optimizer), planned.optimizer)
 
 
-def _layouts(module: nn.Module) -> Iterator[bool]:
-    """Whether each weight of images lies channels last, for those of which it can be said."""
+def _is_channels_last(module: nn.Module) -> Iterator[bool]:
+    """Yields whether a convolution's weight is channels last, for each weight whose strides show it."""
     for p in module.parameters():
         last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
         if p.dim() == 4 and last is not p.is_contiguous():

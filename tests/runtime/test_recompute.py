@@ -46,7 +46,7 @@ def test_a_stage_that_recomputes_keeps_its_input_until_its_second_forward_keeps_
     with saved_beside(module) as first:
         y = stage.first(0, lambda: stage(x))
     assert not first
-    with saved_beside(module) as second, stage.again(0):
+    with saved_beside(module) as second, stage.recomputing(0):
         again = stage(x)
     assert torch.equal(y, again)
     assert sum(second.values()) == sum(stash)
