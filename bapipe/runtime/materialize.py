@@ -1,4 +1,4 @@
-"""Real storage and initial values for the layers of some stages, and none for the rest."""
+"""Real storage and initial values for the layers of some stages; all others stay on, or go to, the meta device."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from bapipe.torch_private import reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
 
 _UNSET = -(2**40) - 7
-"""Fills integers before initialisation, as NaN does floats, so that what no one sets is found."""
+"""Fills integers before initialization, as NaN fills floats: a value that is still there afterwards was never set."""
 
 
 def materialize(
@@ -25,34 +25,34 @@ def materialize(
 ) -> None:
     """Puts some parameters and buffers of a model on a device, in place, and all others on the meta device.
 
-    A parameter or buffer on the meta device takes its value from the first layer of the model that uses it: that of
-    `reset_parameters()`, and then of `initialize(module)` where given, each under a seed that depends on `seed` and the
-    layer's name alone. However the model is cut, it starts from the same weights. What has a value keeps it.
+    A parameter or buffer on the meta device is initialized by the first layer of the model that uses it: by
+    `reset_parameters()`, and then by `initialize(module)` if given, under a seed that depends on `seed` and the layer's
+    name alone. So the initial weights do not depend on the cuts. Tensors that have values keep them.
 
     Raises:
-        InvalidModel: a parameter or buffer on the meta device to which nothing gives a value.
+        InvalidModel: a parameter or buffer on the meta device that nothing initializes.
     """
     model = parts.model
-    own = {id(tensor) for tensor in tensors}
+    local = {id(tensor) for tensor in tensors}
     states = layer_states(model)
     for name, tensor in unused_state(model).items():
         states.setdefault(name.rpartition(".")[0], {})[name] = tensor
     with without_weak_references(model.root):
         for layer, state in states.items():
-            if any(tensor.is_meta and id(tensor) in own for tensor in state.values()):
+            if any(tensor.is_meta and id(tensor) in local for tensor in state.values()):
                 _initialize_layer(model.root, layer, state, seed, initialize)
-        for tensor in _held(model.root, model.module):
-            if id(tensor) not in own:
+        for tensor in _all_tensors(model.root, model.module):
+            if id(tensor) not in local:
                 if not tensor.is_meta:
                     _swap(tensor, torch.empty_like(tensor, device="meta"))
             elif tensor.device != device:
                 _swap(tensor, tensor.detach().to(device))
 
 
-def _held(*modules: nn.Module) -> list[Tensor]:
-    """Every parameter and buffer once."""
-    found = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return list({id(tensor): tensor for tensor in found}.values())
+def _all_tensors(*modules: nn.Module) -> list[Tensor]:
+    """Returns every parameter and buffer once."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def layer_seed(seed: int, layer: str) -> int:
@@ -70,20 +70,20 @@ def _initialize_layer(
     # On the CPU, so that the values do not depend on the device.
     unset = {name: tensor for name, tensor in state.items() if tensor.is_meta}
     for tensor in unset.values():
-        _swap(tensor, _poisoned(tensor))
+        _swap(tensor, _filled_with_marker(tensor))
     written = {id(tensor) for tensor in unset.values()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(layer_seed(seed, layer))
         for module in _owners(root, layer, unset):
-            with _kept(tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in written):
-                for child in reversed(list(module.modules())):  # a parent's reset has the last word, as at its making
+            with _unchanged(t for t in (*module.parameters(), *module.buffers()) if id(t) not in written):
+                for child in reversed(list(module.modules())):  # parents last, as when the module is constructed
                     reset = reset_method(child)
                     if reset is not None:
                         reset()
                 if initialize is not None:
                     initialize(module)
     for name, tensor in unset.items():
-        if _is_poisoned(tensor):
+        if _is_unset(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise InvalidModel(
                 f"{kind} '{name}' is on the meta device and neither the layer's reset_parameters() nor the model's "
@@ -92,7 +92,7 @@ def _initialize_layer(
 
 
 def _owners(root: nn.Module, layer: str, unset: Iterable[str]) -> list[nn.Module]:
-    """The layer's module, and those outside it that hold what the layer uses."""
+    """Returns the layer's module, and modules outside it that hold parameters or buffers which the layer uses."""
     modules = dict(root.named_modules())
     path = layer.partition("#")[0]
     outside = (name.rpartition(".")[0] for name in unset if not name.startswith(f"{path}."))
@@ -100,29 +100,29 @@ def _owners(root: nn.Module, layer: str, unset: Iterable[str]) -> list[nn.Module
 
 
 @contextmanager
-def _kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Gives tensors back the values that they had."""
+def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restores values afterwards: a layer's reset also sets parameters that it shares with an earlier layer."""
     values = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
     yield
     for tensor, value in values:
         tensor.copy_(value)
 
 
-def _poisoned(tensor: Tensor) -> Tensor:
+def _filled_with_marker(tensor: Tensor) -> Tensor:
     real = torch.empty_like(tensor, device="cpu")
     if real.is_floating_point() or real.is_complex():
         return real.fill_(float("nan"))
     return real.fill_(_UNSET if real.dtype == torch.int64 else 77)
 
 
-def _is_poisoned(tensor: Tensor) -> bool:
+def _is_unset(tensor: Tensor) -> bool:
     if tensor.numel() == 0:
         return False
     first = tensor.detach().reshape(-1)[0]
-    return bool(first.isnan()) or bool(first == _UNSET if tensor.dtype == torch.int64 else _is_small_poison(first))
+    return bool(first.isnan()) or bool(first == _UNSET if tensor.dtype == torch.int64 else _is_small_marker(first))
 
 
-def _is_small_poison(value: Tensor) -> bool:
+def _is_small_marker(value: Tensor) -> bool:
     return (
         not value.is_floating_point()
         and not value.is_complex()
@@ -131,7 +131,7 @@ def _is_small_poison(value: Tensor) -> bool:
 
 
 def _swap(tensor: Tensor, value: Tensor) -> None:
-    """Gives `tensor` the storage of `value`; every reference to it, tied weights included, sees the new one."""
+    """Gives `tensor` the storage of `value`; all references to the tensor, such as tied weights, see the new one."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A plan's cuts through a traced model: what every stage receives, loads and passes on, and its module."""
+"""Cuts a traced model as a plan says: the tensors that each stage receives, loads and sends, and its module."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from bapipe.tracing.sizes import like, repeat_to_batch, shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTensors:
-    """One stage by names.
+    """The names of one stage's layers and tensors.
 
     Attributes:
-        layers: its layers, in the model's order, without the loss.
-        received: tensors that come from the stage before, those that are only passed on included.
+        layers: in the model's order, without the loss.
+        received: tensors from the stage before, including those that are only relayed.
         loaded: model inputs that the stage uses; the first stage has no other inputs.
-        outputs: tensors for the stage after; of the last stage, what the model returns.
+        outputs: tensors for the next stage; of the last stage, the model's outputs.
     """
 
     layers: tuple[str, ...]
@@ -53,7 +53,7 @@ class TiedParameter:
     """A parameter that several stages use, and whose gradient is the sum of theirs.
 
     Attributes:
-        name: its first name in the model.
+        name: the first of its names in the model.
         stages: ascending.
     """
 
@@ -65,13 +65,13 @@ class TiedParameter:
 def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     """Returns a plan's stages of a model; `inputs` are examples of any batch size, on any device.
 
-    A tensor used further on than the next stage is relayed by the stages between. A model input is loaded by every
-    stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing; where the
-    model's code needs values, from one on its own device.
+    A tensor that is used later than in the next stage is relayed by the stages between. A model input is loaded by
+    every stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing; if
+    the model's code needs values, from a pass on its own device.
 
     Raises:
         InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, stages share a buffer that
-            one changes or memory that one changes in place, or something other than a tensor would cross a cut.
+            one of them changes, or memory that one changes in place, or a value that is no tensor would cross a cut.
     """
     check_layers(model, plan)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
@@ -83,8 +83,8 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
             f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
         )
     stages = _stages(model, stage_of, len(plan.stages))
-    given = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
-    examples = _examples(model, given, inputs, plan.microbatch_size)
+    crossing = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
+    examples = _examples(model, crossing, inputs, plan.microbatch_size)
     return Split(model=model, stages=stages, examples=examples, tied=tied)
 
 
@@ -92,21 +92,21 @@ def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
     """Returns the examples of a split for micro-batches of another size.
 
     Raises:
-        InvalidModel: the model takes none of that size.
+        InvalidModel: the model does not run on that size.
     """
-    given = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
+    crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
     inputs = [parts.examples[name] for name in parts.model.inputs]
-    return _examples(parts.model, given, inputs, microbatch_size)
+    return _examples(parts.model, crossing, inputs, microbatch_size)
 
 
 def with_inputs(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) -> Split:
-    """Returns a split for inputs of other sizes than those it was made for.
+    """Returns the same split for inputs of other sizes.
 
     Raises:
-        InvalidModel: the model takes none of these sizes.
+        InvalidModel: the model does not run on these sizes.
     """
-    given = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
-    return replace(parts, examples=_examples(parts.model, given, inputs, microbatch_size))
+    crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
+    return replace(parts, examples=_examples(parts.model, crossing, inputs, microbatch_size))
 
 
 def stage_module(
@@ -115,10 +115,10 @@ def stage_module(
     device: torch.device | None = None,
     before_random: Callable[[str], None] | None = None,
 ) -> fx.GraphModule:
-    """Returns a stage as a module of its `received`, then its `loaded` tensors; it gives a tuple of its `outputs`.
+    """Returns a stage as a module that takes its `received`, then its `loaded` tensors, and returns its `outputs`.
 
-    Parameters keep their names in the model and are shared with it. What goes to another stage is contiguous and no
-    view, and comes from a single node of the autograd graph: see `_Seal`. For `device` and `before_random` see
+    Parameters keep their names in the model and are shared with it. Tensors for another stage are contiguous and no
+    views, and come from a single node of the autograd graph: see `_Seal`. For `device` and `before_random` see
     `bapipe.tracing.extract`.
     """
     stage = parts.stages[index]
@@ -130,8 +130,9 @@ def stage_module(
         device=device,
         before_random=before_random,
     )
-    passed_on = index + 1 < len(parts.stages) or set(stage.outputs) & set(stage.received)
-    if stage.outputs and passed_on:  # the last stage only where torch would detach its own receive buffer
+    # The last stage needs it only if it returns a tensor that it received: torch would detach its receive buffer.
+    is_sent = index + 1 < len(parts.stages) or set(stage.outputs) & set(stage.received)
+    if stage.outputs and is_sent:
         output = next(node for node in module.graph.nodes if node.op == "output")
         with module.graph.inserting_before(output):
             sealed = module.graph.call_function(seal, tuple(output.all_input_nodes))
@@ -146,19 +147,21 @@ def argument_names(parts: Split, tensors: Sequence[str]) -> tuple[str, ...]:
 
 
 class _Seal(torch.autograd.Function):
-    """All outputs of a stage as one operator.
+    """Passes all outputs of a stage through one operator, because:
 
-    gloo sends contiguous tensors only. Torch's input-gradient action detaches a stage's outputs in place, which a view
-    refuses. It also finds the parameters of the stage by walking up from them to an operator that the stage's inputs
-    reach, and silently forgets those that only feed an output the inputs do not reach; here they all meet.
+    - gloo sends contiguous tensors only.
+    - torch's I detaches a stage's outputs in place, which is forbidden for views.
+    - torch's I finds the groups of weights for W by walking from each parameter to an operator that the stage's inputs
+      reach too. Parameters that lead only to an output that no input reaches would be forgotten without an error;
+      through this operator all outputs are reached.
     """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         sealed = tuple(tensor.detach() if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors)
-        fixed = [given for given, needed in zip(sealed, ctx.needs_input_grad, strict=True) if not needed]
-        ctx.mark_non_differentiable(*fixed)
+        constants = [tensor for tensor, needed in zip(sealed, ctx.needs_input_grad, strict=True) if not needed]
+        ctx.mark_non_differentiable(*constants)
         return sealed
 
     @staticmethod
@@ -203,39 +206,39 @@ def _check_hazards(model: TracedModel, stage_of: dict[str, int]) -> None:
 
 
 def _tied_parameters(model: TracedModel, stage_of: dict[str, int]) -> tuple[TiedParameter, ...]:
-    """The parameters of several stages; a buffer that one of them changes would drift apart, so it is refused."""
+    """Returns the parameters of several stages; refuses a shared buffer that training changes."""
     used: dict[int, list[tuple[str, str, Tensor]]] = {}
     for layer, state in layer_states(model).items():
         for name, tensor in state.items():
             used.setdefault(id(tensor), []).append((layer, name, tensor))
-    found = []
+    tied = []
     for users in used.values():
         stages = tuple(sorted({stage_of[layer] for layer, _, _ in users}))
         layer, name, tensor = users[0]
         if len(stages) == 1:
             continue
         if isinstance(tensor, nn.Parameter):
-            found.append(TiedParameter(name=name, parameter=tensor, stages=stages))
+            tied.append(TiedParameter(name=name, parameter=tensor, stages=stages))
         elif any(changes_buffers(model, user) for user, _, _ in users):
             raise InvalidModel(
                 f"buffer '{name}' is used by layers '{layer}' and '{users[-1][0]}' in stages {stages[0]} and "
                 f"{stages[-1]}, and training may change it: layers that share such a buffer must share a stage"
             )
-    return tuple(found)
+    return tuple(tied)
 
 
 def trained_layers(
     parts: Split, index: int, without: Iterable[nn.Parameter] = ()
 ) -> tuple[tuple[nn.Parameter, ...], ...]:
-    """Returns the parameters of each of a stage's layers that are trained, in order; a shared one with its first."""
+    """Returns the trained parameters of each of a stage's layers; one of several layers counts for the first."""
     states = layer_states(parts.model)
     seen = {id(parameter) for parameter in without}
     layers = []
     for layer in parts.stages[index].layers:
         state = states[layer].values()
-        own = {id(t): t for t in state if isinstance(t, nn.Parameter) and t.requires_grad and id(t) not in seen}
-        seen |= set(own)
-        layers.append(tuple(own.values()))
+        trained = {id(t): t for t in state if isinstance(t, nn.Parameter) and t.requires_grad and id(t) not in seen}
+        seen |= set(trained)
+        layers.append(tuple(trained.values()))
     return tuple(layers)
 
 
@@ -247,6 +250,7 @@ def _stages(model: TracedModel, stage_of: dict[str, int], num_stages: int) -> tu
             used_in.setdefault(name, set()).add(stage_of[layer.name])
     for name in model.outputs:
         used_in.setdefault(name, set()).add(num_stages - 1)
+    # cuts[s]: the tensors between stages s and s + 1, made up to s and used later.
     cuts = [tuple(name for name in made_in if made_in[name] <= s < max(used_in[name])) for s in range(num_stages - 1)]
     return tuple(
         StageTensors(
@@ -282,7 +286,7 @@ def _examples(
 def _run_once(
     model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, fault: Exception
 ) -> tuple[object, ...]:
-    """Returns what the whole model gives on real values, leaving its buffers and the random state as they were."""
+    """Returns values of a pass of the whole model on real tensors; buffers and random generators do not change."""
     parameters = list(model.module.parameters())
     message = f"the model fails on micro-batches of {microbatch_size}"
     if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
