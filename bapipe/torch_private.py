@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore  # torch.distributed has no types for them
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -29,11 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DropoutBase",
-    "FileStore",
     "NormBase",
     "OpOverload",
-    "PrefixStore",
-    "TCPStore",
     "TreeSpec",
     "argument_schemas",
     "construct_reverse_graph",

@@ -136,7 +136,7 @@ def private_torch_names(path: Path) -> list[str]:
             found += [ast.unparse(node)] if ast.unparse(node.value) != "os" else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(name.value):
+            if isinstance(name, ast.Constant) and is_private(str(name.value)):
                 found.append(ast.unparse(node))
     return found
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from threading import Thread
 
+from torch.distributed import PrefixStore, TCPStore
+
 from bapipe.errors import RunFailed
-from bapipe.torch_private import PrefixStore, TCPStore
 
 _SETTLE_S = 0.7
 """How long a rank that lost its peer waits for another rank to report the cause."""

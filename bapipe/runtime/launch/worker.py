@@ -20,7 +20,6 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.processes import one_line
 from bapipe.runtime.launch.rendezvous import another_rank_reports, open_store, wait_for_all
 from bapipe.torch_device import prepare_cpu
-from bapipe.torch_private import FileStore
 
 _JOIN_S = 300.0
 """The longest time that a rank of a job waits for others to start."""
@@ -122,7 +121,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
         send(Started())
         device, size = _prepare(job.kind, index), len(job.names)
-        _init(job, store=FileStore(store, size), rank=index, world_size=size)
+        _init(job, store=dist.FileStore(store, size), rank=index, world_size=size)
         result = job.worker(Rank(index, size, job.names[index], device, send), *job.arguments)
         _send_result(send, result)
         dist.destroy_process_group()
