@@ -96,6 +96,7 @@ def _machines(problem: OrderProblem, heads: Ends, tails: Ends) -> list[list[Job]
         for s, is_forward in kinds:
             phase, to = (F, s + 1) if is_forward else (I, s - 1)
             assert 0 <= to <= last
+            # A transfer is released when its sender's action ends; its tail is that of the action it feeds.
             ns = problem.send_ns[s] if is_forward else problem.return_ns[to]
             jobs += [Job(heads[s][phase][k], ns, tails[to][2 - phase][num - 1 - k]) for k in range(num)]
         machines.append(jobs)
@@ -124,6 +125,7 @@ def _earliest_ends(problem: OrderProblem, parts: Sequence[tuple[int, int]], begi
     arrived: dict[tuple[int, int], int] = {}  # when the latest transfer to a stage and part ended
     for k in range(problem.num_microbatches):
         for part, (phase, step) in enumerate(parts):
+            # Along the pipeline, so that the stage that sends comes before the one that receives.
             for s in stages if step < 0 else reversed(stages):
                 ready_ns = begin_ns[s]
                 if step and 0 <= s + step < problem.num_stages:
@@ -151,6 +153,7 @@ class _StageEnds:
             ready_ns = max(ready_ns, self.ends[2][k - self.max_in_flight])
         if k:  # chain: the same part, of the micro-batch before
             ready_ns = max(ready_ns, self.ends[part][-1])
+        # The begin is not raised by the work bound: it may have to wait after it could begin.
         self.begins[part].append(ready_ns)
         self.ends[part].append(max(ready_ns + self.part_ns[part], self.work_bound(part, k)))
 

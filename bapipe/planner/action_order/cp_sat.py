@@ -59,16 +59,20 @@ def solve(
     """
     from ortools.sat.python import cp_model
 
+    # Scale the times, so that the solver's domains stay small.
     unit = _unit(problem, below_ns, max_units)
     rounded = _rounded(problem, unit)
+    # Only a step strictly below the incumbent is of interest.
     model = _Model(rounded, (below_ns - 1) // unit)
     model.build(hint)
     solver = cp_model.CpSolver()
+    # One worker, a seed and deterministic time: the same result on every machine.
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model.cp)
     if status == cp_model.INFEASIBLE:
+        # No order is faster than the incumbent: the incumbent is optimal in the model.
         return SolverResult(orders=None, lower_bound_ns=below_ns)
     assert status != cp_model.MODEL_INVALID, model.cp.validate()
     has_solution = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
@@ -79,6 +83,7 @@ def solve(
 
 def _unit(problem: OrderProblem, below_ns: int, max_units: int) -> int:
     """Returns the largest unit that divides all times, or one that keeps the step within `max_units`."""
+    # Dividing by a common divisor loses nothing.
     exact = gcd(*problem.action_ns, *problem.send_ns, *problem.return_ns, *problem.update_ns) or 1
     return exact if below_ns // exact <= max_units else -(-below_ns // max_units)
 
@@ -131,10 +136,13 @@ class _Model:
                 earliest = heads[stage][phase][k] - ns
                 latest = self.max_step - tails[stage][2 - phase][-1 - k]
                 begin = self.cp.new_int_var(0, self.max_step, f"{code}.{k}")
+                # Head and tail shrink the domain: nothing below the incumbent lies outside.
                 self.cp.add_linear_constraint(begin, earliest, latest)
                 self.begins[code].append(begin)
+                # The hint is the incumbent's timeline: CP-SAT repairs it instead of starting from nothing.
                 if hinted is not None:
                     self.cp.add_hint(begin, hinted.begins_ns[code][k])
+                # Ascending micro-batches (renaming lemma) break the symmetry between them.
                 if k:
                     self.cp.add(begin >= self.end(code, k - 1))
                 if phase:
@@ -150,6 +158,7 @@ class _Model:
         links = problem.links()
         for s in range(problem.num_stages - 1):
             here, there = problem.rank_of[s], problem.rank_of[s + 1]
+            # Activations of stage s to s + 1, and gradients of stage s + 1 to s.
             for code, to, link, ns in (
                 (3 * s + F, 3 * (s + 1) + F, (here, there), problem.send_ns[s]),
                 (3 * (s + 1) + I, 3 * s + I, (there, here), problem.return_ns[s]),
@@ -177,6 +186,7 @@ class _Model:
         problem = self.problem
         for rank in range(problem.num_ranks):
             stages = problem.stages_on(rank)
+            # With one kind of stash the limit is a number of micro-batches: K in flight at most.
             if len(stages) == 1 and not problem.weight_grad_stash_bytes[stages[0]]:
                 forward, weight_grad = 3 * stages[0] + F, 3 * stages[0] + W
                 max_in_flight = problem.max_in_flight(stages[0])
@@ -194,6 +204,7 @@ class _Model:
         for s in stages:
             for k in range(problem.num_microbatches):
                 for phase, num_bytes in ((F, problem.stash_bytes[s]), (I, problem.weight_grad_stash_bytes[s])):
+                    # A stash is held from the begin of F or I to the end of W: an interval of variable size.
                     begin, size = self.begins[3 * s + phase][k], self.cp.new_int_var(0, self.max_step, "")
                     intervals.append(self.cp.new_interval_var(begin, size, self.end(3 * s + W, k), ""))
                     demands.append(num_bytes // unit)
@@ -211,6 +222,7 @@ class _Model:
             stage, phase = divmod(code, 3)
             for begin in begins:
                 direction = stage if phase == F else -stage
+                # Ties: an action of no length must come before the one it feeds.
                 key = (solver.value(begin), int(problem.action_ns[code] > 0), phase, direction, code)
                 codes[problem.rank_of[stage]].append(key)
         return tuple(tuple(key[-1] for key in sorted(keys)) for keys in codes)

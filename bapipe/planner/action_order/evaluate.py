@@ -29,6 +29,7 @@ def evaluate_order(problem: OrderProblem, orders: Orders) -> OrderTiming | None:
     runnable = [rank for rank, codes in enumerate(orders) if codes]
     while runnable:
         rank = runnable.pop()
+        # Run this device as far as its inputs allow.
         codes, position, time = orders[rank], positions[rank], now[rank]
         for code in codes[position:]:
             stage, phase = divmod(code, 3)
@@ -57,6 +58,7 @@ def evaluate_order(problem: OrderProblem, orders: Orders) -> OrderTiming | None:
                 if rank_of[consumer // 3] != rank:
                     runnable.append(rank_of[consumer // 3])
         positions[rank], now[rank] = position, time
+    # A device that stopped was never woken again: it waits for an input that is never sent.
     if any(position < len(codes) for position, codes in zip(positions, orders, strict=True)):
         return None
     return OrderTiming(begins, max(time + problem.update_ns[rank] for rank, time in enumerate(now)))

@@ -27,6 +27,7 @@ def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster)
         group = groups.pop()
         if not group:
             continue
+        # Accept the whole group if the step does not get longer, else try each half.
         if simulate_schedule(_fuse(schedule, fused | set(group)), stages, cluster).step_ns <= max_step_ns:
             fused |= set(group)
         elif len(group) > 1:

@@ -43,6 +43,7 @@ def improve_plan(
     """
     if any(device.side_by_side for device in plan.cluster.devices):
         return plan
+    # The plan's own partition gets the full effort.
     best = _Partition(plan.stages, plan, profiles)
     solution = best.search(limits, effort)
     searched, searches_left = {plan.stages}, round(1 / EFFORT_SHARE_PER_PARTITION) if may_move else 0
@@ -65,6 +66,7 @@ def improve_plan(
                 break
         if faster is None:
             break  # a local optimum
+        # First improvement: continue from the first neighbour that is faster.
         best, solution = faster
     return _with_solution(plan, best, solution, len(searched) - 1)
 
@@ -106,6 +108,7 @@ def _neighbours(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfi
             (here[:-1], (here[-1], *there), here[-1]),
             ((*here, there[0]), there[1:], there[0]),
         ):
+            # No stage may become empty, and a layer with tied weights cannot leave its partners.
             if first and second and not shares[moved]:
                 pair = (
                     msgspec.structs.replace(stages[s], layers=first),

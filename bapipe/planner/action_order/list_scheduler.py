@@ -58,6 +58,7 @@ def _limits_in_flight(problem: OrderProblem) -> Iterator[tuple[int, ...]]:
     for halves, extra in product([2, 3, 4], [1, 2, 3]):  # 1F1B is (2, 1), eager 1F1B (4, 1)
         yield tuple(min(most, halves * (last - s) // 2 + extra) for s in stages)
     # A stage never waits if it has work in flight for the time that a micro-batch is away.
+    # The time between two micro-batches in the steady state is at least that of the slowest stage.
     cycle_ns = max(1, *(sum(problem.action_ns[3 * s : 3 * s + 3]) for s in stages))
     for extra in (1, 2, 3):
         yield tuple(min(most, round_trip_ns(problem, s) // cycle_ns + extra) for s in stages)
@@ -75,6 +76,7 @@ def round_trip_ns(problem: OrderProblem, stage: int) -> int:
 def list_schedule(problem: OrderProblem, rule: PriorityRule) -> Orders:
     """Returns the orders that a rule gives; the problem must have some order that fits in memory."""
     state = _State(problem, rule)
+    # Event driven: an event is a device that may be able to start an action.
     while state.events:  # a device has become idle, or an input has arrived
         now, rank = heappop(state.events)
         if state.free_at[rank] <= now and (code := state.choose(rank, now)) is not None:
@@ -146,10 +148,12 @@ class _State:
         ]
         backwards = [3 * s + I for s in reversed(by_priority)]
         next_arrival, lacks_memory = None, False
+        # The first that can start wins; the earliest arrival of the others limits a W.
         for code in [*forwards, *backwards] if self.rule.forward_first else [*backwards, *forwards]:
             arrival = self.arrival(code)
             if arrival is None:
                 continue
+            # Starting it now could leave too little memory to finish what is in flight.
             if not self.is_safe(rank, code):
                 lacks_memory = True
             elif arrival <= now:

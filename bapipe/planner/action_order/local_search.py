@@ -39,6 +39,7 @@ def threshold_accepting(
         return best
     max_threshold_ns, num_moves = max(problem.action_ns) // MAX_THRESHOLD_SHARE, max(1, num_trials // 2)
     for _ in range(2):
+        # Each round restarts from the best order, with the threshold at its maximum.
         current, current_ns = best, best_ns
         for moves_left in range(num_moves, 0, -1):
             if best_ns <= goal_ns:
@@ -46,6 +47,7 @@ def threshold_accepting(
             neighbour = _neighbour(problem, current, random.choice(ranks), random)
             if neighbour is None or (neighbour_ns := step_ns(neighbour)) is None:
                 continue
+            # Accept if not longer by more than the threshold, which falls linearly to zero.
             if neighbour_ns <= current_ns + max_threshold_ns * moves_left // num_moves:
                 current, current_ns = neighbour, neighbour_ns
                 if current_ns < best_ns:

@@ -116,6 +116,7 @@ class OrderProblem:
                 held += self.stash_bytes[stage]
             elif phase == I:
                 held += self.weight_grad_stash_bytes[stage]
+            # The workspace is held while the action runs, together with what it adds.
             if held + self.workspace_bytes[stage] > self.available_bytes[rank]:
                 return False
             if phase == W:
@@ -233,6 +234,7 @@ def relaxation(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
     """
     ns: list[int] = []
     for cost in (stage.costs[0] for stage in stages):
+        # Split the B so that I is as short as either measurement allows, and W takes the remainder.
         input_grad_ns = min(cost.input_grad_ns, cost.backward_ns)
         ns += [cost.forward_ns, input_grad_ns, cost.min_backward_ns - input_grad_ns]
     weight_grad_stash_bytes = tuple(stage.costs[0].stash_bytes if stage.recompute else 0 for stage in stages)

@@ -167,6 +167,7 @@ class _Search:
 
     def construct(self, start: Sequence[Orders]) -> Orders:
         """Returns the fastest of the list scheduler's orders and the given ones."""
+        # Evaluate the named schedules first: a list schedule must beat them.
         best, best_ns = None, None
         for orders in start:
             if (
@@ -206,6 +207,7 @@ class _Search:
         )
         if self.solver_bound_holds:  # the model has I and W only: its bound does not hold if a B is shorter than both
             self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)
+        # Rounded memory may admit an order that does not fit, and relaxed queues one that deadlocks.
         if answer.orders is None or not self.problem.fits(answer.orders) or self.step_time(answer.orders) is None:
             return orders
         self.try_incumbent(self.problem.table(self.devices, answer.orders))

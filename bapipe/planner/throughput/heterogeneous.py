@@ -49,8 +49,10 @@ class HeterogeneousDevices:
         self._boundaries, self._cluster, self._num_microbatches = boundaries, cluster, num_microbatches
         self._memory_bytes = memory_bytes
         self.num_boundaries = boundaries.num_boundaries
+        # By rank; devices of one kind and speed share one object.
         self._sums = [sums[device.kind, device.speed] for device in cluster.devices]  # by rank
         self._groups_after = _groups_after(len(cluster.devices), num_microbatches)
+        # O(groups**3) states in the worst case: that is why large clusters restrict their groups.
         states = [
             (before, group, after)
             for before in self._groups_after
@@ -61,7 +63,9 @@ class HeterogeneousDevices:
         self.states: list[State] = sorted(states, key=lambda state: (state[1], state[0], state[2]))
         self._number = {state: i for i, state in enumerate(self.states)}
         self.num_states = len(states)
+        # The first stage has no stage before it.
         self.starts = [i for i, state in enumerate(self.states) if state[0] == NO_GROUP]
+        # Caches: many states have the same pair of groups, and many pairs the same slowest link.
         self._links: dict[tuple[Group, Group], Bandwidth] = {}
         self._transfer_ns: dict[tuple[bool, Bandwidth], IntArray] = {}
         self._set_bounds()
@@ -79,6 +83,7 @@ class HeterogeneousDevices:
         if len({device.kind for device in devices}) == 1:
             rates = [Fraction(str(device.speed)) for device in devices]
             max_rate = max(rates)
+            # Times on the fastest kind, so that a device of rate x needs at least 1/x of them.
             fastest = self._sums[rates.index(max_rate)]
             self._rates = np.array([float(rate / max_rate) for rate in rates])
             self._before_ns = np.maximum(fastest.microbatch_ns(0, everywhere) - rounding_ns, 0)
@@ -102,6 +107,7 @@ class HeterogeneousDevices:
         state = (NO_GROUP, (ranks[0], len(ranks)), NO_GROUP)
         everything = np.array([0]), np.array([self.num_boundaries - 1])
         for position, rank in enumerate(ranks):
+            # Round robin: the device at a position runs the micro-batches position, position + r, ...
             times = -(-(self._num_microbatches - position) // len(ranks))
             loads.append(int(self._load_without_memory(rank, times, state, *everything)[0, 0]))
         return max(loads)
@@ -120,6 +126,7 @@ class HeterogeneousDevices:
         _, group, after = self.states[state]
         stop = sum(group)
         possible = self._possible(self._rates[:stop].sum(), self._rates[stop:].sum(), limit)
+        # A stage ends at the last boundary if and only if no stage follows it.
         possible[-1] = after == NO_GROUP
         possible[:-1] &= after != NO_GROUP
         return possible
@@ -147,6 +154,7 @@ class HeterogeneousDevices:
         """Returns the load of one device that runs `times` micro-batches; [begins, ends]."""
         load = self._load_without_memory(rank, times, state, begin, end)
         start, count = state[1]
+        # Every later device of the cluster is counted, whether or not a stage uses it.
         in_flight = min(-(-(len(self._cluster.devices) - start) // count), times)
         fits = self._sums[rank].fits(begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank])
         return np.where(fits, load, INFEASIBLE_LOAD)
@@ -156,6 +164,7 @@ class HeterogeneousDevices:
     ) -> "IntArray":
         sums, (before, group, after) = self._sums[rank], state
         begin, end = begin[:, None], end[None, :]
+        # A ring all-reduce is as slow as its slowest link.
         ring = self._slowest_link(group, group)
         load = times * sums.microbatch_ns(begin, end) + sums.per_step_ns(begin, end, group[1], ring)
         transfers = []
@@ -163,6 +172,7 @@ class HeterogeneousDevices:
             transfers += [times * self._send_ns(before, group)[begin], times * self._return_ns(group, before)[begin]]
         if after != NO_GROUP:
             transfers += [times * self._send_ns(group, after)[end], times * self._return_ns(after, group)[end]]
+        # Overlapped transfers bound the load from below, others add to it.
         for transfer in transfers:
             load = np.maximum(load, transfer) if self._cluster.devices[rank].overlaps_transfers else load + transfer
         return load
@@ -189,6 +199,7 @@ class HeterogeneousDevices:
                 for a in range(source[0], sum(source))
                 for b in range(target[0], sum(target))
                 if a != b
+                # A group of one device has no link; its all-reduce takes no time over any.
             ] or [self._cluster.intra_host]
             self._links[source, target] = Bandwidth(
                 bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)

@@ -86,6 +86,7 @@ class HomogeneousDevices:
         most = np.minimum(self._max_replicas, room[rows, columns])
         # F + B, and each transfer, takes M / r times per device: r must be at least M times each over the limit.
         each = self._sums.microbatch_ns(first, last)
+        # Starting below the true minimum costs a few rounds; starting above it would lose plans.
         for cut in self._transfers_ns(first, last):
             each = np.maximum(each, cut)
         devices = np.maximum((each * (self._num_microbatches / limit) * (1 - 1e-9)).astype(np.int64), 1)
@@ -98,13 +99,16 @@ class HomogeneousDevices:
                 return result
             good = self.loads(devices, first, last) < limit
             if self.depends_on_later_devices:
+                # Memory is checked only for the stages whose load is below the limit.
                 good[good] = self.fits(devices[good], first[good], last[good], later[good])
             result[rows[good], columns[good]] = devices[good]
+            # A finished stage leaves the loop: more devices than there are.
             devices = np.where(good, self.num_devices + 1, devices + 1)
 
     def min_devices_around(self, limit: float) -> "tuple[IntArray, IntArray]":
         """The devices that the compute on each side needs, and the transfers at the boundary."""
         everywhere = np.arange(self.num_boundaries)
+        # Slightly rounded down, so that floating point cannot make a bound too large.
         needs = self._num_microbatches / limit * (1 - 1e-9)
         across = np.maximum(self._send_ns, self._return_ns)
         before = np.maximum(self._sums.microbatch_ns(0, everywhere) - self._rounding_ns, across)

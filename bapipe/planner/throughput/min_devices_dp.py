@@ -70,10 +70,12 @@ def min_max_load_homogeneous(
 
 def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath | None:
     """Returns a plan with every load below the limit, None if there is none. O(boundaries**2) stages."""
+    # Loads are not negative.
     if limit <= 0:
         return None
     last, num_devices = problem.num_boundaries - 1, problem.num_devices
     before, after = problem.min_devices_around(limit)  # [boundaries]
+    # Pruning: too few devices for what lies before and after, or none left for the stage that begins here.
     candidates = np.nonzero((before + after <= num_devices) & (before < num_devices))[0]
     min_devices: IntArray = np.full(last + 1, num_devices + 1, dtype=np.int64)  # N(b)
     min_devices[last] = after[last] = 0
@@ -93,6 +95,7 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath 
             begin = int(begins[row])
             total = needed[row] + min_devices[ends]
             choice = int(total.argmin())
+            # The devices before this boundary are needed too.
             if total[choice] <= num_devices - before[begin]:
                 min_devices[begin] = total[choice]
                 stage_devices[begin], stage_end[begin] = needed[row, choice], ends[choice]

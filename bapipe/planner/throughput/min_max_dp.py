@@ -58,13 +58,16 @@ def min_max_load_below(problem: LoadProblem, limit: float, dtype: type = float) 
     if problem.num_boundaries < 2:
         return None
     number = np.int64 if dtype is int else np.float64
+    # Integer loads below a fractional limit are those below the next integer.
     table = _Table(problem.num_boundaries, ceil(limit) if dtype is int else limit, number)
     for state in problem.starts:
+        # No stage lies before boundary 0.
         table.loads_before(state)[0] = 0
     # States are numbered topologically, so the loads before a state are final when it is reached.
     for state in range(problem.num_states):
         if state not in table.before:
             continue
+        # Pruning: boundaries that no plan below the limit can use in this state.
         begin = np.nonzero((table.before[state] < table.limit) & problem.begins(state, table.limit))[0]
         end = np.nonzero(problem.ends(state, table.limit))[0]
         if begin.size and end.size:
@@ -108,11 +111,13 @@ class _Table:
         self._ends[state] = ends
         last = self._num_boundaries - 1
         for successor in problem.successors(state):
+            # The last stage must end at the last boundary, every other one before it.
             boundaries = feasible[feasible == last] if successor == END else feasible[feasible < last]
             if not boundaries.size:
                 continue
             load = ends.load[boundaries]
             before = self.loads_before(successor)
+            # Strict: of equal loads the first state wins, so the result depends on nothing but the problem.
             better = load < before[boundaries]
             if better.any():
                 before[boundaries[better]] = load[better]
@@ -123,6 +128,7 @@ class _Table:
         before = self.before[state]
         load: LoadArray = np.full(self._num_boundaries, self.limit, dtype=self._number)
         origin: IndexArray = np.full(self._num_boundaries, -1, dtype=np.intp)
+        # Blocks of rows bound the memory: [rows, ends] loads at a time.
         rows = max(1, MAX_STAGES_PER_BLOCK // end.size)
         for first in range(0, begin.size, rows):
             some = begin[first : first + rows]

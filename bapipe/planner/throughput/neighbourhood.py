@@ -17,6 +17,7 @@ def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: i
     """
     reached = dict.fromkeys(downsets)
     frontier = list(downsets)
+    # Breadth first, so that a truncated result holds the nearest downsets.
     while frontier and len(reached) < max_downsets:
         next_frontier: list[int] = []
         for nodes in frontier:
@@ -35,6 +36,7 @@ def _adjacent_downsets(graph: Graph, nodes: int) -> Iterator[int]:
         if nodes >> node & 1:
             predecessors |= before
         elif before & ~nodes == 0:
+            # A node can be added if all its predecessors are inside.
             yield nodes | 1 << node
     for node in range(graph.num_nodes):
         if nodes >> node & 1 and not predecessors >> node & 1:
