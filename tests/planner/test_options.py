@@ -233,19 +233,20 @@ def test_an_explanation_names_what_limits_the_plan() -> None:
     plan = plan_step_time(profiles, devices(2), options)
     words = explain(plan, profiles, options)
     assert words[0] == "A pipeline of 2 stages, one device each."
-    assert words[1].startswith("What limits it: a step waits for stage 1 computing (") or words[1].startswith(
-        "What limits it: a step waits for stage 0 computing ("
+    assert words[1].startswith("Critical path of a step: compute of stage 1 (") or words[1].startswith(
+        "Critical path of a step: compute of stage 0 ("
     )
     assert words[2].startswith("Inter-layer partition: the devices of stage ")
     assert words[3] == (
-        "Coarse-grained cuts: not needed, the plan has the cuts that balance time alone; a micro-batch takes 1 MB across "
+        "Coarse-grained cuts: not needed; the plan's cuts balance compute, and each micro-batch sends 1 MB over "
         "the cuts."
     )
     assert words[4] == (
-        "Memory fine-tuning: not needed, no plan found is faster with more memory; d0 is fullest, 0% of what it may hold."
+        "Memory fine-tuning: not needed; no plan found is faster with more memory. d0 is the fullest device, with 0% of "
+        "its limit."
     )
     assert words[5].startswith("Intra-layer split: not searched")
-    assert words[6].startswith("Fall-back to data parallelism: ")
+    assert words[6].startswith("Fallback to data parallelism: ")
     assert "speed of d" in words[7]
     alone = plan_step_time(profiles, devices(1), options)
     assert explain(alone, profiles, options)[0] == "One device: d0 runs all layers."
@@ -261,7 +262,7 @@ def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
         "bandwidth of links within hosts": 66 * MS,
         "bandwidth of links between hosts": 66 * MS,
         "memory of every device": 66 * MS,
-        "memory without limit": 66 * MS,
+        "unlimited memory": 66 * MS,
     }
 
 
@@ -286,7 +287,7 @@ def test_more_memory_is_not_said_to_help_where_replicas_would() -> None:
     ):
         plan = plan_step_time(profiles, devices(2), options)
         assert plan.prediction.step_ns > fast.prediction.step_ns
-        assert explain(plan, profiles, options)[4].startswith("Memory fine-tuning: not needed, no plan found is faster")
+        assert explain(plan, profiles, options)[4].startswith("Memory fine-tuning: not needed; no plan found is faster")
 
 
 def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:

@@ -18,8 +18,8 @@ from tests import ROOT
 
 PROFILES = ROOT / "profiles" / "v100"
 INTRA_LAYER = (
-    "Intra-layer split: not searched, every layer runs whole in one stage; a profile may hold the parts of a layer as "
-    "layers of their own."
+    "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate layers "
+    "in the profile."
 )
 
 
@@ -47,14 +47,14 @@ def test_data_parallelism_wins_for_resnet_50() -> None:
     assert [stage.devices for stage in plan.stages] == [("gpu0", "gpu1", "gpu2", "gpu3")]
     assert words == (
         "Data parallelism: 4 devices run all layers and sum their gradients.",
-        "What limits it: a step waits for stage 0 computing (95%).",
-        "Inter-layer partition: none, all layers are one stage.",
-        "Coarse-grained cuts: none, all layers are one stage.",
-        "Memory fine-tuning: not needed, no plan found is faster with more memory; gpu0 is fullest, 35% of what it may "
-        "hold.",
+        "Critical path of a step: compute of stage 0 (95%).",
+        "Inter-layer partition: none; all layers are in one stage.",
+        "Coarse-grained cuts: none; all layers are in one stage.",
+        "Memory fine-tuning: not needed; no plan found is faster with more memory. gpu0 is the fullest device, with 35% of "
+        "its limit.",
         INTRA_LAYER,
-        "Fall-back to data parallelism: taken, no pipeline of the space is faster.",
-        "What 10 % more would save with the same plan: speed of the 4 devices of stage 0 8.7%.",
+        "Fallback to data parallelism: used; no pipeline in the searched space is faster.",
+        "Step time saved by 10 % more of one resource: speed of the 4 devices of stage 0 8.7%.",
     )
 
 
@@ -67,16 +67,16 @@ def test_replicas_on_the_convolutions_win_for_vgg_16() -> None:
     assert sum("Linear" in kind[name] for name in dense.layers) == 3
     assert words == (
         "A pipeline of 2 stages with replicas: stage 0 ('node2' to 'node18') on 3 devices.",
-        "What limits it: a step waits for stage 0 computing (98%).",
-        "Inter-layer partition: the devices of stage 0 work longest, 687.0 ms a step, those of stage 1 shortest, "
-        "633.2 ms.",
-        "Coarse-grained cuts: taken, a micro-batch takes 0.803 MB across the cuts; with the cuts that balance time "
-        "alone it takes 3.21 MB, and a step is 30.7% slower.",
-        "Memory fine-tuning: not needed, no plan found is faster with more memory; gpu3 is fullest, 12% of what it may "
-        "hold.",
+        "Critical path of a step: compute of stage 0 (98%).",
+        "Inter-layer partition: the devices of stage 0 are busy longest (687.0 ms per step), those of stage 1 shortest "
+        "(633.2 ms).",
+        "Coarse-grained cuts: used; each micro-batch sends 0.803 MB over the cuts. Cuts that balance compute alone would "
+        "send 3.21 MB, and a step would be 30.7% slower.",
+        "Memory fine-tuning: not needed; no plan found is faster with more memory. gpu3 is the fullest device, with 12% of "
+        "its limit.",
         INTRA_LAYER,
-        "Fall-back to data parallelism: not taken, 900.8 ms a step, 29.2% slower.",
-        "What 10 % more would save with the same plan: speed of the 3 devices of stage 0 7.4%.",
+        "Fallback to data parallelism: not used; 900.8 ms per step, 29.2% slower.",
+        "Step time saved by 10 % more of one resource: speed of the 3 devices of stage 0 7.4%.",
     )
 
 
@@ -85,16 +85,16 @@ def test_a_pipeline_wins_for_gnmt_8() -> None:
     assert [len(stage.devices) for stage in plan.stages] == [1, 1, 1, 1]
     assert words == (
         "A pipeline of 4 stages, one device each.",
-        "What limits it: a step waits for stage 3 computing (64%), stage 1 computing (36%).",
-        "Inter-layer partition: the devices of stage 3 work longest, 417.9 ms a step, those of stage 2 shortest, "
-        "277.7 ms.",
-        "Coarse-grained cuts: taken, a micro-batch takes 0.197, 0.197, 0.197 MB across the cuts; with the cuts that "
-        "balance time alone it takes 0.393, 0.197, 0.389 MB, and a step is 6.6% slower.",
-        "Memory fine-tuning: not needed, no plan found is faster with more memory; gpu3 is fullest, 25% of what it may "
-        "hold.",
+        "Critical path of a step: compute of stage 3 (64%), compute of stage 1 (36%).",
+        "Inter-layer partition: the devices of stage 3 are busy longest (417.9 ms per step), those of stage 2 shortest "
+        "(277.7 ms).",
+        "Coarse-grained cuts: used; each micro-batch sends 0.197, 0.197, 0.197 MB over the cuts. Cuts that balance compute "
+        "alone would send 0.393, 0.197, 0.389 MB, and a step would be 6.6% slower.",
+        "Memory fine-tuning: not needed; no plan found is faster with more memory. gpu3 is the fullest device, with 25% of "
+        "its limit.",
         INTRA_LAYER,
-        "Fall-back to data parallelism: not taken, 1,251.7 ms a step, 2.9 times as long.",
-        "What 10 % more would save with the same plan: speed of gpu3 5.8%, speed of gpu1 3.3%.",
+        "Fallback to data parallelism: not used; 1,251.7 ms per step, 2.9 times as long.",
+        "Step time saved by 10 % more of one resource: speed of gpu3 5.8%, speed of gpu1 3.3%.",
     )
 
 
@@ -111,7 +111,7 @@ def test_what_balances_time_alone_is_as_slow_as_is_said(model: str) -> None:
     loads = [sum(measured[name] for name in stage.layers) / len(stage.devices) for stage in other.stages]
     assert max(loads) == least_largest(list(measured.values()), [len(stage.devices) for stage in plan.stages])
     slower = simulate(other, profiles).step_ns / plan.prediction.step_ns - 1
-    assert words[3].endswith(f"and a step is {slower:.1%} slower.")
+    assert words[3].endswith(f"and a step would be {slower:.1%} slower.")
 
 
 def least_largest(times: list[int], counts: list[int]) -> float:
@@ -148,7 +148,7 @@ def test_what_would_help_does(model: str) -> None:
     want["bandwidth of links between hosts"] = step_ns(replace(cluster, inter_host=wider))
     assert {name: ns for name, ns in effects.items() if "memory" not in name} == want
     rich = replace(cluster, devices=tuple(replace(d, memory_bytes=2**50) for d in cluster.devices))
-    assert effects["memory without limit"] == plan_once(profiles, rich, options).prediction.step_ns
+    assert effects["unlimited memory"] == plan_once(profiles, rich, options).prediction.step_ns
 
 
 def test_memory_limits_a_plan_exactly_when_more_of_it_makes_a_faster_one() -> None:
@@ -160,7 +160,7 @@ def test_memory_limits_a_plan_exactly_when_more_of_it_makes_a_faster_one() -> No
         rich = plan_once(profiles, slow_links(2), PlanOptions(minibatch_size=64))
         words = explain(plan, profiles, options)[4]
         limited = rich.prediction.step_ns < plan.prediction.step_ns
-        text = f"Memory fine-tuning: taken, a step would take {rich.prediction.step_ns / 1e6:,.1f} ms with memory "
-        assert words.startswith(text if limited else "Memory fine-tuning: not needed, no plan found is faster"), words
+        text = f"Memory fine-tuning: used; with unlimited memory a step would take {rich.prediction.step_ns / 1e6:,.1f} ms. "
+        assert words.startswith(text if limited else "Memory fine-tuning: not needed; no plan found is faster"), words
         seen.add(limited)
     assert seen == {True, False}

@@ -1,0 +1,13 @@
+"""What a plan means: why it takes as long as it does, and what would change it.
+
+Begin with `explain.explain`, which puts the rest into sentences.
+
+- `critical_path`: the chain of events that ends a simulated step, and the share of time of each device and link in it.
+- `sensitivity`: the step time with 10 % more of one resource. Speeds and bandwidths are simulated with the same plan;
+  memory is planned again, because the same plan would not use more.
+- `pareto`: the front of step time, peak memory and number of devices, by one search for each number of devices and
+  each memory limit of a falling sequence.
+- `pinned`: a plan that a user made, simulated and certified against the bound over all plans.
+
+docs/algorithm.md, "Analysis", has the details.
+"""

@@ -1,4 +1,9 @@
-"""What a step waits for: the chain of actions, transfers and all-reduces that ends with it, each begun by the last."""
+"""The critical path of a simulated step: the chain of events without a pause that ends when the step ends.
+
+Each event of the path begins when the one before it ends, so no event can begin earlier unless the one before it gets
+shorter. The path is traced back from the end of the step: several events may end at the instant at which one begins,
+and the most likely cause is chosen (`_unlikeliness`).
+"""
 
 from collections import Counter
 
@@ -9,7 +14,7 @@ Event = Span | Transfer | Sync | Update
 
 
 def critical_path(timeline: Timeline) -> tuple[Event, ...]:
-    """Returns the events of a predicted step, first to last, that follow one another without a pause. O(n log n)."""
+    """Returns the events of a simulated step on its critical path, first to last. O(n) for n events, without ties."""
     events: list[Event] = [*timeline.spans, *timeline.transfers, *timeline.syncs, *timeline.updates]
     ending: dict[int, list[Event]] = {}
     for event in events:
@@ -19,20 +24,22 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     at_ns = timeline.step_ns
     while at_ns > 0 and ending.get(at_ns):
         after = path[-1] if path else None
-        path.append(min(ending[at_ns], key=lambda event: _distance(event, after)))
+        path.append(min(ending[at_ns], key=lambda event: _unlikeliness(event, after)))
         at_ns = path[-1].start_ns
     return tuple(reversed(path))
 
 
-def _distance(event: Event, after: Event | None) -> int:
-    """How unlikely it is that `after` waited for an event that ends when it starts."""
+def _unlikeliness(event: Event, after: Event | None) -> int:
+    """Returns how unlikely it is that `after` waited for an event that ends when it starts; 0 is a true dependency."""
     if after is None:
         return 0
+    # An action waits for the transfer of its own input.
     if isinstance(after, Span) and isinstance(event, Transfer) and event.target == after.rank:
         forward = after.action.phase is Phase.FORWARD
         stage = event.stage + (1 if forward else -1)
         if (event.phase is Phase.FORWARD) == forward and (stage, event.microbatch) == after.action[::2]:
             return 0
+    # A transfer waits for the action that produces it.
     if isinstance(after, Transfer) and isinstance(event, Span):
         same = (event.rank, event.action.stage, event.action.microbatch) == (
             after.source,
@@ -40,11 +47,14 @@ def _distance(event: Event, after: Event | None) -> int:
             after.microbatch,
         )
         return 0 if same else 3
+    # Or for the transfer before it on its link.
     if isinstance(after, Transfer) and isinstance(event, Transfer):
         return 1 if (event.source, event.target) == (after.source, after.target) else 4
+    # An all-reduce waits for its stage's backward, and the update for its all-reduce.
     if isinstance(event, Sync) or isinstance(after, Sync):
         same_stage = _stage(event) == _stage(after)
         return 0 if same_stage else 4
+    # An action or update waits for the one before it on its device.
     if isinstance(event, Span | Update) and isinstance(after, Span | Update):
         return 1 if event.rank == after.rank else 2
     return 3
@@ -55,7 +65,7 @@ def _stage(event: Event) -> int:
 
 
 def time_shares(timeline: Timeline) -> list[tuple[str, int]]:
-    """Returns what the critical path is made of, in words and nanoseconds, the longest first."""
+    """Returns what the critical path consists of, in words and nanoseconds, the longest first."""
     spent: Counter[str] = Counter()
     for event in critical_path(timeline):
         spent[_name(event, timeline.devices)] += event.end_ns - event.start_ns
@@ -64,7 +74,7 @@ def time_shares(timeline: Timeline) -> list[tuple[str, int]]:
 
 def _name(event: Event, devices: tuple[str, ...]) -> str:
     if isinstance(event, Span):
-        return f"stage {event.action.stage} computing"
+        return f"compute of stage {event.action.stage}"
     if isinstance(event, Transfer):
         return f"the link from {devices[event.source]} to {devices[event.target]}"
     if isinstance(event, Sync):

@@ -1,4 +1,9 @@
-"""A plan in plain words: what it does, what limits it, what would help."""
+"""Explains a plan in sentences: what it does, what limits it, what would help.
+
+The sentences follow BaPipe's list of ways to balance a pipeline (Zhao et al. 2020, arXiv:2012.12544): cuts
+between layers, coarser cuts where links are slow, memory, splits inside layers, data parallelism. Each states whether
+the plan uses it and what leaving it out would cost, measured with the simulator or by planning again.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -17,27 +22,27 @@ from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.timeline import Timeline
 
 MAX_RESOURCES_NAMED = 5
-"""Resources named of those that would help."""
+"""How many resources are named of those that would shorten the step."""
 
 MAX_LAYERS_TO_BALANCE = 400
-"""Up to how many layers the cuts that balance time alone are looked for."""
+"""Up to how many layers the plan is compared with cuts that balance compute alone; O(stages * layers**2)."""
 
 MIN_TIME_SHARE_NAMED = 0.0005
-"""Share of a step that is worth a word."""
+"""A smaller difference, as a share of the step, is not mentioned."""
 
 
 def explain(
     plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, effects: Sequence[Effect]
 ) -> tuple[str, ...]:
-    """Returns sentences: the strategy, what limits it, each of BaPipe's ways to balance, what would help most."""
+    """Returns sentences: the strategy, its critical path, each of BaPipe's ways to balance, what would help most."""
     return (
         _strategy(plan),
         _limit(simulate(plan, profiles)),
         _inter_layer(plan),
         _coarse_grained(plan, profiles, options),
         _memory(plan, options, effects),
-        "Intra-layer split: not searched, every layer runs whole in one stage; a profile may hold the parts of a layer "
-        "as layers of their own.",
+        "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate "
+        "layers in the profile.",
         _data_parallel(plan),
         _help(plan, effects),
     )
@@ -64,56 +69,60 @@ def _strategy(plan: Plan) -> str:
         text = f"A pipeline of {len(counts)} stages with replicas: {', '.join(replicated)}"
     used = {name for stage in plan.stages for name in stage.devices}
     idle = [device.name for device in plan.cluster.devices if device.name not in used]
-    return f"{text}; {', '.join(idle)} not used." if idle else f"{text}."
+    return f"{text}; unused: {', '.join(idle)}." if idle else f"{text}."
 
 
 def _limit(timeline: Timeline) -> str:
-    found = time_shares(timeline)
-    total = sum(time_ns for _, time_ns in found) or 1
-    parts = [f"{name} ({time_ns / total:.0%})" for name, time_ns in found[:3] if time_ns * 20 >= total]
-    return f"What limits it: a step waits for {', '.join(parts) or 'many things for a short time each'}."
+    """Returns the largest shares of the critical path: only what lies on it can shorten the step."""
+    shares = time_shares(timeline)
+    total = sum(time_ns for _, time_ns in shares) or 1
+    # At most three, each at least 5 % of the path.
+    parts = [f"{name} ({time_ns / total:.0%})" for name, time_ns in shares[:3] if time_ns * 20 >= total]
+    return f"Critical path of a step: {', '.join(parts) or 'many short events, none of 5 % or more'}."
 
 
 def _inter_layer(plan: Plan) -> str:
     if len(plan.stages) == 1:
-        return "Inter-layer partition: none, all layers are one stage."
+        return "Inter-layer partition: none; all layers are in one stage."
     busy = {rank.device: rank.busy_ns for rank in plan.prediction.ranks}
     times = {s: max(busy[name] for name in stage.devices) for s, stage in enumerate(plan.stages)}
-    most, least = max(times, key=lambda s: times[s]), min(times, key=lambda s: times[s])
+    longest, shortest = max(times, key=lambda s: times[s]), min(times, key=lambda s: times[s])
     return (
-        f"Inter-layer partition: the devices of stage {most} work longest, {times[most] / 1e6:,.1f} ms a step, those "
-        f"of stage {least} shortest, {times[least] / 1e6:,.1f} ms."
+        f"Inter-layer partition: the devices of stage {longest} are busy longest ({times[longest] / 1e6:,.1f} ms per "
+        f"step), those of stage {shortest} shortest ({times[shortest] / 1e6:,.1f} ms)."
     )
 
 
 def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> str:
-    """What the cuts carry beside those of `time_balanced_plan`: the best cuts are coarser where links count."""
+    """Compares the plan's cuts with those that balance compute alone: the best cuts send less if links matter."""
     if len(plan.stages) == 1:
-        return "Coarse-grained cuts: none, all layers are one stage."
-    own = _sent(plan, profiles)
-    carries = f"a micro-batch takes {_megabytes(own)} across the cuts"
+        return "Coarse-grained cuts: none; all layers are in one stage."
+    sent = _sent_bytes(plan, profiles)
+    sends = f"each micro-batch sends {_megabytes(sent)} over the cuts"
     other = time_balanced_plan(plan, profiles)
     if other is None:
-        return f"Coarse-grained cuts: {carries}."
+        return f"Coarse-grained cuts: {sends}."
     if [set(stage.layers) for stage in other.stages] == [set(stage.layers) for stage in plan.stages]:
-        return f"Coarse-grained cuts: not needed, the plan has the cuts that balance time alone; {carries}."
-    theirs = _sent(other, profiles)
+        return f"Coarse-grained cuts: not needed; the plan's cuts balance compute, and {sends}."
+    other_sent = _sent_bytes(other, profiles)
+    # Other cuts under the same order, on the same devices: what differs is what the cuts cost.
     timeline = simulate(other, profiles)
     lack = max(m.total - limit for m, limit in zip(timeline.memory, options.limits(plan.cluster), strict=True))
-    counts = timeline.step_ns > plan.prediction.step_ns * (1 + MIN_TIME_SHARE_NAMED)
-    change = in_words(timeline.step_ns, plan.prediction.step_ns) if counts else "as long"
-    change = f"a device would lack {lack:,} bytes" if lack > 0 else f"a step is {change}"
-    taken = "taken" if (counts or lack > 0) and sum(own) < sum(theirs) else "not needed"
+    is_slower = timeline.step_ns > plan.prediction.step_ns * (1 + MIN_TIME_SHARE_NAMED)
+    change = in_words(timeline.step_ns, plan.prediction.step_ns) if is_slower else "as long"
+    change = f"a device would lack {lack:,} bytes" if lack > 0 else f"a step would be {change}"
+    used = "used" if (is_slower or lack > 0) and sum(sent) < sum(other_sent) else "not needed"
     return (
-        f"Coarse-grained cuts: {taken}, {carries}; with the cuts that balance time alone it takes "
-        f"{_megabytes(theirs)}, and {change}."
+        f"Coarse-grained cuts: {used}; {sends}. Cuts that balance compute alone would send {_megabytes(other_sent)}, "
+        f"and {change}."
     )
 
 
 def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan | None:
-    """Returns the plan with the cuts whose slowest stage is fastest, transfers and memory left out.
+    """Returns the plan with the cuts that minimise the slowest stage's compute; transfers and memory are ignored.
 
-    None where devices have several stages, or more layers than `MAX_LAYERS_TO_BALANCE`.
+    The classic min-max dynamic programme over (stage, cut). None if devices have several stages, or if there are more
+    layers than `MAX_LAYERS_TO_BALANCE`.
     """
     devices = [device for stage in plan.stages for device in stage.devices]
     index, layers = plan.cluster.index, next(iter(profiles.values())).layers
@@ -122,19 +131,20 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan
     used = [plan.cluster.devices[index[stage.devices[0]]] for stage in plan.stages]
     chains = [Chain(profiles[device.kind], plan.microbatch_size, device.speed) for device in used]
     legal = [cut for cut in range(len(layers) + 1) if cut in (0, len(layers)) or chains[0].legal[cut]]
+    # By the cut after the stages so far: the minimal largest time per micro-batch and device, and its cuts.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for s, (stage, chain) in enumerate(zip(plan.stages, chains, strict=True)):
         ends = legal[-1:] if s + 1 == len(chains) else legal[1:-1]
-        found = {}
+        extended = {}
         for stop in ends:
-            ways = (
+            candidates = (
                 (max(load, _work_ns(chain, start, stop) / len(stage.devices)), (*cuts, stop))
                 for start, (load, cuts) in best.items()
                 if start < stop
             )
-            if (way := min(ways, default=None)) is not None:
-                found[stop] = way
-        best = found
+            if (candidate := min(candidates, default=None)) is not None:
+                extended[stop] = candidate
+        best = extended
     (_, cuts) = best[len(layers)]
     stages = tuple(
         msgspec.structs.replace(stage, layers=tuple(layer.name for layer in layers[start:stop]))
@@ -148,7 +158,8 @@ def _work_ns(chain: Chain, start: int, stop: int) -> int:
     return cost.forward_ns + cost.backward_ns
 
 
-def _sent(plan: Plan, profiles: Mapping[str, ModelProfile]) -> list[int]:
+def _sent_bytes(plan: Plan, profiles: Mapping[str, ModelProfile]) -> list[int]:
+    """Returns the activation bytes per micro-batch that each cut sends; [stages - 1]."""
     stages = build_stages(plan.stages, profiles, plan.cluster, plan.microbatch_size)
     return [stage.send_bytes for stage in stages[:-1]]
 
@@ -160,36 +171,33 @@ def _megabytes(sizes: Sequence[int]) -> str:
 def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     limits = dict(zip((d.name for d in plan.cluster.devices), options.limits(plan.cluster), strict=True))
     used = {name for stage in plan.stages for name in stage.devices}
-    filled = {
+    shares = {
         rank.device: rank.peak_bytes / max(limits[rank.device], 1)
         for rank in plan.prediction.ranks
         if rank.device in used
     }
-    fullest = max(filled, key=lambda name: filled[name])
-    again = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
-    does = f"stage{'s' if len(again) > 1 else ''} {', '.join(again)} recompute{'' if len(again) > 1 else 's'} to fit; "
-    most = f"{does if again else ''}{fullest} is fullest, {filled[fullest]:.0%} of what it may hold"
-    least_ns = next(effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY)
-    if least_ns >= plan.prediction.step_ns:
-        return f"Memory fine-tuning: not needed, no plan found is faster with more memory; {most}."
-    return f"Memory fine-tuning: taken, a step would take {least_ns / 1e6:,.1f} ms with memory without limit; {most}."
+    fullest = max(shares, key=lambda name: shares[name])
+    recomputed = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
+    numbers = f"s {', '.join(recomputed)}" if len(recomputed) > 1 else f" {''.join(recomputed)}"
+    recompute = f"Recomputed to fit: stage{numbers}. " if recomputed else ""
+    usage = f"{recompute}{fullest} is the fullest device, with {shares[fullest]:.0%} of its limit"
+    unlimited_ns = next(effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY)
+    if unlimited_ns >= plan.prediction.step_ns:
+        return f"Memory fine-tuning: not needed; no plan found is faster with more memory. {usage}."
+    return f"Memory fine-tuning: used; with unlimited memory a step would take {unlimited_ns / 1e6:,.1f} ms. {usage}."
 
 
 def _data_parallel(plan: Plan) -> str:
     if len(plan.stages) == 1 and len(plan.stages[0].devices) > 1:
-        known = (
-            "no pipeline of the space is faster" if plan.certificate.proven_optimal else "no pipeline found is faster"
-        )
-        return f"Fall-back to data parallelism: taken, {known}."
+        # Without a proof a faster pipeline may exist that the search did not reach.
+        known = "no pipeline in the searched space" if plan.certificate.proven_optimal else "no pipeline found"
+        return f"Fallback to data parallelism: used; {known} is faster."
     for other in plan.alternatives:
         if other.name == "data-parallel":
-            time = f"{other.step_ns / 1e6:,.1f} ms a step, " if other.feasible else ""
-            return f"Fall-back to data parallelism: not taken, {time}{other.why_not}."
-    return (
-        "Fall-back to data parallelism: not taken."
-        if len(plan.cluster.devices) > 1
-        else ("Fall-back to data parallelism: none, there is one device.")
-    )
+            time = f"{other.step_ns / 1e6:,.1f} ms per step, " if other.feasible else ""
+            return f"Fallback to data parallelism: not used; {time}{other.why_not}."
+    reason = "not used" if len(plan.cluster.devices) > 1 else "none; there is only one device"
+    return f"Fallback to data parallelism: {reason}."
 
 
 def _help(plan: Plan, effects: Sequence[Effect]) -> str:
@@ -199,7 +207,8 @@ def _help(plan: Plan, effects: Sequence[Effect]) -> str:
         for effect in effects
         if effect.resource != UNLIMITED_MEMORY and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
     ]
-    worse = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)]
-    named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or "nothing by itself"
-    text = f"What 10 % more would save with the same plan: {named}."
-    return text + (f" It would even delay, in the same order: {', '.join(worse)}." if worse else "")
+    # With a fixed order a faster device can delay a step: its transfers take another's place in the queue of a link.
+    delaying = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)]
+    named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or "none"
+    text = f"Step time saved by 10 % more of one resource: {named}."
+    return text + (f" It would be longer, in the same order, with more of: {', '.join(delaying)}." if delaying else "")

@@ -1,4 +1,4 @@
-"""How much faster a step would be with 10 % more of each resource."""
+"""Sensitivity: how much shorter a step would be with 10 % more of each resource."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ UNLIMITED_BYTES = 2**60
 """More memory than any plan can use."""
 
 
-MEMORY, UNLIMITED_MEMORY = "memory of every device", "memory without limit"
-"""Resources that another plan is made for; of the second there is all that a plan could use, not 10 % more."""
+MEMORY, UNLIMITED_MEMORY = "memory of every device", "unlimited memory"
+"""Resources for which the step is planned again: 10 % more memory, and as much as any plan could use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Effect:
     """The step time of a plan with 10 % more of one resource.
 
     Attributes:
-        is_replanned: whether it is that of the best plan then, not of the same plan.
+        is_replanned: whether the time is that of the best plan for the changed cluster, not of the same plan.
     """
 
     resource: str
@@ -41,7 +41,8 @@ def sensitivity(
 ) -> tuple[Effect, ...]:
     """Returns the effect of more speed of devices, more bandwidth of links, and more memory; largest first.
 
-    Speeds and links are judged with the same plan. Memory is planned for again, because the same plan would not use it.
+    For speeds and links the same plan is simulated. For memory the step is planned again, because the same plan would
+    not use more.
     """
     effects = [
         Effect(resource=name, step_ns=simulate(msgspec.structs.replace(plan, cluster=cluster), profiles).step_ns)
@@ -54,7 +55,10 @@ def sensitivity(
 def _more_memory(
     plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, stop: Callable[[], bool] | None
 ) -> list[Effect]:
-    """What memory changes beside what planning again changes without it; a plan made by hand need not be the best."""
+    """Returns the effects of memory, without what planning again would gain with the memory there is.
+
+    A hand-made plan need not be the best one for its own memory: only steps shorter than every known one count.
+    """
     known = [plan.prediction.step_ns, *(other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)]
 
     def planned_ns(memory_bytes: Sequence[int], limit: int | None) -> int:
@@ -63,16 +67,18 @@ def _more_memory(
             for device, num_bytes in zip(plan.cluster.devices, memory_bytes, strict=True)
         )
         cluster = msgspec.structs.replace(plan.cluster, devices=devices)
-        same = options.replicas and SEARCH not in options.schedules  # an order is searched without replicas
-        asked = replace(options, memory_limit_bytes=limit, replicas=same)
-        _, found = find_best_layout(profiles, cluster, asked, stop=stop)
+        # A searched order has no replicas, so the comparison must not have any either.
+        replicas = options.replicas and SEARCH not in options.schedules
+        changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
+        _, found = find_best_layout(profiles, cluster, changed, stop=stop)
         return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
 
-    have = [device.memory_bytes for device in plan.cluster.devices]
+    memory_bytes = [device.memory_bytes for device in plan.cluster.devices]
     limit = options.memory_limit_bytes
-    all_ns = more_ns = planned_ns([UNLIMITED_BYTES] * len(have), None)
+    all_ns = more_ns = planned_ns([UNLIMITED_BYTES] * len(memory_bytes), None)
+    # If unlimited memory does not help, 10 % more does not either.
     if all_ns < plan.prediction.step_ns:
-        more_ns = planned_ns(list(map(_tenth_more, have)), None if limit is None else _tenth_more(limit))
+        more_ns = planned_ns(list(map(_tenth_more, memory_bytes)), None if limit is None else _tenth_more(limit))
     return [
         Effect(resource=UNLIMITED_MEMORY, step_ns=all_ns, is_replanned=True),
         Effect(resource=MEMORY, step_ns=more_ns, is_replanned=True),
@@ -80,24 +86,25 @@ def _more_memory(
 
 
 def _changed(plan: Plan) -> list[tuple[str, Cluster]]:
-    """The plan's cluster with each device, each stage's devices, and each link faster."""
+    """Returns the plan's cluster with each device, each stage's devices, and each link faster, by resource."""
     cluster = plan.cluster
-    found = [(f"speed of {name}", _faster(cluster, {name})) for stage in plan.stages for name in stage.devices]
+    changed = [(f"speed of {name}", _faster(cluster, {name})) for stage in plan.stages for name in stage.devices]
     for s, stage in enumerate(plan.stages):
         if len(stage.devices) > 1:
             title = f"speed of the {len(stage.devices)} devices of stage {s}"
-            found.append((title, _faster(cluster, set(stage.devices))))
-    found = list(dict(found).items())  # a device may have several stages
+            changed.append((title, _faster(cluster, set(stage.devices))))
+    changed = list(dict(changed).items())  # a device may have several stages
     for name, title in (("intra_host", "links within hosts"), ("inter_host", "links between hosts")):
         link = getattr(cluster, name)
         faster_link = msgspec.structs.replace(link, bytes_per_s=_tenth_more(link.bytes_per_s))
-        found.append((f"bandwidth of {title}", msgspec.structs.replace(cluster, **{name: faster_link})))
-    for place, own in enumerate(cluster.links):
-        faster_own = msgspec.structs.replace(own, bytes_per_s=_tenth_more(own.bytes_per_s))
-        links = (*cluster.links[:place], faster_own, *cluster.links[place + 1 :])
-        title = f"bandwidth of the link from {own.source} to {own.target}"
-        found.append((title, msgspec.structs.replace(cluster, links=links)))
-    return found
+        changed.append((f"bandwidth of {title}", msgspec.structs.replace(cluster, **{name: faster_link})))
+    # Links that the cluster lists by themselves override the two above.
+    for i, link in enumerate(cluster.links):
+        faster_pair = msgspec.structs.replace(link, bytes_per_s=_tenth_more(link.bytes_per_s))
+        links = (*cluster.links[:i], faster_pair, *cluster.links[i + 1 :])
+        title = f"bandwidth of the link from {link.source} to {link.target}"
+        changed.append((title, msgspec.structs.replace(cluster, links=links)))
+    return changed
 
 
 def _faster(cluster: Cluster, names: Container[str]) -> Cluster:
