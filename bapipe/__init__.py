@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bapipe.profiler.profile import profile
     from bapipe.runtime.pipeline import Pipeline
     from bapipe.runtime.run import run
+    from bapipe.runtime.train_config import TrainConfig
     from bapipe.simulator.timeline import Timeline
     from bapipe.zoo.example import Example
 
@@ -49,6 +50,7 @@ _MODULE_OF = {
     "RunFailed": "bapipe.errors",
     "StagePlan": "bapipe.formats.plan",
     "Timeline": "bapipe.simulator.timeline",
+    "TrainConfig": "bapipe.runtime.train_config",
     "plan": "bapipe.planner.plan",
     "profile": "bapipe.profiler.profile",
     "read": "bapipe.formats.codec",
@@ -80,6 +82,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "RunFailed",
     "StagePlan",
     "Timeline",
+    "TrainConfig",
     "plan",
     "profile",
     "read",

@@ -26,6 +26,11 @@ def prepare_cpu(num_threads: int = 1) -> None:
             libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype as profiles write it, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def num_devices(kind: str) -> int:
     """Returns the number of devices of a kind: CUDA devices, or the cores that this process may use."""
     if kind == "cuda":

@@ -17,7 +17,7 @@ PACKAGE = Path(bapipe.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"units", "options", "hardware", "progress", "processes", "_optional"},
+    {"units", "options", "optimizers", "hardware", "progress", "processes", "_optional"},
     {"schedules"},
     {"formats"},
     {"graph", "torch_device", "torch_private"},
@@ -201,7 +201,8 @@ def test_public_names() -> None:
     assert sorted(bapipe.__all__) == [
         "Alternative", "Bandwidth", "BapipeError", "Certificate", "Cluster", "Device", "Example", "Infeasible",
         "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "PlanOptions",
-        "Prediction", "RunFailed", "StagePlan", "Timeline", "plan", "profile", "read", "run", "simulate", "to_networkx", "write",
+        "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "plan", "profile", "read", "run", "simulate",
+        "to_networkx", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:
         assert getattr(bapipe, name) is not None
@@ -235,7 +236,7 @@ def test_command_line_options() -> None:
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],
         "run": [
-            "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data",
+            "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers",
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
             "--replan", "--resume", "--seed", "--steps", "--tensorboard", "--timeout", "--trace", "--warmup", "--without",
         ],

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-NUM_OPTIMIZER_STATES = {"sgd": 0, "sgd-momentum": 1, "adam": 2}
+from bapipe.optimizers import OPTIMIZERS
+
+NUM_OPTIMIZER_STATES = {name: rule.state_values for name, rule in OPTIMIZERS.items()}
 """Values of optimizer state for each parameter."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.formats.settings import Settings
+from bapipe.optimizers import OPTIMIZERS
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
@@ -25,15 +26,8 @@ from bapipe.profiler.prepare import (
     prepared,
 )
 from bapipe.progress import PartsProgress
-from bapipe.torch_device import describe, environment, framework_bytes, prepare_cpu
+from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
 from bapipe.tracing import TracedModel, trace
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.0),
-    "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
-    "adam": partial(torch.optim.Adam, lr=0.0),
-    "adamw": partial(torch.optim.AdamW, lr=0.0),
-}
 
 CPU = torch.device("cpu")
 
@@ -89,7 +83,7 @@ def measure_model(
     check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
-    settings = structs.replace(settings, dtype=str(next(module.parameters()).dtype).removeprefix("torch."))
+    settings = structs.replace(settings, dtype=dtype_name(next(module.parameters()).dtype))
     autocast = getattr(torch, settings.autocast) if settings.autocast else None
     profile = resume_from
     missing_sizes = [size for size in sizes if profile is None or size not in profile.microbatch_sizes]
@@ -211,8 +205,10 @@ def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer:
 def _optimizer_step(
     training_pass: TrainingPass, name: str, parameters: Sequence[nn.Parameter], optimizer: str
 ) -> OptimizerStep:
+    rule = OPTIMIZERS[optimizer]
+    make = partial(getattr(torch.optim, rule.torch_class), lr=0.0, **rule.arguments)  # lr 0: parameters keep values
     try:
-        return time_optimizer_step(parameters, OPTIMIZERS[optimizer], training_pass.device)
+        return time_optimizer_step(parameters, make, training_pass.device)
     except Exception as error:  # whatever the optimizer raises
         raise layer_error(name, "update", training_pass, error) from error
 

@@ -22,6 +22,7 @@ from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.torch_device import dtype_name
 from bapipe.torch_private import (
     needs_gradient_for_every_input,
     pipeline_runtime,
@@ -302,7 +303,7 @@ def _check_types(stages: Sequence[LocalStage]) -> None:
         for tensor in stage.received if needs_gradient_for_every_input() and stage.index else ():
             if not tensor.is_floating_point():
                 raise BapipeError(
-                    f"stage {stage.index} receives a tensor of {str(tensor.dtype).removeprefix('torch.')}, which torch "
+                    f"stage {stage.index} receives a tensor of {dtype_name(tensor.dtype)}, which torch "
                     f"{torch.__version__} cannot pass between stages: use torch 2.13 or later, or plan another cut"
                 )
 

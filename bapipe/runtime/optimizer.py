@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from bapipe.errors import BapipeError
+from bapipe.optimizers import MOMENTUM
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.train_config import MOMENTUM
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 

@@ -1,4 +1,4 @@
-"""Plan again for the devices that are left when some are gone."""
+"""Planning and training again for the remaining devices when some are gone."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,84 +17,91 @@ from bapipe.runtime.train_result import TrainResult
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 
 
-def run_on_what_is_left(
+def run_with_replanning(
     plan: Plan,
     profiles: Mapping[str, ModelProfile],
+    train_plan: Callable[[Plan, bool], TrainResult],
+    *,
     without: Collection[str],
     resume: bool,
-    run: Callable[[Plan, bool], TrainResult],
-    tell: Callable[[str, Plan], None],
+    on_replan: Callable[[str, Plan], None],
 ) -> TrainResult:
-    """Runs a plan, and one for the devices that are left wherever some are gone, before or while it runs.
+    """Trains a plan, and a new one for the remaining devices whenever some are gone, before or while it trains.
 
-    `run` gets the plan and whether to go on from a checkpoint. `tell` gets why there is another plan, and that plan.
+    Args:
+        profiles: see `profiles_for_replanning`.
+        train_plan: gets a plan, and whether to resume from a checkpoint.
+        without: names of devices that are gone already.
+        on_replan: gets the reason and the new plan.
 
     Raises:
-        RunFailed: a rank failed of which the process did not die, or no device is left.
+        RunFailed: a rank failed although its process lives, or no device remains.
     """
-    known = profiles_of_plan(plan, profiles)
-    gone, current = devices_gone(plan, without, num_devices_left(plan)), plan
+    profiles = profiles_for_replanning(plan, profiles)
+    gone, current = devices_gone(plan, without, num_available_devices(plan)), plan
     if gone:
-        current = replan(plan, gone, known, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-        tell(f"without {', '.join(gone)}", current)
+        num_processes = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+        current = replan(plan, gone, profiles, num_processes)
+        on_replan(f"without {', '.join(gone)}", current)
     while True:
         try:
-            return run(current, resume)
+            return train_plan(current, resume)
         except RunFailed as error:
             gone = (*gone, *error.lost)
             if not error.lost or len(gone) == len(plan.cluster.devices):
                 raise
-            resume, current = True, replan(plan, gone, known, None)
-            tell(str(error), current)
+            resume, current = True, replan(plan, gone, profiles, None)
+            on_replan(str(error), current)
 
 
-def profiles_of_plan(plan: Plan, given: Mapping[str, ModelProfile]) -> dict[str, ModelProfile]:
-    """Returns profiles to plan with again: the given ones, else those that the plan was made from and that were kept.
+def profiles_for_replanning(plan: Plan, profiles: Mapping[str, ModelProfile]) -> dict[str, ModelProfile]:
+    """Returns a profile per device kind: of `profiles`, or else the cached one that the plan was made from.
 
     Raises:
         BapipeError: one is missing, or of other layers.
     """
-    found = dict(given)
-    for kind, known_as in plan.profiles.items():
-        if kind not in found:
-            kept = load_profile_by_fingerprint(known_as)
-            if kept is None:
+    complete = dict(profiles)
+    for kind, fingerprint in plan.profiles.items():
+        if kind not in complete:
+            cached = load_profile_by_fingerprint(fingerprint)
+            if cached is None:
                 raise BapipeError(
-                    f"the {kind} profile that the plan was made from is not kept on this machine: give it with "
-                    "--profile FILE"
+                    f"the {kind} profile that the plan was made from is not cached on this machine: give it in "
+                    "`profiles`"
                 )
-            found[kind] = kept
+            complete[kind] = cached
     planned = {name for stage in plan.stages for name in stage.layers}
-    for kind, profile in found.items():
+    for kind, profile in complete.items():
         if planned != {layer.name for layer in profile.layers}:
             raise BapipeError(f"the {kind} profile, of {profile.model}, has other layers than the plan of {plan.model}")
-    return found
+    return complete
 
 
-def devices_gone(plan: Plan, without: Collection[str], num_left: int) -> tuple[str, ...]:
-    """Returns which devices are gone, of which the plan uses some; nothing where it can run as it is.
+def devices_gone(plan: Plan, without: Collection[str], num_available: int) -> tuple[str, ...]:
+    """Returns the names of the devices that are gone, or none if the plan uses none of them.
 
-    Gone are those named, and where there are still more than `num_left`, the last: those without a stage first.
+    Those in `without` are gone. If more than `num_available` remain, the last ones are gone too: first those without
+    a stage.
 
     Raises:
-        BapipeError: a name that the plan does not know, or nothing is left.
+        BapipeError: the plan has no device of a name, or no device remains.
     """
     names = [device.name for device in plan.cluster.devices]
     for name in without:
         if name not in names:
             raise BapipeError(f"the plan has no device '{name}'; it has {', '.join(names)}")
     used = {name for stage in plan.stages for name in stage.devices}
-    left = sorted((name for name in names if name not in set(without)), key=lambda name: name not in used)
-    gone = {*without, *left[num_left:]}
+    remaining = sorted((name for name in names if name not in set(without)), key=lambda name: name not in used)
+    gone = {*without, *remaining[num_available:]}
     if not gone & used:
         return ()
-    if not left[:num_left]:
+    if not remaining[:num_available]:
         raise BapipeError("no device of the plan is left")
     return tuple(name for name in names if name in gone)
 
 
-def num_devices_left(plan: Plan) -> int:
-    """Returns how many of the plan's devices can be there: the processes of the job, or what this machine has."""
+def num_available_devices(plan: Plan) -> int:
+    """Returns how many devices there can be: the processes of the torchrun job, or the devices of this machine."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     from bapipe.torch_device import num_devices
@@ -105,37 +112,38 @@ def num_devices_left(plan: Plan) -> int:
 
 
 def replan(plan: Plan, gone: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:
-    """Returns the best plan for the devices that are not gone, of the same mini-batch.
+    """Returns the best plan of the same mini-batch for the devices that are not gone.
 
-    It has the same micro-batches where they fit, so that training goes on as it would have. Of `num_processes`, those
-    of a job that is there, each gets a stage.
+    It keeps the micro-batch size if that fits, so that training continues as before. Each of `num_processes` gets a
+    stage, the processes of a job that runs already.
 
     Raises:
-        Infeasible: nothing fits what is left.
+        Infeasible: nothing fits the remaining devices.
     """
-    cluster = _without(plan.cluster, gone)
-    schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_named(plan.schedule))))
+    cluster = _remaining_cluster(plan.cluster, gone)
+    schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_reproducible(plan.schedule))))
     options = PlanOptions(minibatch_size=plan.minibatch_size, microbatch_size=plan.microbatch_size, schedules=schedules)
-    made = _decide(profiles, cluster, options)
-    used = {name for stage in made.stages for name in stage.devices}
+    new_plan = _plan_any_size(profiles, cluster, options)
+    used = {name for stage in new_plan.stages for name in stage.devices}
     if num_processes is not None and len(used) < num_processes:
-        made = _decide(profiles, cluster, replace(options, num_stages=num_processes, replicas=False))
-    return msgspec.structs.replace(made, factory=plan.factory, arguments=plan.arguments)
+        new_plan = _plan_any_size(profiles, cluster, replace(options, num_stages=num_processes, replicas=False))
+    return msgspec.structs.replace(new_plan, factory=plan.factory, arguments=plan.arguments)
 
 
-def _decide(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Plan:
+def _plan_any_size(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Plan:
+    """Returns the best plan with the micro-batch size of the options, or with any if that one does not fit."""
     try:
         return plan_once(profiles, cluster, options)
     except Infeasible:
         return plan_once(profiles, cluster, replace(options, microbatch_size=None))
 
 
-def _named(schedule: str) -> Sequence[str]:
-    """The schedule where it is one that every rank of a job makes alike: a searched order may not be."""
+def _reproducible(schedule: str) -> Sequence[str]:
+    """Returns the schedule if every rank of a job builds the same one by itself; ranks may search different orders."""
     return [schedule] if schedule in ALL and schedule != "search" and schedule not in SIDE_BY_SIDE else []
 
 
-def _without(cluster: Cluster, gone: Collection[str]) -> Cluster:
+def _remaining_cluster(cluster: Cluster, gone: Collection[str]) -> Cluster:
     return msgspec.structs.replace(
         cluster,
         devices=tuple(device for device in cluster.devices if device.name not in gone),

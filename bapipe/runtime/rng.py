@@ -1,8 +1,11 @@
-"""Random numbers that do not depend on how a model is cut."""
+"""Random numbers that do not depend on how a model is cut, nor on where a run was resumed."""
 
 import hashlib
+import random
 
 import torch
+
+from bapipe.runtime.materialize import layer_seed
 
 
 class PerOperatorRng:
@@ -27,3 +30,10 @@ class PerOperatorRng:
             torch.cuda.manual_seed(value)
         else:
             torch.default_generator.manual_seed(value)
+
+
+def seed_step(seed: int, rank: int, step: int) -> None:
+    """Seeds the global random number generators from (seed, rank, step), so that a resumed run draws the same."""
+    value = layer_seed(seed, f"rank {rank} step {step}")
+    torch.manual_seed(value)
+    random.seed(value)

@@ -9,6 +9,9 @@ from torch import nn, optim
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.settings import Settings, check_same
+from bapipe.optimizers import rule_of
+from bapipe.runtime.optimizer import TORCH_OPTIMIZERS
+from bapipe.torch_device import dtype_name
 
 
 def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
@@ -21,8 +24,8 @@ def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast
     planned = plan.settings
     here = structs.replace(
         planned,
-        dtype=next((_name(p.dtype) for p in module.parameters()), planned.dtype),
-        autocast=None if autocast is None else cast(Literal["bfloat16", "float16"], _name(autocast)),
+        dtype=next((dtype_name(p.dtype) for p in module.parameters()), planned.dtype),
+        autocast=None if autocast is None else cast(Literal["bfloat16", "float16"], dtype_name(autocast)),
         channels_last=next(_is_channels_last(module), planned.channels_last),
     )
     if device.type == "cpu":
@@ -44,10 +47,9 @@ def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:
 
 
 def _rule(optimizer: optim.Optimizer, planned: Settings) -> str:
-    if type(optimizer) is optim.SGD:
-        return "sgd-momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"
-    known = {optim.Adam: "adam", optim.AdamW: "adamw"}
-    return known.get(type(optimizer), planned.optimizer)
+    name = next((name for name, kind in TORCH_OPTIMIZERS.items() if kind is type(optimizer)), "")
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return rule_of(name, momentum=momentum) or planned.optimizer
 
 
 def _is_channels_last(module: nn.Module) -> Iterator[bool]:
@@ -56,7 +58,3 @@ def _is_channels_last(module: nn.Module) -> Iterator[bool]:
         last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
         if p.dim() == 4 and last is not p.is_contiguous():
             yield last
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,78 +1,69 @@
 """Training by a plan: starts the ranks, feeds them, keeps checkpoints, and gathers what was measured."""
 
-import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.formats.settings import Settings
 from bapipe.runtime.checkpoint.manifest import Manifest, Position, check_model, list_checkpoints, read_manifest
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors, tensor_specs
 from bapipe.runtime.data.buckets import bucket_examples
 from bapipe.runtime.data.loader import Batch, batches, check_enough
 from bapipe.runtime.data.validation_split import hold_out
-from bapipe.runtime.evaluate.evaluate import EvaluationData, Metric, check_scores, evaluate
-from bapipe.runtime.executor import Loss
+from bapipe.runtime.data.workers import num_data_workers
+from bapipe.runtime.evaluate.evaluate import EvaluationData, check_scores, evaluate
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
-from bapipe.runtime.lowering import check_runnable, ranks_with_stage
-from bapipe.runtime.materialize import layer_seed
-from bapipe.runtime.optimizer import optimizer_factory
+from bapipe.runtime.lowering import check_runnable
+from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.train_config import Training
-from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
+from bapipe.runtime.rng import seed_step
+from bapipe.runtime.train_config import TrainConfig
+from bapipe.runtime.train_result import Evaluation, OnEvaluation, OnStep, StepReport, TrainResult
 from bapipe.schedules.table import Action
 from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
-from bapipe.zoo.example import GenerationConfig
+from bapipe.zoo.example import Example
 
 
-class Trainable(Protocol):
-    """A model and how to train it; what `build` returns."""
-
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def inputs(self) -> tuple[Tensor, ...]: ...
-    @property
-    def loss(self) -> Loss: ...
-    @property
-    def initialize(self) -> Callable[[nn.Module], None] | None: ...
-    @property
-    def metrics(self) -> Mapping[str, Metric]: ...
-    @property
-    def generation(self) -> GenerationConfig | None: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every rank gets; `held_out` is what to evaluate on, `resumed` the checkpoint to go on from."""
+    """What every rank gets.
+
+    Attributes:
+        validation: data to evaluate on; None without evaluation.
+        learning_rate: after the warm-up.
+        optimizer: class of `torch.optim`, and its arguments besides the learning rate.
+        devices: names of the ranks' devices.
+        resume_from: the checkpoint to continue from.
+    """
 
     plan: Plan
-    build: Callable[[], Trainable]
+    build: Callable[[], Example]
     dataset: PipelineDataset[Any]
-    held_out: PipelineDataset[Any] | None
-    training: Training
-    keeping: CheckpointConfig | None
-    resumed: Path | None
-    timeout_s: float
+    validation: PipelineDataset[Any] | None
+    config: TrainConfig
+    learning_rate: float
+    optimizer: tuple[str, Mapping[str, object]]
+    devices: tuple[str, ...]
+    resume_from: Path | None
 
     def manifest(self, position: Position) -> Manifest:
         return Manifest(
             model=self.plan.model,
-            optimizer=self.training.optimizer.lower(),
-            seed=self.training.seed,
+            optimizer=self.optimizer[0].lower(),
+            seed=self.config.seed,
             num_samples=len(self.dataset),
             position=position,
             tensors={},
@@ -80,14 +71,14 @@ class _Job:
             files={},
         )
 
-
-OnEvaluation = Callable[[int, int, Evaluation | None], None]
-"""(held-out samples done, all of them, what was found when all are)"""
+    def optimizer_factory(self) -> OptimizerFactory:
+        name, arguments = self.optimizer
+        return optimizer_factory(name, self.learning_rate, arguments)
 
 
 @dataclass(frozen=True, slots=True)
-class _Evaluating:
-    """What rank 0 says of an evaluation."""
+class _EvaluationProgress:
+    """What rank 0 reports during an evaluation."""
 
     done: int
     total: int
@@ -96,25 +87,27 @@ class _Evaluating:
 
 def train(
     plan: Plan,
-    build: Callable[[], Trainable],
+    build: Callable[[], Example],
     data: Dataset[Any],
-    training: Training,
+    config: TrainConfig,
     *,
-    keeping: CheckpointConfig | None = None,
-    timeout_s: float = 600.0,
-    on_step: Callable[[StepReport], None] | None = None,
+    example: Example | None = None,
+    on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
 ) -> TrainResult:
-    """Trains a model by a plan, in processes of its own or as part of a job of torchrun.
+    """Trains a model by a plan, in processes of its own or as part of a torchrun job.
 
-    `build` is called in every process and should give the module on the meta device, so that no process holds more
-    than its stages. Items of `data` are (input, target), or ((input, ...), target) for several inputs; each epoch
-    is another permutation, drawn from the seed, and what does not fill a mini-batch is left out. `build` and `data`
-    must be picklable. `on_step` and `on_evaluation` are called in this process; under torchrun in rank 0's. What is
-    held out of the data, where the model is evaluated, is not trained on.
+    Args:
+        build: called once in every rank; it should give the module on the meta device, so that no process holds more
+            than its stages. Must be picklable.
+        data: see `PipelineDataset`; each epoch is another permutation, drawn from the seed, and items that do not
+            fill a mini-batch are left out. What is held out of it for evaluation is not trained on. Must be picklable.
+        config: its `factory`, `arguments`, `data`, `buckets` and `augment` are in `build` and `data` already.
+        example: what `build` returns, if the caller has it.
+        on_step, on_evaluation: called in this process; under torchrun in rank 0's.
 
-    All random numbers of a step are drawn from the seed and the step, so a run that goes on from a
-    checkpoint does what one that never stopped would have done.
+    All random numbers of a step are drawn from the seed and the step, so a run that resumes from a checkpoint
+    continues as if it had never stopped.
 
     Raises:
         BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, or a
@@ -123,127 +116,163 @@ def train(
             checkpoint cannot be written.
     """
     ranks = check_runnable(plan)
-    dataset, held_out = as_pipeline_dataset(data), None
-    if training.evaluate_every is not None:
-        dataset, held_out = hold_out(dataset, training.seed, training.evaluate_samples)
-        check_scores(_held_out(build(), held_out))
+    example = example or build()
+    dataset, validation = as_pipeline_dataset(data), None
+    if config.evaluate_every is not None:
+        dataset, validation = hold_out(dataset, config.seed, config.evaluate_samples)
+        check_scores(_evaluation_data(example, validation))
     check_enough(plan, dataset)
-    optimizer_factory(training.optimizer, training.learning_rate, training.optimizer_arguments)
     devices = [plan.cluster.devices[rank] for rank in ranks]
     kinds = sorted({device.kind for device in devices})
     if len(kinds) != 1 or kinds[0] not in ("cpu", "cuda"):
         raise BapipeError(
             f"the plan's devices are of kind {', '.join(kinds)}; torch can run a plan of cpu or of cuda devices"
         )
-    job = _Job(plan, build, dataset, held_out, training, keeping, _newest(keeping), timeout_s)
-    if job.resumed is not None:
-        _check_resumed(job, job.resumed)
+    job = _Job(
+        plan=plan,
+        build=build,
+        dataset=dataset,
+        validation=validation,
+        config=config,
+        learning_rate=example.learning_rate if config.learning_rate is None else config.learning_rate,
+        optimizer=config.optimizer_for(_settings(plan)),
+        devices=tuple(device.name for device in devices),
+        resume_from=_newest_checkpoint(config),
+    )
+    job.optimizer_factory()  # wrong arguments fail here, before the ranks start
+    if job.resume_from is not None:
+        _check_resumable(job, job.resume_from, example)
 
-    def receive(_: int, report: StepReport | _Evaluating) -> None:
-        if isinstance(report, _Evaluating):
+    def receive(_: int, report: StepReport | _EvaluationProgress) -> None:
+        if isinstance(report, _EvaluationProgress):
             if on_evaluation is not None:
                 on_evaluation(report.done, report.total, report.evaluation)
         elif on_step is not None:
             on_step(report)
 
-    names = tuple(device.name for device in devices)
-    return launch(_train_rank, names, job, kind=kinds[0], timeout_s=timeout_s, on_message=receive)[0]
+    results = launch(_train_rank, job.devices, job, kind=kinds[0], timeout_s=config.timeout_s, on_message=receive)
+    return results[0]
 
 
-def _newest(keeping: CheckpointConfig | None) -> Path | None:
-    if keeping is None:
+def _settings(plan: Plan) -> Settings:
+    return Settings() if plan.settings is msgspec.UNSET else plan.settings
+
+
+def _newest_checkpoint(config: TrainConfig) -> Path | None:
+    """Returns the checkpoint to continue from; makes the folder."""
+    folder = config.checkpoint
+    if folder is None:
         return None
     try:
-        keeping.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BapipeError(f"{keeping.folder}: cannot hold checkpoints: {error.strerror}") from None
-    found = list_checkpoints(keeping.folder)
-    if found and not keeping.resume:
-        raise BapipeError(f"{keeping.folder} holds a checkpoint, {found[-1].name}: resume it, or name another folder")
-    return found[-1] if found else None
+        raise BapipeError(f"{folder}: cannot hold checkpoints: {error.strerror}") from None
+    existing = list_checkpoints(folder)
+    if existing and not config.resume:
+        raise BapipeError(f"{folder} holds a checkpoint, {existing[-1].name}: resume it, or name another folder")
+    return existing[-1] if existing else None
 
 
-def _check_resumed(job: _Job, path: Path) -> None:
-    found, own = read_manifest(path), job.manifest(Position())
-    check_model(found, path, tensor_specs(job.build().module.state_dict()))
-    for what, there, here in (
-        ("optimizer", found.optimizer, own.optimizer),
-        ("seed", found.seed, own.seed),
-        ("number of samples", found.num_samples, own.num_samples),
+def _check_resumable(job: _Job, path: Path, example: Example) -> None:
+    there, here = read_manifest(path), job.manifest(Position())
+    check_model(there, path, tensor_specs(example.module.state_dict()))
+    for what, old, new in (
+        ("optimizer", there.optimizer, here.optimizer),
+        ("seed", there.seed, here.seed),
+        ("number of samples", there.num_samples, here.num_samples),
     ):
-        if there != here:
-            raise BapipeError(f"{path} was trained with another {what}: {there} there and {here} here")
-    if found.position.step >= job.training.steps:
-        raise BapipeError(f"{path} has done {found.position.step} steps; training to {job.training.steps} asks no more")
+        if old != new:
+            raise BapipeError(f"{path} was trained with another {what}: {old} there and {new} here")
+    if there.position.step >= job.config.steps:
+        raise BapipeError(
+            f"{path} is already at step {there.position.step}; with {job.config.steps} steps there is nothing left to "
+            "train"
+        )
 
 
 def _train_rank(rank: Rank, job: _Job) -> TrainResult:
-    plan, training = job.plan, job.training
+    plan, config = job.plan, job.config
+    settings = _settings(plan)
     if rank.device.type == "cpu":
-        torch.set_num_threads(training.threads)
+        torch.set_num_threads(settings.threads)
     example = job.build()
     pipeline = Pipeline(
         example.module,
         plan,
         loss=example.loss,
         inputs=example.inputs,
-        optimizer=optimizer_factory(training.optimizer, training.learning_rate, training.optimizer_arguments),
-        clip_norm=training.clip_norm,
-        autocast=getattr(torch, training.autocast) if training.autocast else None,
+        optimizer=job.optimizer_factory(),
+        clip_norm=config.clip_norm,
+        autocast=getattr(torch, settings.autocast) if settings.autocast else None,
         device=rank.device,
-        seed=training.seed,
+        seed=config.seed,
         initialize=example.initialize,
         buckets=[bucket_examples(example.inputs, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
-        evaluates=job.held_out is not None,
+        evaluates=job.validation is not None,
     )
-    held_out = _held_out(example, job.held_out) if job.held_out is not None else None
-    names = tuple(plan.cluster.devices[r].name for r in ranks_with_stage(plan.table))
-    writer = CheckpointWriter(job.keeping, timedelta(seconds=job.timeout_s), names) if job.keeping is not None else None
-    start = _resume(pipeline, job.resumed)
+    validation = None if job.validation is None else _evaluation_data(example, job.validation)
+    writer = None
+    if config.checkpoint is not None:
+        writer = CheckpointWriter(config.checkpoint, config.keep, timedelta(seconds=config.timeout_s), job.devices)
+    start = _resume(pipeline, job.resume_from)
     pipeline.start_at(start.step)
-    _seed(training.seed, rank.index, start.step)
-    feed = batches(pipeline, plan, job.dataset, training.seed, start)
+    seed_step(config.seed, rank.index, start.step)
+    loader = batches(
+        pipeline,
+        plan,
+        job.dataset,
+        config.seed,
+        start,
+        rank=rank.index,
+        num_workers=num_data_workers(
+            config.data_workers,
+            is_slow_to_load=job.dataset.is_slow_to_load,
+            num_ranks=rank.size,
+            num_threads=settings.threads,
+            batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.inputs),
+        ),
+        pin_memory=rank.device.type == "cuda",
+    )
     reports, evaluations = [], []
-    for step in range(start.step, training.steps):
-        rank.enter_step(step)
-        _seed(training.seed, rank.index, step)
-        rate = training.learning_rate_at(step)
-        pipeline.set_learning_rate(rate)
-        batch = next(feed)
-        reports.append(_step(pipeline, rank, names, step, rate, batch))
-        if rank.index == 0:
-            rank.report(reports[-1])
-        if writer is not None and job.keeping is not None:
-            last = step + 1 == training.steps
-            if last or (step + 1) % job.keeping.every == 0:
+    with closing(loader):
+        for step in range(start.step, config.steps):
+            rank.enter_step(step)
+            seed_step(config.seed, rank.index, step)
+            learning_rate = config.learning_rate_at(step, job.learning_rate)
+            pipeline.set_learning_rate(learning_rate)
+            batch = next(loader)
+            reports.append(_step(pipeline, rank, job.devices, step, learning_rate, batch))
+            if rank.index == 0:
+                rank.report(reports[-1])
+            if writer is not None and config.checkpoint_after(step + 1):
                 manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
                 writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_tensors())
-        if held_out is not None and training.evaluates_after(step + 1):
-            evaluations.append(_evaluate(pipeline, plan, held_out, rank, step + 1))
+            if validation is not None and config.evaluates_after(step + 1):
+                evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1))
     if writer is not None:
         writer.wait()
-    return replace(_gather(pipeline, rank, names, reports), evaluations=tuple(evaluations))
+    return replace(_gather(pipeline, rank, job.devices, reports), evaluations=tuple(evaluations))
 
 
-def _held_out(example: Trainable, dataset: PipelineDataset[Any]) -> EvaluationData:
+def _evaluation_data(example: Example, dataset: PipelineDataset[Any]) -> EvaluationData:
     generation = example.generation
     length = 0 if generation is None else example.inputs[generation.input_index].shape[1]
     return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length)
 
 
-def _evaluate(pipeline: Pipeline, plan: Plan, held_out: EvaluationData, rank: Rank, steps: int) -> Evaluation:
-    total = len(held_out.dataset)
+def _evaluate(pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int) -> Evaluation:
+    total = len(data.dataset)
 
-    def tell(done: int) -> None:
-        rank.enter_step(steps - 1)  # this rank is alive
+    def on_progress(done: int) -> None:
+        rank.enter_step(steps - 1)  # tells the launcher that this rank is alive
         if rank.index == 0:
-            rank.report(_Evaluating(done, total))
+            rank.report(_EvaluationProgress(done, total))
 
-    tell(0)
-    found = evaluate(pipeline, plan, held_out, rank.device, steps, tell)
+    on_progress(0)
+    evaluation = evaluate(pipeline, plan, data, rank.device, steps, on_progress)
     if rank.index == 0:
-        rank.report(_Evaluating(total, total, found))
-    return found
+        rank.report(_EvaluationProgress(total, total, evaluation))
+    return evaluation
 
 
 def _resume(pipeline: Pipeline, path: Path | None) -> Position:
@@ -254,13 +283,6 @@ def _resume(pipeline: Pipeline, path: Path | None) -> Position:
         pipeline.grad_scaler = manifest.grad_scaler
     pipeline.load_optimizer_tensors(load_tensors(path, manifest, pipeline.state_dict()))
     return manifest.position
-
-
-def _seed(seed: int, rank: int, step: int) -> None:
-    """Makes what a step draws depend on nothing before it."""
-    value = layer_seed(seed, f"rank {rank} step {step}")
-    torch.manual_seed(value)
-    random.seed(value)
 
 
 def _step(

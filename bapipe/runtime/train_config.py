@@ -1,81 +1,158 @@
-"""How a model is trained besides its plan: optimizer, learning rate over the steps, clipping, seed."""
+"""All options of a training run, from the command line through `bapipe.run` to every rank."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bapipe.errors import BapipeError
-
-MOMENTUM = 0.9
+from bapipe.formats.settings import Settings
+from bapipe.optimizers import MOMENTUM, OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """How to train.
+class TrainConfig:
+    """How to train a plan's model.
+
+    The command line shows these texts as the help of `bapipe run`.
 
     Attributes:
-        steps: optimizer steps in all, those before a checkpoint included.
-        optimizer: a class of `torch.optim`, in any case.
-        optimizer_arguments: what it is made with besides the learning rate; SGD has momentum 0.9 where it is empty.
-        schedule: a name in `LR_SCHEDULES`: what becomes of the learning rate after the warm-up.
-        warmup_steps: steps in which it grows evenly to its full value.
-        clip_norm: the most that the norm of all gradients together may be; None does not look at it.
-        autocast: the type that `torch.autocast` computes in; None computes in the model's own.
-        threads: compute threads of a rank on a CPU.
-        evaluate_every: steps after which the model is evaluated on held-out data, and so it is after the last; None
-            does not, and holds no data out.
-        evaluate_samples: how many held-out samples are looked at, where there are more; else all, or a tenth of data
-            that holds none out by itself.
+        factory: `module.path:function` that returns a `bapipe.Example`; by default the plan's own.
+        arguments: arguments of the factory; by default the plan's own.
+        data: what to train on: synthetic, what the README lists for the model such as mnist or a folder, or
+            `module.path:function` that returns a data set.
+        data_workers: processes per rank that load data in the background; 0 loads it between steps. By default 0, or
+            up to 4 if the data is slow to load, as image files are, and this machine has cores to spare. It does not
+            change results.
+        buckets: number of lengths that sentences are padded to, so that those of similar lengths are trained on
+            together; the longest is the plan's.
+        augment: train on random crops of a folder's images, mirrored half of the time.
+        steps: optimizer steps in total, including those before the checkpoint that training resumes from.
+        learning_rate: learning rate after the warm-up; by default the model's own.
+        learning_rate_schedule: learning rate after the warm-up: constant, linear or cosine.
+        warmup_steps: steps in which the learning rate grows linearly to its full value.
+        optimizer: class of torch.optim, in any case; by default the optimizer that was profiled.
+        optimizer_arguments: arguments of the optimizer besides the learning rate; without any, SGD has momentum 0.9.
+        clip_norm: maximum norm of all gradients of the model together; by default they are not clipped.
+        seed: seed of the weights, of the order of the data, and of dropout.
+        evaluate_every: steps between two evaluations on held-out data, with one after the last step too; by default
+            no data is held out.
+        evaluate_samples: number of held-out samples to evaluate on, drawn with the seed; by default all that the data
+            holds out itself, or a tenth of other data, which is then not trained on.
+        checkpoint: folder for checkpoints.
+        checkpoint_every: steps between two checkpoints, with one after the last step too.
+        keep: number of checkpoints to keep, the newest ones.
+        resume: continue from the newest checkpoint, if there is one, whatever plan it was made under.
+        replan: if devices are gone, plan for the others and continue from the newest checkpoint. Gone are those in
+            `without`, the last ones if the job has fewer processes or this machine fewer devices than the plan uses,
+            and those of this machine's ranks that die or hang. The result covers the steps since the last plan.
+        without: names of devices that are gone, with `replan`.
+        timeout_s: seconds that a rank may wait for another before the run ends.
+        tensorboard: folder for TensorBoard's scalars of every step and evaluation.
 
     Raises:
-        BapipeError: a value out of range, or an unknown schedule.
+        BapipeError: a value is out of range, or an option lacks another that it needs.
     """
 
-    steps: int
-    learning_rate: float = 0.01
-    optimizer: str = "sgd"
-    optimizer_arguments: Mapping[str, object] = field(default_factory=dict)
-    schedule: str = "constant"
+    factory: str | None = None
+    arguments: Mapping[str, object] | None = None
+
+    data: str = "synthetic"
+    data_workers: int | None = None
+    buckets: int = 1
+    augment: bool = False
+
+    steps: int = 20
+    learning_rate: float | None = None
+    learning_rate_schedule: str = "constant"
     warmup_steps: int = 0
+    optimizer: str | None = None
+    optimizer_arguments: Mapping[str, object] = field(default_factory=dict)
     clip_norm: float | None = None
-    autocast: str | None = None
-    threads: int = 1
     seed: int = 0
+
     evaluate_every: int | None = None
     evaluate_samples: int | None = None
 
+    checkpoint: Path | None = None
+    checkpoint_every: int = 100
+    keep: int = 3
+    resume: bool = False
+
+    replan: bool = False
+    without: tuple[str, ...] = ()
+    timeout_s: float = 600.0
+
+    tensorboard: Path | None = None
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "without", tuple(self.without))
+        object.__setattr__(self, "optimizer_arguments", dict(self.optimizer_arguments or {}))
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, not {self.steps}")
-        if self.schedule not in LR_SCHEDULES:
-            raise BapipeError(f"no schedule of the learning rate '{self.schedule}': want {', '.join(LR_SCHEDULES)}")
-        if self.autocast not in (None, "bfloat16", "float16"):
-            raise BapipeError(f"autocast to {self.autocast}: want bfloat16 or float16")
+        if self.learning_rate_schedule not in LR_SCHEDULES:
+            raise BapipeError(
+                f"no schedule of the learning rate '{self.learning_rate_schedule}': want {', '.join(LR_SCHEDULES)}"
+            )
         if self.warmup_steps < 0:
             raise BapipeError(f"a warm-up of {self.warmup_steps} steps: want 0 or more")
+        if self.data_workers is not None and self.data_workers < 0:
+            raise BapipeError(f"{self.data_workers} processes to load data: want 0 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise BapipeError(f"gradients cannot be clipped to a norm of {self.clip_norm}: want more than 0")
+        self._check_evaluation()
+        self._check_checkpoints()
+
+    def _check_evaluation(self) -> None:
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise BapipeError(f"evaluation every {self.evaluate_every} steps: want 1 or more")
         if self.evaluate_samples is not None and self.evaluate_samples < 1:
             raise BapipeError(f"evaluation of {self.evaluate_samples} samples: want 1 or more")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise BapipeError(f"gradients cannot be clipped to a norm of {self.clip_norm}: want more than 0")
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_every < 1 or self.keep < 1:
+            raise BapipeError(
+                f"a checkpoint every {self.checkpoint_every} steps, {self.keep} kept: want 1 or more of each"
+            )
+        if self.replan and self.checkpoint is None:
+            raise BapipeError("`replan` needs `checkpoint`, the folder to continue from")
+        if self.without and not self.replan:
+            raise BapipeError(f"`without` {', '.join(self.without)} goes with `replan`")
 
     def evaluates_after(self, steps: int) -> bool:
-        """Whether the model is evaluated when so many steps are done."""
+        """Returns whether the model is evaluated after `steps` steps."""
         every = self.evaluate_every
         return every is not None and (steps % every == 0 or steps == self.steps)
 
-    def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
+    def checkpoint_after(self, steps: int) -> bool:
+        """Returns whether a checkpoint is written after `steps` steps."""
+        return self.checkpoint is not None and (steps % self.checkpoint_every == 0 or steps == self.steps)
+
+    def learning_rate_at(self, step: int, learning_rate: float) -> float:
+        """Returns the learning rate of a step, counted from 0; `learning_rate` is that after the warm-up."""
         if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        share = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return self.learning_rate * LR_SCHEDULES[self.schedule](share)
+            return learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return learning_rate * LR_SCHEDULES[self.learning_rate_schedule](progress)
+
+    def optimizer_for(self, settings: Settings) -> tuple[str, dict[str, object]]:
+        """Returns the class of `torch.optim` to train with and its arguments besides the learning rate.
+
+        `settings` are those of the plan's profile, whose optimizer is the default.
+        """
+        if self.optimizer is None:
+            rule = OPTIMIZERS.get(settings.optimizer)
+            if rule is None:
+                return settings.optimizer, dict(self.optimizer_arguments)
+            return rule.torch_class.lower(), {**rule.arguments, **self.optimizer_arguments}
+        if self.optimizer.lower() == "sgd" and not self.optimizer_arguments:
+            return self.optimizer, {"momentum": MOMENTUM}
+        return self.optimizer, dict(self.optimizer_arguments)
 
 
 LR_SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda share: 1.0,
-    "linear": lambda share: 1.0 - share,
-    "cosine": lambda share: (1.0 + math.cos(math.pi * share)) / 2,
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2,
 }
-"""The part of the learning rate that is left, from the share of the steps after the warm-up that are done."""
+"""The factor of the learning rate, from the share of the steps after the warm-up that are done."""

@@ -1,5 +1,6 @@
-"""What a pipelined run measured, beside what its plan promised."""
+"""What a training run measures and reports."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -7,21 +8,21 @@ from bapipe.schedules.table import Action
 from bapipe.simulator.timeline import Timeline
 
 WARM_UP_STEPS = 2
-"""Steps left out of the typical step time, as long as others are left: memory is first touched, links first used."""
+"""Steps left out of the typical step time if there are more: they touch memory and use links for the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step that is done.
+    """One training step.
 
     Attributes:
-        loss: the mean over the mini-batch, before the update.
-        step_ns: of its slowest rank.
-        bubble: the share of it that ranks were idle.
-        learning_rate: of its update.
-        as_planned: whether its samples have the sizes that the plan is for; else they are smaller.
+        loss: mean over the mini-batch, before the update.
+        step_ns: time of the slowest rank.
+        bubble: share of the step that ranks were idle.
+        learning_rate: of the update.
+        as_planned: whether the samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.
-        peak_bytes: of each of them, the most memory its stages have taken so far; None where the system does not tell.
+        peak_bytes: per device, the peak memory of its stages so far; None if the system does not tell.
     """
 
     step: int
@@ -36,13 +37,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """How the model does on data that it is not trained on.
+    """Loss and metrics on data that the model is not trained on.
 
     Attributes:
-        steps: how many were done when it was evaluated.
-        loss: the mean over the samples.
+        steps: number of training steps before it.
+        loss: mean over the samples.
         metrics: (name, value), such as the share of samples in ("top-1", 0.9), or a score in ("BLEU", 23.5).
-        elapsed_ns: how long it took.
+        elapsed_ns: time that the evaluation took.
     """
 
     steps: int
@@ -57,13 +58,13 @@ class TrainResult:
     """What a run measured.
 
     Attributes:
-        losses, step_ns: of each step, in order; a step's time is its slowest rank's, from a common start.
-        as_planned: of each step, whether its samples have the sizes that the plan is for; else they are smaller.
+        losses, step_ns: per step, in order; a step's time is its slowest rank's, from a common start.
+        as_planned: per step, whether the samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.
-        peak_bytes: of each of them, the most memory its stages took; None where the system does not tell.
+        peak_bytes: per device, the peak memory of its stages; None if the system does not tell.
         timeline: of the last step.
-        order: what each of them ran in the last step, in order.
-        evaluations: those that were asked for, in order.
+        order: per device, the actions of the last step in the order in which they ran.
+        evaluations: in order.
     """
 
     losses: tuple[float, ...]
@@ -77,12 +78,18 @@ class TrainResult:
 
     @property
     def typical_step_ns(self) -> int:
-        """The median step after the warm-up, of those whose samples have the sizes that the plan is for, if any."""
+        """The median step time after the first steps, over those with the plan's sample sizes, if any."""
         steps = list(zip(self.step_ns, self.as_planned, strict=True))
         late = steps[WARM_UP_STEPS:] or steps[-1:]
         return int(median([ns for ns, planned in late if planned] or [ns for ns, _ in late]))
 
     @property
     def mean_step_ns(self) -> int:
-        """The mean step after the warm-up, whatever the sizes of its samples."""
+        """The mean step time after the first steps, whatever the sizes of the samples."""
         return int(mean(self.step_ns[WARM_UP_STEPS:] or self.step_ns[-1:]))
+
+
+OnStep = Callable[[StepReport], None]
+
+OnEvaluation = Callable[[int, int, Evaluation | None], None]
+"""(held-out samples done, number of held-out samples, the evaluation when all are done)"""

@@ -1,4 +1,9 @@
-"""The models bapipe knows by name; importing this loads no torch."""
+"""Models that bapipe knows by name, with their losses and data; importing this package loads no torch.
+
+A model is a module here with a factory that returns an `Example` (see `example`): the module, example inputs, the loss
+and the data. To add one, write such a module and add a line to `ZOO`. `transformer`, `position_ids`, `metrics` and
+`checks` are shared by models; `factory` calls a factory by its path; `data` has the data sets.
+"""
 
 from difflib import get_close_matches
 
@@ -23,10 +28,10 @@ ZOO: dict[str, str] = {
 
 
 def resolve(model: str) -> str:
-    """Returns the factory of a model: of a name in `ZOO`, or `model` itself where it is a `module.path:function`.
+    """Returns the factory of a model: that of a name in `ZOO`, or `model` itself if it is a `module.path:function`.
 
     Raises:
-        InvalidModel: neither.
+        InvalidModel: it is neither.
     """
     if model in ZOO:
         return ZOO[model]

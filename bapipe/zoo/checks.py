@@ -1,4 +1,4 @@
-"""What the sizes that a factory takes must be."""
+"""Checks of the arguments of factories."""
 
 
 def check_sizes(**sizes: int) -> None:

@@ -1,4 +1,4 @@
-"""A model with what it takes to train it; what a factory named on the command line returns."""
+"""A model and how to train it: what a factory returns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 class GenerationConfig:
     """How a model generates texts, word by word from the words so far, and how the texts are scored.
 
-    The data then has `text(words)`, the text of some words, and `reference(index)`, the correct text of an item.
+    The data set then has `text(tokens)` and `reference(index)`, see `bapipe.zoo.data.dataset.PipelineDataset`.
 
     Attributes:
         input_index: which input holds the words so far, [n, length]; the output is [n, length, vocabulary].
@@ -32,19 +32,17 @@ class Example:
     """A model and how to train it.
 
     Attributes:
-        module: the model; on the meta device where its factory was called there.
+        module: the model; on the meta device if its factory was called there.
         inputs: example inputs, batch first, of any batch size.
         target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch, a scalar.
-        data: opens what `--data` names; items are (input, target), or ((input, ...), target) for several inputs. The
-            data may have `part(index, place)`, which gives input `place` of an item, or its target where `place` is
-            the number of inputs, so that a rank loads no more than it uses; `held_out`, other data to evaluate on;
-            `forms` with `form(index)`, see `bapipe.zoo.data.buckets`; and `at_epoch(number)`, the data as it is in one
-            pass over it.
-        metrics: by name, (output, target) -> a value for each sample, whose mean over held-out samples is reported.
-        generation: how the model generates texts; None if it generates none.
-        learning_rate: one that trains the model with SGD, momentum 0.9, where nothing else is said.
-        initialize: sets the parameters of one layer's module in place; None takes its `reset_parameters()`.
+        data: opens the data that a user names, such as synthetic or a folder; items are (input, target), or
+            ((input, ...), target) for several inputs. See `bapipe.zoo.data.dataset.PipelineDataset` for what a data
+            set may do besides.
+        metrics: by name, (output, target) -> a value for each sample; their means over held-out samples are reported.
+        generation: how the model generates text token by token, for models that do.
+        learning_rate: the default, for SGD with momentum 0.9.
+        initialize: sets the parameters of one layer's module in place; None calls its `reset_parameters()`.
     """
 
     module: nn.Module

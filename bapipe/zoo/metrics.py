@@ -1,4 +1,4 @@
-"""How good what a model gives is."""
+"""Metrics of a model's output, and scores of texts that it generates."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
     except ImportError:
         raise BapipeError(
             "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without "
-            "--eval-every"
+            "`evaluate_every`"
         ) from None
     score: float = sacrebleu.corpus_bleu(list(texts), [list(references)], force=True).score
     return score

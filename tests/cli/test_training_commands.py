@@ -85,17 +85,17 @@ def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": True}, "data 'tiny:own' is no folder of images, so --augment cannot draw pieces of them"),
+        ({"augment": True}, "data 'tiny:own' is no folder of images, so `augment` cannot draw pieces of them"),
         ({"buckets": 2}, "data 'tiny:own' are no sentences, so they cannot be put into 2 buckets by length"),
         ({"evaluate_every": 0}, "evaluation every 0 steps: want 1 or more"),
         ({"evaluate_every": 1, "evaluate_samples": 0}, "evaluation of 0 samples: want 1 or more"),
         (
             {"evaluate_every": 1, "evaluate_samples": 64},
-            "the data has 64 samples, and evaluation takes 64 of them away: give more data, or a smaller --eval-samples",
+            "the data has 64 samples, and evaluation takes 64 of them away: give more data, or a smaller `evaluate_samples`",
         ),
         (
             {"evaluate_every": 1, "evaluate_samples": 60},
-            "the data has 4 samples, less than a mini-batch of 8: give more data, or plan with a smaller --minibatch-size",
+            "the data has 4 samples, less than a mini-batch of 8: give more data, or plan with a smaller `minibatch_size`",
         ),
     ],
 )

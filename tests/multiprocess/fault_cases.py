@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.train import train
-from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import StepReport
 from bapipe.tracing import trace
 from bapipe.zoo.example import Example
 from benchmarks.two_hosts.namespaces import two_hosts, why_not
+from tests.multiprocess.launch_cases import classifier
 from tests.multiprocess.runtime_cases import make_plan, named_order, random_order
 
 
@@ -35,8 +36,7 @@ def noisy() -> Example:
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(),
             nn.Linear(16, 3),
         )  # fmt: skip
-    target = torch.zeros(1, dtype=torch.long)
-    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
+    return classifier(module)
 
 
 def quiet() -> Example:
@@ -46,8 +46,7 @@ def quiet() -> Example:
             nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
         )
     module[4].weight = module[2].weight
-    target = torch.zeros(1, dtype=torch.long)
-    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
+    return classifier(module)
 
 
 def points() -> Dataset[tuple[Tensor, ...]]:
@@ -74,11 +73,9 @@ class Ranks:
         folder: Path,
         plan: Plan,
         build: Callable[[], Example],
-        training: Training,
+        config: TrainConfig,
         prepare: Callable[[int], None] = lambda rank: None,
         data: Callable[[], Dataset[tuple[Tensor, ...]]] = points,
-        keeping: CheckpointConfig | None = None,
-        timeout_s: float = 20.0,
     ) -> None:
         self.folder = folder
         for file in folder.glob("said.*"):
@@ -96,10 +93,7 @@ class Ranks:
                 said = "crashed"
                 try:
                     prepare(rank)
-                    done = train(
-                        plan, build, data(), training, keeping=keeping, timeout_s=timeout_s,
-                        on_step=self._at,
-                    )  # fmt: skip
+                    done = train(plan, build, data(), config, on_step=self._at)
                     said = json.dumps(done.losses)
                 except BaseException as error:
                     said = f"{type(error).__name__}{' told' if getattr(error, 'told', False) else ''}: {error}"
@@ -144,20 +138,20 @@ class Ranks:
 
 def killed(folder: Path) -> dict[str, object]:
     """A run killed a dozen times at random, whichever rank, and resumed, beside one that was left alone."""
-    plan, training = plan_of(noisy, (4,), (0, 1)), Training(steps=40, learning_rate=0.01, optimizer="adamw", seed=3,
-                                                           schedule="cosine", warmup_steps=5, clip_norm=0.5)  # fmt: skip
+    plan, training = plan_of(noisy, (4,), (0, 1)), TrainConfig(steps=40, learning_rate=0.01, optimizer="adamw", seed=3,
+                                                           learning_rate_schedule="cosine", warmup_steps=5, clip_norm=0.5, timeout_s=20.0)  # fmt: skip
     alone = folder / "alone"
     start_s = time.monotonic()
-    said = Ranks(folder, plan, noisy, training, keeping=CheckpointConfig(folder=alone, every=2)).wait()
+    said = Ranks(folder, plan, noisy, replace(training, checkpoint=alone, checkpoint_every=2)).wait()
     duration_s = time.monotonic() - start_s
     assert json.loads(said[0]), said
     (folder / "step").unlink()
     rng, kills, attempts = random.Random(5), 0, 0
-    keeping = CheckpointConfig(folder=folder / "killed", every=2, keep=2, resume=True)
+    resumed = replace(training, checkpoint=folder / "killed", checkpoint_every=2, keep=2, resume=True)
     while kills < 12:
         attempts += 1
         assert attempts < 60
-        ranks = Ranks(folder, plan, noisy, training, keeping=keeping)
+        ranks = Ranks(folder, plan, noisy, resumed)
         victim = rng.randrange(2)
         if attempts % 4:  # while it trains or writes; else while it starts
             ranks.reached(min(32, ranks.last_step + rng.randrange(5)))
@@ -169,7 +163,7 @@ def killed(folder: Path) -> dict[str, object]:
             kills += 1
         said = ranks.wait(patience_s=0.5)
         assert not said[0].startswith("["), "it reached its end before a dozen kills"
-    said = Ranks(folder, plan, noisy, training, keeping=keeping).wait()
+    said = Ranks(folder, plan, noisy, resumed).wait()
     same = _state(alone), _state(folder / "killed")
     return {
         "kills": kills,
@@ -186,12 +180,15 @@ def _state(folder: Path) -> dict[str, Tensor]:
 def replanned(folder: Path) -> dict[str, object]:
     """A run that goes on under other plans, beside one that keeps its plan."""
     plans = [plan_of(quiet, (3,), (0, 1)), plan_of(quiet, (4,), ((0, 1), 2)), plan_of(quiet, (), (0,))]
-    training = [Training(steps=steps, learning_rate=0.05, optimizer="adam", clip_norm=0.2) for steps in (5, 10, 15)]
+    training = [
+        TrainConfig(steps=steps, learning_rate=0.05, optimizer="adam", clip_norm=0.2, timeout_s=20.0)
+        for steps in (5, 10, 15)
+    ]
     said = Ranks(folder, plans[0], quiet, training[2]).wait()
-    keeping = CheckpointConfig(folder=folder / "replanned", resume=True)
     losses: list[float] = []
     for plan, until in zip(plans, training, strict=True):
-        losses += json.loads(Ranks(folder, plan, quiet, until, keeping=keeping).wait()[0])
+        config = replace(until, checkpoint=folder / "replanned", resume=True)
+        losses += json.loads(Ranks(folder, plan, quiet, config).wait()[0])
     return {"losses": losses, "alone": json.loads(said[0])}
 
 
@@ -202,15 +199,15 @@ def full_disk(folder: Path) -> list[str]:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    keeping = CheckpointConfig(folder=folder / "full", every=4)
+    training = TrainConfig(steps=100, timeout_s=20.0, checkpoint=folder / "full", checkpoint_every=4)
     plan = plan_of(quiet, (2,), (0, 1))
-    said = Ranks(folder, plan, quiet, Training(steps=100), prepare, keeping=keeping).wait()
+    said = Ranks(folder, plan, quiet, training, prepare).wait()
     return [*said, *(path.name for path in (folder / "full").glob("step-*"))]
 
 
 def frozen(folder: Path) -> dict[str, object]:
     """Rank 1 stops for good; rank 0 waits for two seconds."""
-    ranks = Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, Training(steps=10**6), timeout_s=2.0)
+    ranks = Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, TrainConfig(steps=10**6, timeout_s=2.0))
     ranks.reached(3)
     os.kill(ranks.pids[1], signal.SIGSTOP)
     start_s = time.monotonic()
@@ -226,26 +223,26 @@ def cut_off(folder: Path) -> dict[str, object]:
     reason = why_not()
     if reason is not None:
         return {"skipped": reason}
-    training = Training(steps=40, learning_rate=0.01, optimizer="adamw", seed=3, clip_norm=0.5)
-    plan, alone = plan_of(noisy, (4,), (0, 1)), CheckpointConfig(folder=folder / "alone", every=2)
-    Ranks(folder, plan, noisy, training, keeping=alone).wait()
+    training = TrainConfig(steps=40, learning_rate=0.01, optimizer="adamw", seed=3, clip_norm=0.5, timeout_s=20.0)
+    plan, alone = plan_of(noisy, (4,), (0, 1)), replace(training, checkpoint=folder / "alone", checkpoint_every=2)
+    Ranks(folder, plan, noisy, alone).wait()
     (folder / "step").unlink()
-    keeping = CheckpointConfig(folder=folder / "cut", every=2, resume=True)
+    resumed = replace(training, checkpoint=folder / "cut", checkpoint_every=2, resume=True)
     with two_hosts() as hosts:
-        ranks = Ranks(folder, plan, noisy, training, hosts.enter, slowly, keeping=keeping, timeout_s=2.0)
+        ranks = Ranks(folder, plan, noisy, replace(resumed, timeout_s=2.0), hosts.enter, slowly)
         ranks.reached(9)
         hosts.cut()
         start_s = time.monotonic()
         said = ranks.wait(20.0)
         waited_s = time.monotonic() - start_s
     with two_hosts() as hosts:
-        again = Ranks(folder, plan, noisy, training, hosts.enter, keeping=keeping).wait()
-    whole, resumed = _state(alone.folder), _state(keeping.folder)
+        again = Ranks(folder, plan, noisy, resumed, hosts.enter).wait()
+    whole, parts = _state(folder / "alone"), _state(folder / "cut")
     return {
         "said": said,
         "waited_s": waited_s,
         "steps_after": len(json.loads(again[0])),
-        "equal": whole.keys() == resumed.keys() and all(torch.equal(v, resumed[k]) for k, v in whole.items()),
+        "equal": whole.keys() == parts.keys() and all(torch.equal(v, parts[k]) for k, v in whole.items()),
     }
 
 
@@ -275,7 +272,7 @@ def not_a_number(folder: Path) -> list[str]:
         x[7, 2] = float("nan")
         return TensorDataset(x, torch.arange(50) % 3)
 
-    return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, Training(steps=20), data=data).wait()
+    return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, TrainConfig(steps=20, timeout_s=20.0), data=data).wait()
 
 
 def raised(folder: Path) -> list[str]:
@@ -290,7 +287,7 @@ def raised(folder: Path) -> list[str]:
         if rank == 1:
             nn.Tanh.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
 
-    return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, Training(steps=20), prepare).wait()
+    return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, TrainConfig(steps=20, timeout_s=20.0), prepare).wait()
 
 
 if __name__ == "__main__":

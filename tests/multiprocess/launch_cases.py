@@ -52,12 +52,20 @@ def hang(rank: Rank, folder: str) -> None:
     time.sleep(1000)
 
 
+def classifier(module: nn.Module) -> Example:
+    """A module that scores three classes of points, and how to train it."""
+    return Example(
+        module=module,
+        inputs=(torch.zeros(1, 4),),
+        target=torch.zeros(1, dtype=torch.int64),
+        loss=nn.functional.cross_entropy,
+    )
+
+
 def small() -> Example:
-    """A model on the meta device and how to train it."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-    target = torch.zeros(1, dtype=torch.long)
-    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
+    return classifier(module)
 
 
 def _num_threads(output: Tensor, _: Tensor) -> Tensor:

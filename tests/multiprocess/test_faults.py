@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.checkpoint.manifest import list_checkpoints
 from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.run import export
 from bapipe.runtime.train import train
-from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_config import TrainConfig
 from bapipe.zoo.example import Example
 from tests import ROOT
 from tests.multiprocess.fault_cases import noisy, plan_of, points, quiet
+from tests.multiprocess.launch_cases import classifier
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +139,7 @@ def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path
 def other() -> Example:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 17), nn.Tanh(), nn.Linear(17, 3))
-    target = torch.zeros(1, dtype=torch.long)
-    return Example(module=module, inputs=(torch.zeros(1, 4),), target=target, loss=nn.functional.cross_entropy)
+    return classifier(module)
 
 
 def _cut(path: Path) -> None:
@@ -162,38 +162,36 @@ OLDER = "; remove the folder to go on from an older checkpoint"
 @pytest.mark.parametrize(
     ("damage", "build", "training", "message"),
     [
-        (_cut, quiet, Training(steps=20), rf"{{}} is damaged: '__0_0.distcp' has \d+ bytes, not \d+{OLDER}"),
-        (_flip, quiet, Training(steps=20), f"{{}} is damaged: '__0_0.distcp' does not hold what was written{OLDER}"),
-        (lambda path: (path / ".metadata").unlink(), quiet, Training(steps=20),
+        (_cut, quiet, TrainConfig(steps=20), rf"{{}} is damaged: '__0_0.distcp' has \d+ bytes, not \d+{OLDER}"),
+        (_flip, quiet, TrainConfig(steps=20), f"{{}} is damaged: '__0_0.distcp' does not hold what was written{OLDER}"),
+        (lambda path: (path / ".metadata").unlink(), quiet, TrainConfig(steps=20),
          f"{{}} is no whole checkpoint: '.metadata' is missing{OLDER}"),
-        (lambda path: (path / "bapipe.json").unlink(), quiet, Training(steps=20),
+        (lambda path: (path / "bapipe.json").unlink(), quiet, TrainConfig(steps=20),
          f"{{}} is no whole checkpoint: bapipe.json: No such file or directory{OLDER}"),
-        (_manifest, quiet, Training(steps=20), rf"{{}}/bapipe.json is damaged: .*{OLDER} - at `\$`"),
-        (None, other, Training(steps=20, optimizer="adam"),
+        (_manifest, quiet, TrainConfig(steps=20), rf"{{}}/bapipe.json is damaged: .*{OLDER} - at `\$`"),
+        (None, other, TrainConfig(steps=20, optimizer="adam"),
          r"{} is of another model: '2.weight' is float32 of shape \[16, 16\] there and float32 of shape \[17, 16\] here"),
-        (None, quiet, Training(steps=20), "{} was trained with another optimizer: adam there and sgd here"),
-        (None, quiet, Training(steps=20, optimizer="adam", seed=1),
+        (None, quiet, TrainConfig(steps=20), "{} was trained with another optimizer: adam there and sgd here"),
+        (None, quiet, TrainConfig(steps=20, optimizer="adam", seed=1),
          "{} was trained with another seed: 0 there and 1 here"),
-        (None, quiet, Training(steps=15, optimizer="adam"), "{} has done 15 steps; training to 15 asks no more"),
+        (None, quiet, TrainConfig(steps=15, optimizer="adam"), "{} is already at step 15; with 15 steps there is nothing left to train"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_that_does_not_fit_is_refused(
-    seen: dict[str, Any], folder: Path, tmp_path: Path, damage: Any, build: Any, training: Training, message: str
+    seen: dict[str, Any], folder: Path, tmp_path: Path, damage: Any, build: Any, training: TrainConfig, message: str
 ) -> None:
     shutil.copytree(folder / "replanned" / "replanned", tmp_path / "kept")
     newest = list_checkpoints(tmp_path / "kept")[-1]
     if damage is not None:
         damage(newest)
-    keeping = CheckpointConfig(folder=tmp_path / "kept", resume=True)
+    config = replace(training, checkpoint=tmp_path / "kept", resume=True)
     with pytest.raises(BapipeError) as caught:
-        train(plan_of(build, (), (0,)), build, points(), training, keeping=keeping)
+        train(plan_of(build, (), (0,)), build, points(), config)
     assert re.fullmatch(message.replace("{}", re.escape(str(newest))), str(caught.value)), str(caught.value)
 
 
 def test_a_folder_with_checkpoints_is_not_trained_over(seen: dict[str, Any], folder: Path) -> None:
-    keeping = CheckpointConfig(folder=folder / "replanned" / "replanned")
+    checkpoints = folder / "replanned" / "replanned"
     with pytest.raises(BapipeError) as caught:
-        train(plan_of(quiet, (), (0,)), quiet, points(), Training(steps=20), keeping=keeping)
-    assert str(caught.value) == (
-        f"{keeping.folder} holds a checkpoint, step-000000015: resume it, or name another folder"
-    )
+        train(plan_of(quiet, (), (0,)), quiet, points(), TrainConfig(steps=20, checkpoint=checkpoints))
+    assert str(caught.value) == (f"{checkpoints} holds a checkpoint, step-000000015: resume it, or name another folder")

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bapipe.runtime.checkpoint.config import CheckpointConfig
+from bapipe.formats.settings import Settings
 from bapipe.runtime.checkpoint.manifest import list_checkpoints, read_manifest
 from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.train import train
-from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import TrainResult
 from tests.multiprocess.grad_scaler_cases import STEPS, run
 from tests.multiprocess.launch_cases import clusters, small
@@ -56,10 +56,11 @@ def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv(name, str(value))
     order = [[*(f"0F{m}" for m in range(2)), *(f"0B{m}" for m in range(2))]]
     plan = make_plan(["0", "1", "2", "3", "4"], (), (0,), order, 4, 2)
+    plan = msgspec.structs.replace(plan, settings=Settings(autocast="float16"))
 
     def go(folder: str, steps: int) -> TrainResult:
-        training = Training(steps=steps, learning_rate=0.1, autocast="float16")
-        return train(plan, small, clusters(), training, keeping=CheckpointConfig(folder=tmp_path / folder, resume=True))
+        config = TrainConfig(steps=steps, learning_rate=0.1, checkpoint=tmp_path / folder, resume=True)
+        return train(plan, small, clusters(), config)
 
     alone = go("alone", 6)
     begun, resumed = go("two", 3), go("two", 6)

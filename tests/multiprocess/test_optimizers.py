@@ -12,8 +12,8 @@ from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
 from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.run import _optimizer
-from bapipe.runtime.train_config import Training
+from bapipe.runtime.run import _check_optimizer
+from bapipe.runtime.train_config import TrainConfig
 from bapipe.tracing import trace
 from tests.multiprocess.runtime_cases import make_plan, mlp
 
@@ -78,13 +78,13 @@ def test_autocast_is_that_of_the_whole_model(recompute: tuple[int, ...]) -> None
 
 
 def test_learning_rates() -> None:
-    constant = Training(steps=10, learning_rate=0.5, warmup_steps=4)
-    assert [constant.learning_rate_at(step) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-    linear = Training(steps=6, learning_rate=0.5, warmup_steps=2, schedule="linear")
-    assert [linear.learning_rate_at(step) for step in range(6)] == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
-    cosine = Training(steps=4, learning_rate=2.0, schedule="cosine")
+    constant = TrainConfig(steps=10, warmup_steps=4)
+    assert [constant.learning_rate_at(step, 0.5) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
+    linear = TrainConfig(steps=6, warmup_steps=2, learning_rate_schedule="linear")
+    assert [linear.learning_rate_at(step, 0.5) for step in range(6)] == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
+    cosine = TrainConfig(steps=4, learning_rate_schedule="cosine")
     want = [2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5)]
-    assert [cosine.learning_rate_at(step) for step in range(4)] == pytest.approx(want, abs=1e-15)
+    assert [cosine.learning_rate_at(step, 2.0) for step in range(4)] == pytest.approx(want, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,14 @@ def test_learning_rates() -> None:
     ],
 )
 def test_a_run_trains_with_what_was_profiled(measured: str, name: str | None, arguments: Any, trained: Any) -> None:
-    assert _optimizer(Settings(optimizer=measured), name, arguments) == trained
+    config, settings = TrainConfig(optimizer=name, optimizer_arguments=arguments), Settings(optimizer=measured)
+    assert config.optimizer_for(settings) == trained
+    _check_optimizer(settings, config)  # must not raise
 
 
 def test_another_optimizer_than_the_profiled_is_refused() -> None:
     with pytest.raises(BapipeError) as caught:
-        _optimizer(Settings(), "adam", {})
+        _check_optimizer(Settings(), TrainConfig(optimizer="adam"))
     assert str(caught.value) == (
         "the plan is for a model that was measured with optimizer sgd-momentum; this run computes with optimizer adam: "
         "profile with the settings of the run, and plan again"
@@ -119,10 +121,8 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         optimizer_factory("adam", 0.1, {"beta": 3})
     with pytest.raises(BapipeError, match=r"^no schedule of the learning rate 'step': want constant, linear, cosine$"):
-        Training(steps=1, schedule="step")
+        TrainConfig(learning_rate_schedule="step")
     with pytest.raises(BapipeError, match=r"^gradients cannot be clipped to a norm of 0: want more than 0$"):
-        Training(steps=1, clip_norm=0)
-    with pytest.raises(BapipeError, match=r"^autocast to float8: want bfloat16 or float16$"):
-        Training(steps=1, autocast="float8")
+        TrainConfig(steps=1, clip_norm=0)
     with pytest.raises(BapipeError, match=r"^a warm-up of -1 steps: want 0 or more$"):
-        Training(steps=1, warmup_steps=-1)
+        TrainConfig(steps=1, warmup_steps=-1)

@@ -12,7 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
-from bapipe.runtime.replan import devices_gone, profiles_of_plan, replan
+from bapipe.runtime.replan import devices_gone, profiles_for_replanning, replan
 from bapipe.runtime.train_result import StepReport
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
@@ -93,10 +93,10 @@ def test_without_replan_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
     with pytest.raises(BapipeError) as caught:
         bapipe.run(plan(2), data="quiet", replan=True)
-    assert str(caught.value) == "--replan needs --checkpoint FOLDER, to go on from"
+    assert str(caught.value) == "`replan` needs `checkpoint`, the folder to continue from"
     with pytest.raises(BapipeError) as caught:
         bapipe.run(plan(2), data="quiet", without=["cpu1"])
-    assert str(caught.value) == "--without cpu1 goes with --replan"
+    assert str(caught.value) == "`without` cpu1 goes with `replan`"
 
 
 def devices(num: int, used: int) -> Plan:
@@ -146,15 +146,15 @@ def test_profiles_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     known, where = {"cpu": profile()}, devices(2, 2).cluster
     made = plan_once(known, where, PlanOptions(minibatch_size=12))
     with pytest.raises(BapipeError) as caught:
-        profiles_of_plan(made, {})
+        profiles_for_replanning(made, {})
     assert str(caught.value) == (
-        "the cpu profile that the plan was made from is not kept on this machine: give it with --profile FILE"
+        "the cpu profile that the plan was made from is not cached on this machine: give it in `profiles`"
     )
-    assert profiles_of_plan(made, known) == known
+    assert profiles_for_replanning(made, known) == known
     assert plan_cached(known, where, PlanOptions(minibatch_size=12)) == made
-    assert profiles_of_plan(made, {}) == known
+    assert profiles_for_replanning(made, {}) == known
     other = structs.replace(profile(), layers=profile().layers[:-1],
                             measurements=(Measurement(microbatch_size=3, layers=profile().measurements[0].layers[:-1]),))  # fmt: skip
     with pytest.raises(BapipeError) as caught:
-        profiles_of_plan(made, {"cpu": other})
+        profiles_for_replanning(made, {"cpu": other})
     assert str(caught.value) == "the cpu profile, of test, has other layers than the plan of test"

@@ -3,19 +3,21 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
+from bapipe.formats.settings import Settings
 from bapipe.runtime.train import train
-from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport
 from bapipe.tracing import trace
 from tests.multiprocess.launch_cases import clusters, counting, small
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
-TRAINING = Training(steps=24, learning_rate=0.1, seed=3)
+TRAINING = TrainConfig(steps=24, learning_rate=0.1, seed=3, timeout_s=60)
 
 
 def _plan(cuts: tuple[int, ...]) -> Plan:
@@ -34,11 +36,10 @@ def test_training_does_not_depend_on_the_cut() -> None:
         small,
         data,
         replace(TRAINING, evaluate_every=10),
-        timeout_s=60,
         on_step=reports.append,
         on_evaluation=lambda *what: told.append(what),
     )
-    one = train(_plan(()), small, clusters(), TRAINING, timeout_s=60)
+    one = train(_plan(()), small, clusters(), TRAINING)
     assert two.losses == pytest.approx(one.losses, abs=1e-5)
     assert two.losses[-1] < two.losses[0] / 2
     assert [report.step for report in reports] == list(range(24))
@@ -66,10 +67,11 @@ def test_training_does_not_depend_on_the_cut() -> None:
 
 
 def test_a_rank_has_as_many_threads_as_asked_for() -> None:
-    assert train(_plan(()), counting, clusters(), Training(steps=1, threads=2), timeout_s=60).losses == (2.0,)
+    plan = msgspec.structs.replace(_plan(()), settings=Settings(threads=2))
+    assert train(plan, counting, clusters(), TrainConfig(steps=1, timeout_s=60)).losses == (2.0,)
 
 
 def test_too_little_data_is_refused() -> None:
     data = torch.utils.data.Subset(clusters(), range(15))
     with pytest.raises(BapipeError, match=r"^the data has 15 samples, less than a mini-batch of 16: give more data"):
-        train(_plan((3,)), small, data, Training(steps=1))
+        train(_plan((3,)), small, data, TrainConfig(steps=1))

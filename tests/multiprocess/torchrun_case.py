@@ -8,9 +8,8 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.train import train
-from bapipe.runtime.train_config import Training
+from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import StepReport
 from tests.multiprocess.fault_cases import plan_of, points, quiet
 
@@ -36,5 +35,5 @@ def tell(report: StepReport) -> None:
 
 
 if __name__ == "__main__":
-    keeping = CheckpointConfig(folder=Path(sys.argv[1]), every=2, resume=True)
-    train(plan_of(quiet, (3,), (0, 1)), quiet, Deadly(), Training(steps=8), keeping=keeping, timeout_s=30, on_step=tell)
+    config = TrainConfig(steps=8, checkpoint=Path(sys.argv[1]), checkpoint_every=2, resume=True, timeout_s=30)
+    train(plan_of(quiet, (3,), (0, 1)), quiet, Deadly(), config, on_step=tell)

@@ -89,4 +89,4 @@ def test_other_data_is_refused() -> None:
     assert augmented(made_up, False, "synthetic") is made_up
     with pytest.raises(BapipeError) as error:
         augmented(made_up, True, "synthetic")
-    assert str(error.value) == "data 'synthetic' is no folder of images, so --augment cannot draw pieces of them"
+    assert str(error.value) == "data 'synthetic' is no folder of images, so `augment` cannot draw pieces of them"

@@ -32,7 +32,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as error:
         check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (
-        "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without --eval-every"
+        "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without `evaluate_every`"
     )
 
 
@@ -92,7 +92,7 @@ def test_all_of_the_data_cannot_be_held_out() -> None:
     with pytest.raises(BapipeError) as error:
         hold_out(items(range(40)), 3, 50)
     assert str(error.value) == (
-        "the data has 40 samples, and evaluation takes 40 of them away: give more data, or a smaller --eval-samples"
+        "the data has 40 samples, and evaluation takes 40 of them away: give more data, or a smaller `evaluate_samples`"
     )
 
 

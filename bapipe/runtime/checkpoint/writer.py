@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.codec import write_bytes
-from bapipe.runtime.checkpoint.config import CheckpointConfig
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -30,6 +29,7 @@ from bapipe.runtime.checkpoint.manifest import (
     remove_old_checkpoints,
     unfinished_folder,
 )
+from bapipe.torch_device import dtype_name
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
@@ -43,14 +43,14 @@ class CheckpointWriter:
     `async_save` of torch.distributed.checkpoint: that one gives no manifest, and no rename in the end.)
     """
 
-    def __init__(self, config: CheckpointConfig, timeout: timedelta, names: tuple[str, ...]) -> None:
-        """`names` are the names of the ranks' devices."""
-        self._config, self._names = config, names
+    def __init__(self, folder: Path, keep: int, timeout: timedelta, names: tuple[str, ...]) -> None:
+        """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices."""
+        self._folder, self._keep, self._names = folder, keep, names
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread: Thread | None = None
         self._error: Exception | None = None
         if dist.get_rank() == 0:
-            remove_old_checkpoints(config.folder, config.keep)
+            remove_old_checkpoints(folder, keep)
         dist.barrier()
 
     def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], optimizer_tensors: Mapping[str, Tensor]) -> None:
@@ -76,12 +76,12 @@ class CheckpointWriter:
 
     def _write(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
         step = manifest.position.step
-        path = unfinished_folder(self._config.folder, step)
+        path = unfinished_folder(self._folder, step)
         try:
             save_sharded(state, checkpoint_id=path, process_group=self._group)
             fault: list[str | None] = [None]
             if dist.get_rank() == 0:
-                fault = [self._finish(manifest, path, checkpoint_folder(self._config.folder, step))]
+                fault = [self._finish(manifest, path, checkpoint_folder(self._folder, step))]
             dist.broadcast_object_list(fault, src=0, group=self._group)
             if fault[0] is not None:
                 self._error = self._failed(0, step, fault[0])
@@ -116,7 +116,7 @@ class CheckpointWriter:
         _sync_folder(path)
         os.rename(path, final)
         _sync_folder(final.parent)
-        remove_old_checkpoints(final.parent, self._config.keep)
+        remove_old_checkpoints(final.parent, self._keep)
 
 
 def _one_line(error: BaseException) -> str:
@@ -141,11 +141,6 @@ def _stored_specs(path: Path) -> dict[str, TensorSpec]:
         for name, stored in sorted(metadata.items())
         if isinstance(stored, TensorStorageMetadata)
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns `float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BapipeError
+from bapipe.torch_device import dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,4 +58,4 @@ class BatchSpec:
 
 
 def _describe(tensor: Tensor) -> str:
-    return f"shape {tuple(tensor.shape[1:])} and type {str(tensor.dtype).removeprefix('torch.')}"
+    return f"shape {tuple(tensor.shape[1:])} and type {dtype_name(tensor.dtype)}"

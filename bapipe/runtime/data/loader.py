@@ -1,12 +1,18 @@
-"""Mini-batches of a data set in an order drawn from a seed, from any place on; each rank loads what it uses."""
+"""Mini-batches of a data set in an order drawn from a seed, from any position on; each rank loads only what it uses.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+`torch.utils.data.DataLoader` loads them, in worker processes if asked for. A sampler draws the order; the requests
+that it yields say all that a mini-batch depends on, so results depend neither on the number of workers nor on the
+position that a run resumes from.
+"""
+
+import random
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
@@ -14,99 +20,234 @@ from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.rng import seed_step
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
+
+PREFETCH = 2
+"""Mini-batches that each worker process loads ahead."""
+
+_RngState = tuple[Tensor, Any]
+"""States of the global random number generators of torch and of Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A mini-batch to load: step and epoch, its items, their bucket, and the position after it."""
+
+    step: int
+    epoch: int
+    indices: tuple[int, ...]
+    bucket: int | None
+    after: Position
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A mini-batch: what a rank does not need is None; `after` is where training is when it is done.
+    """A mini-batch; inputs, or a target, that this rank does not need are None.
 
-    `bucket` is the number of the bucket that its items are cropped to, None for the shapes of the plan.
+    Attributes:
+        after: the position of training after this mini-batch.
+        bucket: number of the bucket that its items are cropped to; None for the shapes of the plan.
+        rng: set if loading drew global random numbers in a worker process: their state afterwards.
     """
 
     inputs: tuple[Tensor | None, ...]
     target: Tensor | None
     after: Position
     bucket: int | None
+    rng: _RngState | None = None
+
+    def pin_memory(self) -> "Batch":
+        """Returns the batch in page-locked memory, from which copies to a GPU need not wait; DataLoader calls it."""
+        inputs = tuple(None if x is None else x.pin_memory() for x in self.inputs)
+        return replace(self, inputs=inputs, target=None if self.target is None else self.target.pin_memory())
 
 
-def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
-    """Raises BapipeError where the data does not fill a mini-batch."""
-    if len(dataset) < plan.minibatch_size:
-        raise BapipeError(
-            f"the data has {len(dataset)} samples, less than a mini-batch of {plan.minibatch_size}: "
-            "give more data, or plan with a smaller --minibatch-size"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """What a rank uses of a mini-batch.
+
+    Attributes:
+        num_inputs: of the model.
+        places: numbers of the parts of an item, see `PipelineDataset`.
+        microbatches, microbatch_size: whose samples it uses.
+    """
+
+    num_inputs: int
+    places: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    microbatch_size: int
+
+    @staticmethod
+    def of(pipeline: Pipeline, plan: Plan) -> "RankParts":
+        names = pipeline.input_names
+        places = [place for place, name in enumerate(names) if name in pipeline.needs]
+        if pipeline.needs_target:
+            places.append(len(names))
+        return RankParts(
+            num_inputs=len(names),
+            places=tuple(places),
+            microbatches=pipeline.microbatches,
+            microbatch_size=plan.microbatch_size,
         )
+
+    def load(
+        self, dataset: PipelineDataset[Any], indices: Sequence[int]
+    ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+        """Returns the inputs and the target of some items, a mini-batch of them or fewer; None for other parts.
+
+        Rows of micro-batches that run on other ranks are left uninitialized.
+        """
+        size, num = self.microbatch_size, len(indices)
+        rows = [row for m in self.microbatches for row in range(m * size, min((m + 1) * size, num))]
+        used = rows or [0]  # a rank without samples in a last, smaller batch still needs tensors of the right shape
+        columns = self._columns(dataset, [indices[row] for row in used]) if self.places else {}
+        stacked = {place: _stack(used, num, column) for place, column in columns.items()}
+        return tuple(stacked.get(place) for place in range(self.num_inputs)), stacked.get(self.num_inputs)
+
+    def _columns(self, dataset: PipelineDataset[Any], indices: Sequence[int]) -> dict[int, list[Any]]:
+        """Returns the values of each part that the rank uses; loads no other part if the data can do so."""
+        if dataset.provides("part"):
+            return {place: [dataset.part(index, place) for index in indices] for place in self.places}
+        items = [item_parts(dataset[index]) for index in indices]
+        if any(len(item) != self.num_inputs + 1 for item in items):
+            raise BapipeError(
+                f"the model takes {self.num_inputs} inputs; the data gives {len(items[0]) - 1} inputs per sample"
+            )
+        return {place: [item[place] for item in items] for place in self.places}
+
+
+class MinibatchSampler(Sampler[BatchRequest]):
+    """Yields requests without end; each pass over the data is another permutation, without an incomplete last batch.
+
+    Of data in buckets, a mini-batch has items of similar sizes, and the bucket that fits all of them.
+    """
+
+    def __init__(self, dataset: PipelineDataset[Any], minibatch_size: int, seed: int, start: Position) -> None:
+        self._dataset, self._size, self._seed, self._start = dataset, minibatch_size, seed, start
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        position, drawn_epoch, order = self._start, -1, list[int]()
+        while True:
+            if position.offset + self._size > len(self._dataset):
+                position = Position(step=position.step, epoch=position.epoch + 1)
+            if drawn_epoch != position.epoch:
+                drawn_epoch, order = position.epoch, self._order(position.epoch)
+            end = position.offset + self._size
+            indices = tuple(order[position.offset : end])
+            after = Position(step=position.step + 1, epoch=position.epoch, offset=end)
+            bucket = bucket_of_batch(self._dataset, indices)
+            yield BatchRequest(step=position.step, epoch=position.epoch, indices=indices, bucket=bucket, after=after)
+            position = after
+
+    def _order(self, epoch: int) -> list[int]:
+        num = len(self._dataset)
+        generator = torch.Generator().manual_seed(layer_seed(self._seed, f"epoch {epoch}"))
+        order: list[int] = torch.randperm(num, generator=generator).tolist()
+        if not self._dataset.bucket_shapes:
+            return order
+        buckets = [self._dataset.bucket_of(index) for index in range(num)]
+        return bucketed_order(buckets, order, self._size, generator)
+
+
+class _Batches(Dataset[Batch | BapipeError]):
+    """Mini-batches by request. Errors for users are returned: DataLoader would bury their text in a stack trace."""
+
+    def __init__(self, dataset: PipelineDataset[Any], parts: RankParts, seed: int, rank: int) -> None:
+        self._dataset, self._parts, self._seed, self._rank = dataset, parts, seed, rank
+        self._epoch, self._epoch_dataset = -1, dataset
+
+    def __getitem__(self, request: BatchRequest) -> Batch | BapipeError:
+        if request.epoch != self._epoch:
+            self._epoch, self._epoch_dataset = request.epoch, self._dataset.at_epoch(request.epoch)
+        try:
+            if get_worker_info() is None:
+                return self._load(request)
+            return self._load_in_worker(request)
+        except BapipeError as error:
+            return error
+
+    def _load_in_worker(self, request: BatchRequest) -> Batch:
+        """Loads with the random numbers that the rank itself would draw, and reports their state if any were drawn."""
+        seed_step(self._seed, self._rank, request.step)
+        before = _rng_state()
+        batch = self._load(request)
+        after = _rng_state()
+        unchanged = torch.equal(before[0], after[0]) and before[1] == after[1]
+        return batch if unchanged else replace(batch, rng=after)
+
+    def _load(self, request: BatchRequest) -> Batch:
+        inputs, target = self._parts.load(self._epoch_dataset, request.indices)
+        if request.bucket is not None:
+            *shapes, target_shape = self._dataset.bucket_shapes[request.bucket]
+            inputs = tuple(None if x is None else crop(x, shape) for x, shape in zip(inputs, shapes, strict=True))
+            target = None if target is None else crop(target, target_shape)
+        return Batch(inputs, target, request.after, request.bucket)
 
 
 def batches(
-    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], seed: int, start: Position
-) -> Iterator[Batch]:
-    """Yields mini-batches without end; each pass over the data is another order, whose incomplete rest is left out.
+    pipeline: Pipeline,
+    plan: Plan,
+    dataset: PipelineDataset[Any],
+    seed: int,
+    start: Position,
+    *,
+    rank: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> Generator[Batch, None, None]:
+    """Yields mini-batches without end, from a position on. Close the iterator to end its worker processes.
 
-    Of data in buckets, a mini-batch has items of similar sizes, cropped to the bucket that fits all of them.
+    Before it is asked for a batch, the caller seeds the global random number generators by `seed_step`; afterwards
+    they are in the same state whether workers loaded the batch or not.
     """
-    position, drawn, order, current = start, -1, [], dataset
-    while True:
-        if position.offset + plan.minibatch_size > len(dataset):
-            position = Position(step=position.step, epoch=position.epoch + 1)
-        if drawn != position.epoch:
-            drawn, order = position.epoch, _order(dataset, plan.minibatch_size, seed, position.epoch)
-            current = dataset.at_epoch(drawn)
-        end = position.offset + plan.minibatch_size
-        chosen = order[position.offset : end]
-        position = Position(step=position.step + 1, epoch=position.epoch, offset=end)
-        inputs, target = load(pipeline, plan, current, chosen)
-        bucket = bucket_of_batch(dataset, chosen)
-        if bucket is not None:
-            *shapes, last = dataset.bucket_shapes[bucket]
-            inputs = tuple(x if x is None else crop(x, shape) for x, shape in zip(inputs, shapes, strict=True))
-            target = target if target is None else crop(target, last)
-        yield Batch(inputs, target, position, bucket)
-
-
-def _order(dataset: PipelineDataset[Any], minibatch_size: int, seed: int, epoch: int) -> list[int]:
-    num = len(dataset)
-    generator = torch.Generator().manual_seed(layer_seed(seed, f"epoch {epoch}"))
-    order: list[int] = torch.randperm(num, generator=generator).tolist()
-    if not dataset.bucket_shapes:
-        return order
-    buckets = [dataset.bucket_of(index) for index in range(num)]
-    return bucketed_order(buckets, order, minibatch_size, generator)
+    parts = RankParts.of(pipeline, plan)
+    num_workers = num_workers if parts.places else 0  # a stage in between loads nothing
+    loader = DataLoader(
+        _Batches(dataset, parts, seed, rank),
+        sampler=MinibatchSampler(dataset, plan.minibatch_size, seed, start),
+        batch_size=None,  # a request is a whole mini-batch
+        num_workers=num_workers,
+        prefetch_factor=PREFETCH if num_workers else None,
+        # Forked workers would hold the rank's sockets open after it dies, and other ranks would wait for it.
+        multiprocessing_context="spawn" if num_workers else None,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # else starting the loader draws from the global generator
+    )
+    for batch in loader:
+        if isinstance(batch, BapipeError):
+            raise batch
+        if batch.rng is not None:
+            torch.set_rng_state(batch.rng[0])
+            random.setstate(batch.rng[1])
+        yield batch
 
 
 def load(
-    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], chosen: Sequence[int]
+    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], indices: Sequence[int]
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
     """Returns what this rank uses of the inputs and the target of some items, a mini-batch of them or fewer."""
-    size, num = plan.microbatch_size, len(chosen)
-    rows = [row for m in pipeline.microbatches for row in range(m * size, min((m + 1) * size, num))]
-    needs, names = pipeline.needs, pipeline.input_names
-    wanted = [place for place, name in enumerate(names) if name in needs]
-    if pipeline.needs_target:
-        wanted.append(len(names))
-    columns = _columns(dataset, [chosen[row] for row in rows or [0]], wanted, len(names)) if wanted else {}
-    stacked = {place: _stack(rows or [0], num, column) for place, column in columns.items()}
-    return tuple(stacked.get(place) for place in range(len(names))), stacked.get(len(names))
+    return RankParts.of(pipeline, plan).load(dataset, indices)
 
 
-def _columns(
-    dataset: PipelineDataset[Any], indices: Sequence[int], wanted: Sequence[int], num_inputs: int
-) -> dict[int, list[Any]]:
-    """Returns some parts of items; the target's place is after the inputs'. Loads no other, where the data can."""
-    if dataset.provides("part"):
-        return {place: [dataset.part(index, place) for index in indices] for place in wanted}
-    rows = [item_parts(dataset[index]) for index in indices]
-    if any(len(row) != num_inputs + 1 for row in rows):
-        raise BapipeError(f"the model takes {num_inputs} inputs; the data gives {len(rows[0]) - 1} a sample")
-    return {place: [row[place] for row in rows] for place in wanted}
+def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
+    """Raises BapipeError if the data does not fill a mini-batch."""
+    if len(dataset) < plan.minibatch_size:
+        raise BapipeError(
+            f"the data has {len(dataset)} samples, less than a mini-batch of {plan.minibatch_size}: "
+            "give more data, or plan with a smaller `minibatch_size`"
+        )
 
 
 def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
-    """Returns a mini-batch with values in some rows and anything in the others."""
+    """Returns a tensor [num_samples, ...] with values in some rows and anything in the others."""
     batch = default_collate(values)
     if not isinstance(batch, Tensor):
         raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
     if len(rows) == num_samples:
         return batch
     return batch.new_empty(num_samples, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)
+
+
+def _rng_state() -> _RngState:
+    return torch.get_rng_state(), random.getstate()

@@ -35,7 +35,7 @@ def hold_out(
     if size == num:
         raise BapipeError(
             f"the data has {num} samples, and evaluation takes {size} of them away: give more data, or a smaller "
-            "--eval-samples"
+            "`evaluate_samples`"
         )
     order = _shuffled(num, seed)
     return DatasetSubset(dataset, sorted(order[size:])), DatasetSubset(dataset, sorted(order[:size]))

@@ -1,5 +1,6 @@
 """Sentences and their translations from the message catalogues of the programs on this machine."""
 
+import gettext
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 ROOT = Path("/usr/share/locale")
 """Where programs on Linux keep their catalogues, in a folder for each language."""
 
-_MAGIC = 0x950412DE
 _MIN_WORDS = 5
+_CONTEXT_END = "\4"
+"""What stands between the context of a message, if it has one, and the message."""
 
 
 def catalogue_pairs(language: str, root: Path = ROOT) -> Iterator[tuple[str, str]]:
@@ -18,24 +20,23 @@ def catalogue_pairs(language: str, root: Path = ROOT) -> Iterator[tuple[str, str
     """
     seen: set[str] = set()
     for path in sorted(root.glob(f"{language}/LC_MESSAGES/*.mo")):
-        try:
-            messages = list(_messages(path.read_bytes()))
-        except (OSError, struct.error, UnicodeDecodeError):
-            continue
-        for english, other in messages:
-            if "\0" not in english and len(english.split()) >= _MIN_WORDS and english not in seen:
+        for english, other in _messages(path):
+            if len(english.split()) >= _MIN_WORDS and english not in seen:
                 seen.add(english)
                 yield " ".join(english.split()), " ".join(other.split())
 
 
-def _messages(content: bytes) -> Iterator[tuple[str, str]]:
-    """The format of GNU gettext: a table of lengths and places for the messages, and one for their translations."""
-    order = "<" if struct.unpack_from("<I", content)[0] == _MAGIC else ">"
-    _, _, count, messages, translations = struct.unpack_from(f"{order}5I", content)
-
-    def text(table: int, index: int) -> str:
-        length, start = struct.unpack_from(f"{order}2I", content, table + 8 * index)
-        return content[start : start + length].decode()
-
-    for index in range(count):
-        yield text(messages, index).rpartition("\4")[2], text(translations, index)  # what is before \4 is context
+def _messages(path: Path) -> list[tuple[str, str]]:
+    try:
+        with path.open("rb") as file:
+            catalogue = gettext.GNUTranslations(file)
+        charset = catalogue.charset() or "ascii"
+        # Many catalogues name another character set than UTF-8 although their messages are in it.
+        texts = [
+            (key.encode(charset).decode(), text.encode(charset).decode())
+            for key, text in catalogue._catalog.items()  # type: ignore[attr-defined]
+            if isinstance(key, str)  # keys of messages with plurals are pairs
+        ]
+    except (OSError, struct.error, ValueError, LookupError):  # not a catalogue, or not in UTF-8
+        return []
+    return [(key.rpartition(_CONTEXT_END)[2], text) for key, text in texts]

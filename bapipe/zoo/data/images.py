@@ -132,6 +132,10 @@ class _Folder(Images):
         generator = torch.Generator().manual_seed(self.epoch * len(self.files) + index)
         return read_image(Path(path), self.image_size, generator)
 
+    @property
+    def is_slow_to_load(self) -> bool:
+        return True
+
     def augmented(self) -> "_Augmented":
         return _Augmented(folder=self)
 
@@ -154,6 +158,10 @@ class _Augmented(Images):
 
     def at_epoch(self, epoch: int) -> Images:
         return replace(self.folder, epoch=epoch)
+
+    @property
+    def is_slow_to_load(self) -> bool:
+        return True
 
 
 def _mnist(image_size: int, num_classes: int) -> _Digits:

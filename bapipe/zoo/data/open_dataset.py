@@ -1,4 +1,4 @@
-"""From what `--data` says to a data set."""
+"""From the name of some data to a data set."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,27 +8,35 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.zoo.data.buckets import Bucketed
-from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.data.translation import LOCALE, Translations
 from bapipe.zoo.factory import current_folder_importable, find, is_path
 
 
-def open_data(spec: str, own: Callable[[str], Dataset[Any]] | None, factory: str) -> Dataset[Any]:
-    """Returns the data that `spec` names: what the function `module.path:function` returns, or what `own` opens.
+def open_dataset(
+    spec: str, opener: Callable[[str], Dataset[Any]] | None, factory: str, *, buckets: int, augment: bool
+) -> PipelineDataset[Any]:
+    """Returns the data set that `spec` names, see `open_data`, in buckets of lengths and with random augmentation."""
+    dataset = as_pipeline_dataset(open_data(spec, opener, factory))
+    return augmented(bucketed(dataset, buckets, spec), augment, spec)
 
-    `own` is the `data` of what `factory` made.
+
+def open_data(spec: str, opener: Callable[[str], Dataset[Any]] | None, factory: str) -> Dataset[Any]:
+    """Returns the data that `spec` names: what the function `module.path:function` returns, or what `opener` opens.
+
+    `opener` is the `data` of the example that `factory` made.
 
     Raises:
-        BapipeError: no such data, or what is none.
+        BapipeError: there is no such data, or it is not a data set.
     """
     if is_path(spec) and not spec.startswith(LOCALE) and not Path(spec).exists():
         return _called(spec)
-    if own is None:
+    if opener is None:
         raise BapipeError(
-            f"'{factory}' says nothing of data: give its Example a `data` function, or name a function that returns "
-            "the data, as --data module.path:function"
+            f"'{factory}' has no data: give its Example a function named data, or name a function that returns the "
+            "data, as `data` module.path:function"
         )
-    return own(spec)
+    return opener(spec)
 
 
 def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:
@@ -41,7 +49,7 @@ def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDa
         return data
     crops = data.augmented()
     if crops is None:
-        raise BapipeError(f"data '{spec}' is no folder of images, so --augment cannot draw pieces of them")
+        raise BapipeError(f"data '{spec}' is no folder of images, so `augment` cannot draw pieces of them")
     return crops
 
 

@@ -53,6 +53,10 @@ class _Questions(PipelineDataset[Pair]):
     def __len__(self) -> int:
         return len(self.shown)
 
+    @property
+    def is_slow_to_load(self) -> bool:
+        return self.shown.is_slow_to_load
+
     def __getitem__(self, index: int) -> Pair:
         return (self.part(index, 0), self.part(index, 1)), self.part(index, 2)
 

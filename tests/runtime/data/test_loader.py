@@ -1,5 +1,8 @@
 """What `--data` names, and that a rank loads no more of it than its stages use."""
 
+import math
+import random
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import batches
-from bapipe.zoo.data.dataset import as_pipeline_dataset
+from bapipe.runtime.data.workers import num_data_workers
+from bapipe.runtime.rng import seed_step
+from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data
 
 OWN = "own:factory"
@@ -88,8 +93,64 @@ class Items(list[Any]):
 
 def test_data_of_another_number_of_inputs_is_refused() -> None:
     asked = Needs(needs=("only",), needs_target=False, input_names=("only",))
-    with pytest.raises(BapipeError, match=r"^the model takes 1 inputs; the data gives 2 a sample$"):
+    with pytest.raises(BapipeError, match=r"^the model takes 1 inputs; the data gives 2 inputs per sample$"):
         next(batches(asked, asked, as_pipeline_dataset(Items(9)), 3, Position()))  # type: ignore[arg-type]
+
+
+class Noisy(Items):
+    """Items with noise from the global generators, and one that cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 8:
+            raise BapipeError("item 8 cannot be read")
+        noise = torch.rand(()) + random.random()
+        return (torch.tensor(10.0 * index) + noise, 0.0), torch.tensor(index)
+
+
+def test_worker_processes_change_no_result() -> None:
+    asked: Any = Needs(needs=("left",), needs_target=True)
+    data = as_pipeline_dataset(Noisy(8))
+    start, runs = Position(step=3, epoch=1, offset=4), []
+    for num_workers in (0, 2):
+        drawn: list[Any] = []
+        with closing(batches(asked, asked, data, 3, start, rank=1, num_workers=num_workers)) as loader:
+            for step in range(3, 7):
+                seed_step(3, 1, step)
+                batch = next(loader)
+                assert batch.inputs[0] is not None
+                assert batch.target is not None
+                drawn.append((batch.inputs[0].tolist(), batch.target.tolist(), batch.after))
+                drawn.append((torch.rand(3).tolist(), random.random()))  # as dropout would, afterwards
+        runs.append(drawn)
+    assert runs[0] == runs[1]
+    assert torch.utils.data.get_worker_info() is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_keeps_its_text(num_workers: int) -> None:
+    asked: Any = Needs(needs=("left",), needs_target=True)
+    data = DatasetSubset(as_pipeline_dataset(Noisy(9)), [8, 8, 8, 8])
+    with (
+        pytest.raises(BapipeError, match=r"^item 8 cannot be read$"),
+        closing(batches(asked, asked, data, 3, Position(), num_workers=num_workers)) as loader,
+    ):
+        next(loader)
+
+
+def test_the_default_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def default(cores: int, free_bytes: float, *, is_slow: bool = True, is_child: bool = True) -> int:
+        monkeypatch.setattr("bapipe.runtime.data.workers.num_cores", lambda: cores)
+        monkeypatch.setattr("bapipe.runtime.data.workers._free_shared_memory", lambda: free_bytes)
+        monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if is_child else None)
+        return num_data_workers(None, is_slow_to_load=is_slow, num_ranks=2, num_threads=1, batch_bytes=100)
+
+    assert default(2, math.inf) == 0
+    assert default(4, math.inf) == 1
+    assert default(16, math.inf) == 4
+    assert default(16, 2 * 3 * 100 * 2) == 2  # each of two workers has up to three batches, for each of two ranks
+    assert default(16, math.inf, is_slow=False) == 0
+    assert default(16, math.inf, is_child=False) == 0  # a torchrun job
+    assert num_data_workers(7, is_slow_to_load=False, num_ranks=2, num_threads=1, batch_bytes=1) == 7
 
 
 @pytest.fixture
@@ -119,8 +180,8 @@ def test_data_of_a_function() -> None:
     [
         (
             "synthetic",
-            "'own:factory' says nothing of data: give its Example a `data` function, or name a function that returns "
-            "the data, as --data module.path:function",
+            "'own:factory' has no data: give its Example a function named data, or name a function that returns the "
+            "data, as `data` module.path:function",
         ),
         (
             "own_date:points",

@@ -1,0 +1,41 @@
+"""The optimizers that profiles know: what each is in `torch.optim`, and how much state it keeps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MOMENTUM = 0.9
+"""Momentum of `sgd-momentum`, and of SGD when nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRule:
+    """An update rule.
+
+    Attributes:
+        torch_class: name of its class in `torch.optim`.
+        arguments: of that class, besides the learning rate.
+        state_values: values of optimizer state for each value of a parameter.
+    """
+
+    torch_class: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    state_values: int
+
+
+OPTIMIZERS: dict[str, OptimizerRule] = {
+    "sgd": OptimizerRule(torch_class="SGD", arguments={"momentum": 0}, state_values=0),
+    "sgd-momentum": OptimizerRule(torch_class="SGD", arguments={"momentum": MOMENTUM}, state_values=1),
+    "adam": OptimizerRule(torch_class="Adam", state_values=2),
+    "adamw": OptimizerRule(torch_class="AdamW", state_values=2),
+}
+"""By the name that profiles, plans and the command line use."""
+
+
+def rule_of(torch_class: str, momentum: object) -> str | None:
+    """Returns the name of a class of `torch.optim`, in any case, in profiles; None if they do not know it.
+
+    `momentum` tells `sgd` from `sgd-momentum`.
+    """
+    if torch_class.lower() == "sgd":
+        return "sgd-momentum" if momentum else "sgd"
+    return next((name for name, rule in OPTIMIZERS.items() if rule.torch_class.lower() == torch_class.lower()), None)

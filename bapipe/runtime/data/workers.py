@@ -1,0 +1,41 @@
+"""How many processes load data for a rank."""
+
+import math
+import multiprocessing
+import shutil
+from pathlib import Path
+
+from bapipe.hardware import num_cores
+from bapipe.runtime.data.loader import PREFETCH
+
+_MAX_WORKERS = 4
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def num_data_workers(
+    chosen: int | None, *, is_slow_to_load: bool, num_ranks: int, num_threads: int, batch_bytes: int
+) -> int:
+    """Returns `chosen`, or by default a number that this machine has cores and shared memory for.
+
+    The default is 0 in a torchrun job: workers import the program anew, and a script for torchrun need not be safe
+    to import.
+
+    Args:
+        is_slow_to_load: see `PipelineDataset`.
+        num_ranks: ranks on this machine.
+        num_threads: compute threads of each.
+        batch_bytes: of a mini-batch.
+    """
+    if chosen is not None:
+        return chosen
+    started_by_torchrun = multiprocessing.parent_process() is None
+    if not is_slow_to_load or started_by_torchrun:
+        return 0
+    spare_cores = num_cores() - num_ranks * num_threads
+    by_memory = _free_shared_memory() // num_ranks // max(1, batch_bytes) // (PREFETCH + 1)
+    return int(max(0, min(_MAX_WORKERS, spare_cores // num_ranks, by_memory)))
+
+
+def _free_shared_memory() -> float:
+    """Returns the bytes through which workers may pass batches; containers often have little."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else math.inf
