@@ -107,7 +107,7 @@ def num_available_devices(plan: Plan) -> int:
     from bapipe.torch_device import num_devices
 
     kinds = {device.kind for device in plan.cluster.devices}
-    threads = 1 if plan.settings is msgspec.UNSET else plan.settings.threads
+    threads = plan.compute_settings.threads
     return sum(num_devices(kind) // (threads if kind == "cpu" else 1) for kind in sorted(kinds))
 
 

@@ -57,7 +57,7 @@ def run(
             "module.path:function, or use bapipe.Pipeline in a script of your own"
         )
     require_torch()
-    settings = Settings() if plan.settings is msgspec.UNSET else plan.settings
+    settings = plan.compute_settings
     if not config.replan:
         _check_devices(plan, settings.threads)
     _check_optimizer(settings, config)

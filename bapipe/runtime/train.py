@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.plan import Plan
-from bapipe.formats.settings import Settings
 from bapipe.runtime.checkpoint.manifest import Manifest, Position, check_model, list_checkpoints, read_manifest
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors, tensor_specs
 from bapipe.runtime.data.buckets import bucket_examples
@@ -135,7 +134,7 @@ def train(
         validation=validation,
         config=config,
         learning_rate=example.learning_rate if config.learning_rate is None else config.learning_rate,
-        optimizer=config.optimizer_for(_settings(plan)),
+        optimizer=config.optimizer_for(plan.compute_settings),
         devices=tuple(device.name for device in devices),
         resume_from=_newest_checkpoint(config),
     )
@@ -152,10 +151,6 @@ def train(
 
     results = launch(_train_rank, job.devices, job, kind=kinds[0], timeout_s=config.timeout_s, on_message=receive)
     return results[0]
-
-
-def _settings(plan: Plan) -> Settings:
-    return Settings() if plan.settings is msgspec.UNSET else plan.settings
 
 
 def _newest_checkpoint(config: TrainConfig) -> Path | None:
@@ -192,7 +187,7 @@ def _check_resumable(job: _Job, path: Path, example: Example) -> None:
 
 def _train_rank(rank: Rank, job: _Job) -> TrainResult:
     plan, config = job.plan, job.config
-    settings = _settings(plan)
+    settings = plan.compute_settings
     if rank.device.type == "cpu":
         torch.set_num_threads(settings.threads)
     example = job.build()
