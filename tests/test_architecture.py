@@ -36,7 +36,7 @@ LAYERS = [
 TORCH = {"tracing", "torch_device", "torch_private", "profiler", "runtime", "zoo"}
 HEAVY = {
     "torch": TORCH,
-    "numpy": {"zoo", "planner"},
+    "numpy": {"zoo", "planner", "simulator"},
     "PIL": {"zoo"},
     "sentencepiece": {"zoo"},
     "sacrebleu": {"zoo"},

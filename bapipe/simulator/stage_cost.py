@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import Protocol
 
 from msgspec import UNSET
@@ -114,9 +116,10 @@ def build_stages(
         if device.kind not in views:
             check_layers(stages, profiles[device.kind])
             views[device.kind] = _ProfileView(profiles[device.kind], microbatch_size)
+    layers_before = list(accumulate((frozenset(stage.layers) for stage in stages), frozenset.union))
     costed = tuple(
-        _stage(stage, group, views, _cut_bytes(stages, views[group[0].kind], after=s))
-        for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
+        _stage(stage, group, views, cut_bytes(views[group[0].kind].layers, before))
+        for stage, group, before in zip(stages, devices, layers_before, strict=True)
     )
     return _with_lanes(costed, devices) if any(d.side_by_side for d in cluster.devices) else costed
 
@@ -304,16 +307,18 @@ def check_flow(layers: Iterable[Layer], stage_of: Mapping[str, int]) -> None:
         stage_of_tensor |= dict.fromkeys(layer.outputs, stage_of[layer.name])
 
 
-def _cut_bytes(stages: Sequence[StagePlan], view: _ProfileView, after: int) -> tuple[int, int]:
-    """Returns the activation and the gradient bytes of a micro-batch at the cut after stage `after`."""
-    early = {name for stage in stages[: after + 1] for name in stage.layers}
-    used_beyond = {tensor for layer, _ in view.layers if layer.name not in early for tensor in layer.inputs}
+def cut_bytes(layers: Sequence[tuple[LayerProfile, LayerMeasurement]], before: AbstractSet[str]) -> tuple[int, int]:
+    """Returns the bytes of activations and of gradients of a micro-batch at the cut behind the layers in `before`.
+
+    A tensor crosses the cut if it is made before it and a layer behind it uses it.
+    """
+    used_behind = {tensor for layer, _ in layers if layer.name not in before for tensor in layer.inputs}
     send = grad = 0
-    for layer, measured in view.layers:
-        if layer.name not in early:
+    for layer, measured in layers:
+        if layer.name not in before:
             continue
         for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
-            if tensor in used_beyond:
+            if tensor in used_behind:
                 send += num_bytes
                 grad += 0 if tensor in layer.no_gradient else num_bytes
     return send, grad

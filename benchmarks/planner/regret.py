@@ -37,8 +37,9 @@ import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.throughput.loads import Boundaries, StageCostSums, transfer_ns
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.schedules import SCHEDULES
+from bapipe.simulator.interval_costs import transfer_ns
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads

@@ -4,7 +4,6 @@ from itertools import product
 from math import ceil
 from random import Random
 
-import numpy as np
 import pytest
 
 from bapipe.errors import Infeasible, InvalidFile
@@ -12,7 +11,6 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.throughput.loads import message_ns
 from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, is_homogeneous, plan_throughput
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
@@ -306,11 +304,3 @@ def test_layers_that_nothing_joins_are_named() -> None:
         "the layers fall into 2 parts that share no tensor: 'l0' is in one of 2, 'l2' in one of 2; remove what the "
         "loss does not use, or plan the parts apart - at `$.layers[2].inputs`"
     )
-
-
-def test_messages_of_many_gigabytes_take_what_the_judge_says() -> None:
-    """A product of bytes and nanoseconds that 64 bits do not hold."""
-    sizes = [0, 1, 10**9, 10**10, 3 * 10**12, 10**15]
-    for link in (Bandwidth(bytes_per_s=12 * 10**9, latency_ns=7), Bandwidth(bytes_per_s=10**9, latency_ns=0)):
-        assert message_ns(np.array(sizes), link).tolist() == [link.transfer_ns(num_bytes) for num_bytes in sizes]
-        assert int(message_ns(np.int64(10**11), link)) == link.transfer_ns(10**11)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from bapipe.formats.profile import ModelProfile
+from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.stage_cost import Stage, StageCost, fill_buckets
 from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparable_layers
 from bapipe.units import at_speed
@@ -32,7 +33,7 @@ class Chain:
         self._update = _sums([layer.update_ns for layer in profile.layers])
         self._params = _sums([layer.param_bytes for layer in profile.layers])
         self._optimizer = _sums([layer.optimizer_state_bytes for layer in profile.layers])
-        self.send_bytes, self.grad_bytes = _alive(profile, microbatch_size)
+        self.send_bytes, self.grad_bytes = (sums.tolist() for sums in cut_bytes(profile, microbatch_size))
         self.legal = _legal(profile)
         self._layer_params = [layer.param_bytes for layer in profile.layers]
         self._names = [layer.name for layer in profile.layers]
@@ -116,16 +117,3 @@ def _legal(profile: ModelProfile) -> list[bool]:
         for cut in range(first + 1, last + 1):
             legal[cut] = False
     return legal
-
-
-def _alive(profile: ModelProfile, microbatch_size: int) -> tuple[list[int], list[int]]:
-    """Bytes of the tensors made before, and used at or after, each layer."""
-    last_use = {tensor: i for i, layer in enumerate(profile.layers) for tensor in layer.inputs}
-    send = [0] * (len(profile.layers) + 1)
-    grad = [0] * (len(profile.layers) + 1)
-    for i, (layer, measured) in enumerate(zip(profile.layers, profile.at(microbatch_size), strict=True)):
-        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
-            for cut in range(i + 1, last_use.get(tensor, i) + 1):
-                send[cut] += num_bytes
-                grad[cut] += 0 if tensor in layer.no_gradient else num_bytes
-    return send, grad

@@ -9,15 +9,14 @@ over an interval are differences of prefix sums. Times are rounded as the simula
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.simulator.interval_costs import IntervalCosts, prefix_sums, ring_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 from bapipe.simulator.tied_weights import TiedWeights
 
@@ -125,31 +124,16 @@ class IntervalTimes:
     """
 
     def __init__(self, intervals: IntervalIndex, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
-        self.intervals, self.profile, self._speed = intervals, profile, speed
+        self.intervals, self.profile = intervals, profile
         self._bucket_fills: dict[tuple[bool, bool], _BucketFill] = {}
-        measured = profile.at(microbatch_size)
-        # Prefix sums over layers. [layers + 1]
-        self._input_grad_sums = prefix_sums([m.input_grad_ns for m in measured])
-        self._weight_grad_sums = prefix_sums([m.weight_grad_ns for m in measured])
-        self._backward_sums = prefix_sums([m.whole_backward_ns for m in measured])
-        self._num_measured_backward = prefix_sums([m.backward_ns is not UNSET for m in measured])
-        self.forward_ns = at_speed(intervals.sums([m.forward_ns for m in measured]), speed)
-        self.input_grad_ns = at_speed(intervals.sums([m.input_grad_ns for m in measured]), speed)
-        self.weight_grad_ns = at_speed(intervals.sums([m.weight_grad_ns for m in measured]), speed)
+        self._costs = costs = IntervalCosts(profile, microbatch_size, speed, max_ns=MAX_TIME)
         cuts = np.array(intervals.cuts)
-        self.backward_ns = self._full_backward_ns(cuts[intervals.begins], cuts[intervals.ends])
-        self.update_ns = at_speed(intervals.sums([layer.update_ns for layer in profile.layers]), speed)
-
-    def _full_backward_ns(self, first: IntArray, stop: IntArray) -> IntArray:
-        """B of layers [first, stop): I + W, each rounded, unless the B of one of these layers was measured."""
-        split_ns = self._sum_ns(self._input_grad_sums, first, stop) + self._sum_ns(self._weight_grad_sums, first, stop)
-        full_ns = self._sum_ns(self._backward_sums, first, stop)
-        measured = self._num_measured_backward[stop] > self._num_measured_backward[first]
-        backward_ns: IntArray = np.where(measured, full_ns, split_ns)
-        return backward_ns
-
-    def _sum_ns(self, sums: IntArray, first: IntArray, stop: IntArray) -> IntArray:
-        return at_speed(sums[stop] - sums[first], self._speed)
+        first, stop = cuts[intervals.begins], cuts[intervals.ends]  # the layers of each interval. [intervals]
+        self.forward_ns = costs.forward_ns(first, stop)
+        self.input_grad_ns = costs.input_grad_ns(first, stop)
+        self.weight_grad_ns = costs.weight_grad_ns(first, stop)
+        self.backward_ns = costs.backward_ns(first, stop)
+        self.update_ns = costs.update_ns(first, stop)
 
     def all_reduce_done_ns(
         self, num_devices: int, links: Sequence[Bandwidth], full_backward: bool, overlapped: bool
@@ -169,12 +153,8 @@ class IntervalTimes:
             self._bucket_fills[full_backward, overlapped] = self._fill_buckets(full_backward, overlapped)
         fill = self._bucket_fills[full_backward, overlapped]
 
-        def ring_ns(num_bytes: IntArray) -> IntArray:
-            """A ring all-reduce: 2 (n - 1) rounds, each of an n-th of the bytes on every link."""
-            share = -(-num_bytes // num_devices)
-            round_ns = np.maximum.reduce([transfer_ns(link, share) for link in links])
-            total_ns: IntArray = np.minimum(2 * (num_devices - 1) * round_ns, INF >> 2)
-            return total_ns
+        def bucket_ns(num_bytes: IntArray) -> IntArray:
+            return np.minimum(ring_ns(num_bytes, num_devices, links, MAX_TIME), INF >> 2)
 
         # done_ns[end]: when the full buckets of [begin, end) are done; a bucket waits for the one before and for its
         # gradients.
@@ -184,10 +164,10 @@ class IntervalTimes:
         for begin in reversed(range(intervals.num_boundaries - 1)):
             for _ in range(fill.num_full[begin]):
                 ends, num_bytes, ready_ns = next(full_buckets)
-                done_ns[ends] = np.maximum(done_ns[ends], ready_ns) + ring_ns(num_bytes)
+                done_ns[ends] = np.maximum(done_ns[ends], ready_ns) + bucket_ns(num_bytes)
             done_from[begin] = done_ns
         full_done_ns = done_from[intervals.begins, intervals.ends]
-        last_done_ns = np.maximum(full_done_ns, fill.last_ready_ns) + ring_ns(fill.last_bytes)
+        last_done_ns = np.maximum(full_done_ns, fill.last_ready_ns) + bucket_ns(fill.last_bytes)
         all_done_ns: IntArray = np.where(fill.last_bytes > 0, last_done_ns, full_done_ns)
         if overlapped:
             return all_done_ns
@@ -196,6 +176,7 @@ class IntervalTimes:
     def _fill_buckets(self, full_backward: bool, overlapped: bool) -> "_BucketFill":
         """How the buckets fill, which depends neither on the devices nor on the links."""
         intervals, stops = self.intervals, np.array(self.intervals.cuts)
+        last_action_ns = self._costs.backward_ns if full_backward else self._costs.weight_grad_ns
         # State of the bucket that is filling, for each end. [boundaries]
         num_bytes, ready_ns = (np.zeros(intervals.num_boundaries, dtype=np.int64) for _ in range(2))
         unfilled = np.zeros((2, intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [2, begin, end]
@@ -210,11 +191,7 @@ class IntervalTimes:
                 first = np.full_like(stops, layer)
                 stop = np.maximum(stops, first)
                 # The gradients of this layer are ready when its backward and that of all later layers are over.
-                layer_ready_ns = (
-                    self._full_backward_ns(first, stop)
-                    if full_backward
-                    else self._sum_ns(self._weight_grad_sums, first, stop)
-                )
+                layer_ready_ns = last_action_ns(first, stop)
                 ready_ns = np.where(inside, layer_ready_ns, ready_ns) if overlapped else ready_ns
                 overflowing = np.flatnonzero(num_bytes >= BUCKET_BYTES)
                 if len(overflowing):
@@ -247,28 +224,3 @@ class _BucketFill:
     num_full: tuple[int, ...]
     last_bytes: IntArray
     last_ready_ns: IntArray
-
-
-def prefix_sums(values: Sequence[int]) -> IntArray:
-    """Returns 0, values[0], values[0] + values[1], ... [n] -> [n + 1]"""
-    return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
-
-
-def transfer_ns(link: Bandwidth, num_bytes: IntArray) -> IntArray:
-    """Returns the time of messages, 0 for 0 bytes; at most `MAX_TIME`. Any shape."""
-    wide = num_bytes if int(num_bytes.max(initial=0)) < 2**32 else num_bytes.astype(object)  # the product may overflow
-    times_ns = link.latency_ns - (-wide * 1_000_000_000 // link.bytes_per_s)  # rounded up
-    clipped_ns: IntArray = np.where(num_bytes > 0, np.minimum(times_ns, MAX_TIME), 0).astype(np.int64)
-    return clipped_ns
-
-
-def at_speed(times_ns: IntArray, speed: float) -> IntArray:
-    """Returns each time divided by the speed, rounded half up, exactly; at most `MAX_TIME`. Any shape."""
-    if speed == 1.0:
-        return times_ns
-    exact = Fraction(str(speed))  # the decimal number that the file says
-    top, bottom = exact.denominator, exact.numerator
-    may_overflow = int(np.abs(times_ns).max(initial=0)) * 2 * top + bottom >= 1 << 62
-    wide = times_ns.astype(object) if may_overflow else times_ns
-    scaled_ns: IntArray = np.minimum((2 * wide * top + bottom) // (2 * bottom), MAX_TIME).astype(np.int64)
-    return scaled_ns

@@ -20,15 +20,16 @@ from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass
 from bapipe.planner.branch_and_bound.intervals import (
     INF,
+    MAX_TIME,
     BoolArray,
     IntArray,
     IntervalIndex,
     IntervalMemory,
     IntervalTimes,
-    transfer_ns,
 )
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.schedules.table import Phase
+from bapipe.simulator.interval_costs import transfer_ns
 
 MAX_CACHED_ROWS = 20_000
 """Rows of candidates (one placement and one begin) that are kept."""
@@ -238,7 +239,7 @@ class StageCostTable:
         key = (link, forward)
         if key not in self._transfer_ns:
             num_bytes = self.min_send_bytes if forward else self.min_grad_bytes
-            self._transfer_ns[key] = transfer_ns(link, num_bytes)
+            self._transfer_ns[key] = transfer_ns(num_bytes, link, MAX_TIME)
         return self._transfer_ns[key]
 
     def distinct_replicas(self, placement: StagePlacement) -> list[int]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, prefix_sums
+from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
+from bapipe.simulator.interval_costs import prefix_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, transfer_ns
+from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns
 from bapipe.planner.throughput.problem import END
+from bapipe.simulator.interval_costs import transfer_ns
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.planner.throughput.loads import Boundaries, StageCostSums, load_ceiling_ns, transfer_ns
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums, load_ceiling_ns
+from bapipe.simulator.interval_costs import transfer_ns
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.loads import Counts, Positions

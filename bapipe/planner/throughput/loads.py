@@ -14,16 +14,15 @@ transfer times. `homogeneous` and `heterogeneous` make loads of it.
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
+from bapipe.simulator.interval_costs import IntervalCosts, cut_bytes, ring_ns, transfer_ns
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
@@ -74,8 +73,8 @@ class Boundaries:
 class StageCostSums:
     """Costs of the layers between any two boundaries, at one micro-batch size, on devices of one kind and speed.
 
-    Prefix sums over boundaries: `inside @ cost` has shape [boundaries], and a stage's cost is the difference of two
-    entries. Times are rounded per stage and phase, as the simulator rounds them.
+    Prefix sums over boundaries, by `IntervalCosts`: a stage's cost is the difference of two entries. Times are rounded
+    per stage and phase, as the simulator rounds them.
 
     Attributes:
         send_bytes, grad_bytes: of one micro-batch, activations and gradients that cross each boundary; [boundaries].
@@ -83,51 +82,25 @@ class StageCostSums:
 
     def __init__(self, boundaries: Boundaries, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
         measured, inside = profile.at(microbatch_size), boundaries.inside
-        self._speed = Fraction(str(speed))
-        # each [boundaries]: the sum over the layers before the boundary
-        self._forward: IntArray = inside @ np.array([m.forward_ns for m in measured])
-        self._input_grad: IntArray = inside @ np.array([m.input_grad_ns for m in measured])
-        self._weight_grad: IntArray = inside @ np.array([m.weight_grad_ns for m in measured])
-        self._backward: IntArray = inside @ np.array([m.whole_backward_ns for m in measured])
-        self._num_whole: IntArray = inside @ np.array([m.backward_ns is not UNSET for m in measured], dtype=np.int64)
-        self._update: IntArray = inside @ np.array([layer.update_ns for layer in profile.layers])
-        self._params: IntArray = inside @ np.array([layer.param_bytes for layer in profile.layers])
-        self._optimizer: IntArray = inside @ np.array([layer.optimizer_state_bytes for layer in profile.layers])
-        self._stash: IntArray = inside @ np.array([m.stash_bytes for m in measured])
+        self._costs = IntervalCosts(profile, microbatch_size, speed, inside=inside)
         self._inside = inside
         self._workspaces: IntArray = np.array([m.workspace_bytes for m in measured])  # [layers]; a maximum, not a sum
-        self.send_bytes, self.grad_bytes = _alive_bytes(inside, profile, microbatch_size)
-
-    def _at_speed(self, time_ns: "IntArray") -> "IntArray":
-        """Divides by the speed and rounds half up, in integers."""
-        if self._speed == 1:
-            return time_ns
-        up, down = self._speed.numerator, self._speed.denominator
-        return (2 * time_ns * down + up) // (2 * up)
+        self.send_bytes, self.grad_bytes = cut_bytes(profile, microbatch_size, inside)
 
     def microbatch_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
         """Returns F + B of one micro-batch, rounded as the simulator rounds them."""
-        forward, whole = (self._at_speed(sums[end] - sums[begin]) for sums in (self._forward, self._backward))
-        if self._speed == 1:
-            return forward + whole
-        # A stage without a measured whole B runs I and W, each rounded by itself.
-        input_grad, weight_grad = (
-            self._at_speed(sums[end] - sums[begin]) for sums in (self._input_grad, self._weight_grad)
-        )
-        return forward + np.where(self._num_whole[end] > self._num_whole[begin], whole, input_grad + weight_grad)
+        return self._costs.forward_ns(begin, end) + self._costs.backward_ns(begin, end)
 
     def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> "IntArray":
         """Returns the update and the ring all-reduce over `devices` devices, once per step."""
-        params = self._params[end] - self._params[begin]
-        update = self._at_speed(self._update[end] - self._update[begin])
-        chunk_bytes: IntArray = -(-params // np.asarray(devices))
-        round_ns = message_ns(chunk_bytes, ring)  # each of the 2(r - 1) rounds sends one r-th of the gradients
-        all_reduce: IntArray = np.where((devices > 1) & (params > 0), 2 * (devices - 1) * round_ns, 0)
-        return update + all_reduce
+        all_reduce = ring_ns(np.asarray(self._costs.param_bytes(begin, end)), np.asarray(devices), [ring])
+        return self._costs.update_ns(begin, end) + all_reduce
 
     def max_bytes(self, max_in_flight: int, num_microbatches: int) -> int:
         """Returns an upper bound on what any device of any plan holds."""
-        held = 2 * self._params[-1] + self._optimizer[-1] + max_in_flight * self._stash[-1] + self._workspaces.max()
+        costs = self._costs
+        constant = 2 * costs.param_bytes(0, -1) + costs.optimizer_bytes(0, -1)
+        held = constant + max_in_flight * costs.stash_bytes(0, -1) + self._workspaces.max()
         return int(held + num_microbatches * (self.send_bytes.max() + self.grad_bytes.max()))
 
     def fits(
@@ -139,9 +112,9 @@ class StageCostSums:
         limit_bytes: int,
     ) -> "BoolArray":
         """Returns whether a device can hold the layers, their stashes in flight, and what its micro-batches receive."""
-        held = 2 * (self._params[end] - self._params[begin]) + self._optimizer[end] - self._optimizer[begin]
+        held = 2 * self._costs.param_bytes(begin, end) + self._costs.optimizer_bytes(begin, end)
         buffers = num_microbatches * (self.send_bytes[begin] + self.grad_bytes[end])
-        stashes = in_flight * (self._stash[end] - self._stash[begin])
+        stashes = in_flight * self._costs.stash_bytes(begin, end)
         room: IntArray = np.asarray(limit_bytes - (held + stashes + buffers))
         # The largest workspace of a stage is a range maximum, which differences cannot give. It is computed only for
         # the few stages whose room lies between zero and the largest workspace of all layers.
@@ -173,40 +146,3 @@ def load_ceiling_ns(
             each = int(sums.microbatch_ns(0, last)) + 2 * num_devices  # F and B of each stage are rounded
             largest = max(largest, num_microbatches * (each + 4 * cut) + once + 1)
     return float(2 * largest)
-
-
-def transfer_ns(num_bytes: "Counts", link: Bandwidth) -> "IntArray":
-    """Returns the time of one transfer for each of many sizes; no bytes take no time."""
-    return np.where(num_bytes > 0, message_ns(num_bytes, link), 0)
-
-
-def message_ns(num_bytes: "Counts", link: Bandwidth) -> "IntArray":
-    """Returns latency plus bytes over bandwidth, rounded up; at most 2**60.
-
-    Bytes times 10**9 overflow 64 bits from 2**33 bytes on; such sizes are computed with Python integers.
-    """
-    sizes = np.asarray(num_bytes)
-    exact = sizes if np.abs(sizes).max(initial=0) < 2**33 else sizes.astype(object)
-    times: IntArray = np.minimum(link.latency_ns - (-exact * 1_000_000_000 // link.bytes_per_s), 2**60).astype(np.int64)
-    return times
-
-
-def _alive_bytes(inside: "IntArray", profile: ModelProfile, microbatch_size: int) -> "tuple[IntArray, IntArray]":
-    """Returns the bytes of activations and gradients that cross each boundary, [boundaries] each.
-
-    A tensor crosses a boundary if it is made before it and some layer after it uses it.
-    """
-    send: IntArray = np.zeros(len(inside), dtype=np.int64)
-    grad: IntArray = np.zeros(len(inside), dtype=np.int64)
-    users: dict[str, list[int]] = {}
-    for i, layer in enumerate(profile.layers):
-        for tensor in layer.inputs:
-            users.setdefault(tensor, []).append(i)
-    for i, (layer, measured) in enumerate(zip(profile.layers, profile.at(microbatch_size), strict=True)):
-        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
-            if tensor in users:
-                is_used_later = inside[:, users[tensor]].min(axis=1) == 0
-                crosses = (inside[:, i] == 1) & is_used_later
-                send += num_bytes * crosses
-                grad += 0 if tensor in layer.no_gradient else num_bytes * crosses
-    return send, grad

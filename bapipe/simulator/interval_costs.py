@@ -1,0 +1,192 @@
+"""The costs of many intervals of layers at once: the vectorised forms of the simulator's rules, in numpy.
+
+Searches look at every interval [begin, end) between two boundaries. What is summed over layers is the difference of two
+prefix sums, so one subtraction of arrays gives all intervals. Each form names the scalar rule that it equals;
+tests/simulator/test_interval_costs.py holds the pairs equal. The rest of the simulator does not import this file, which
+keeps numpy out of `import bapipe`.
+"""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from bapipe.formats.cluster import Bandwidth
+from bapipe.formats.profile import ModelProfile
+
+IntArray = NDArray[np.int64]
+Index = Any
+"""One boundary, or an array of boundaries of any shape."""
+
+MAX_NS = 1 << 60
+"""Times beyond this are cut down to it, so that the sum of two of them still has 63 bits."""
+
+
+def prefix_sums(values: Sequence[int] | IntArray) -> IntArray:
+    """Returns 0, values[0], values[0] + values[1], ... [n] -> [n + 1]"""
+    return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
+
+
+def transfer_ns(num_bytes: IntArray, link: Bandwidth, max_ns: int = MAX_NS) -> IntArray:
+    """Returns the time of a transfer of each size, at most `max_ns`; no bytes take no time.
+
+    The vectorised form of `Bandwidth.transfer_ns`. Bytes times 10**9 may overflow 64 bits from 2**32 bytes on; such
+    sizes are computed with Python's integers.
+    """
+    exact = num_bytes if np.abs(num_bytes).max(initial=0) < 2**32 else num_bytes.astype(object)
+    times_ns = np.minimum(link.latency_ns - (-exact * 1_000_000_000 // link.bytes_per_s), max_ns)
+    found: IntArray = np.where(num_bytes > 0, times_ns, 0).astype(np.int64)
+    return found
+
+
+def ring_ns(
+    num_bytes: IntArray, num_devices: int | IntArray, links: Iterable[Bandwidth], max_ns: int = MAX_NS
+) -> IntArray:
+    """Returns the time of ring all-reduces over devices joined by `links`; nothing for one device or no bytes.
+
+    The vectorised form of `bapipe.simulator.allreduce.ring_ns`: 2 (r - 1) messages of a r-th of the bytes over the
+    slowest link. If the devices sum with their own compute, `links` contains that as a link.
+    """
+    message_bytes = -(-num_bytes // num_devices)
+    slowest_ns = np.maximum.reduce([transfer_ns(message_bytes, link, max_ns) for link in links])
+    found: IntArray = 2 * (num_devices - 1) * slowest_ns
+    return found
+
+
+def at_speed(times_ns: IntArray, speed: float, max_ns: int = MAX_NS) -> IntArray:
+    """Returns each time divided by the speed, rounded half up, exactly; at most `max_ns`.
+
+    The vectorised form of `bapipe.units.at_speed`.
+    """
+    if speed == 1.0:
+        return times_ns
+    up, down = Fraction(str(speed)).as_integer_ratio()
+    fits = int(np.abs(times_ns).max(initial=0)) * 2 * down + up < 1 << 62
+    exact = times_ns if fits else np.asarray(times_ns).astype(object)
+    found: IntArray = np.asarray(np.minimum((2 * exact * down + up) // (2 * up), max_ns), dtype=np.int64)
+    return found
+
+
+def cut_bytes(profile: ModelProfile, microbatch_size: int, inside: IntArray | None = None) -> tuple[IntArray, IntArray]:
+    """Returns the bytes of activations and of gradients that cross each boundary, [boundaries] each.
+
+    A tensor crosses a boundary if it is made before it and a layer behind it uses it. Boundaries are those of
+    `IntervalCosts`. The vectorised form of `bapipe.simulator.stage_cost.cut_bytes`.
+    """
+    num_boundaries = len(profile.layers) + 1 if inside is None else len(inside)
+    send, grad = (np.zeros(num_boundaries, dtype=np.int64) for _ in range(2))
+    users: dict[str, list[int]] = {}
+    for i, layer in enumerate(profile.layers):
+        for tensor in layer.inputs:
+            users.setdefault(tensor, []).append(i)
+    for i, (layer, measured) in enumerate(zip(profile.layers, profile.at(microbatch_size), strict=True)):
+        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+            if tensor not in users:
+                continue
+            crosses: Any = slice(i + 1, max(users[tensor]) + 1)
+            if inside is not None:
+                crosses = (inside[:, i] == 1) & (inside[:, users[tensor]].min(axis=1) == 0)
+            send[crosses] += num_bytes
+            grad[crosses] += 0 if tensor in layer.no_gradient else num_bytes
+    return send, grad
+
+
+class IntervalCosts:
+    """The costs of the layers between any two boundaries, at one micro-batch size, on devices of one kind and speed.
+
+    The vectorised form of `bapipe.simulator.stage_cost.stage_cost`, without recomputation and without the copies of
+    tied weights. Methods take `begin` and `end` as boundaries or arrays of them, and return what these broadcast to.
+
+    Boundary b of a chain has the first b layers before it. Boundaries of other graphs are given by `inside`: 1 if a
+    layer lies before a boundary; [boundaries, layers].
+
+    Args:
+        max_ns: times on devices of a speed other than 1 are cut down to this.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        microbatch_size: int,
+        speed: float,
+        *,
+        inside: IntArray | None = None,
+        max_ns: int = MAX_NS,
+    ) -> None:
+        def sums(values: Sequence[int]) -> IntArray:  # over the layers before each boundary; [boundaries]
+            return prefix_sums(values) if inside is None else inside @ np.array(values, dtype=np.int64)
+
+        measured, layers = profile.at(microbatch_size), profile.layers
+        self._forward = sums([m.forward_ns for m in measured])
+        self._input_grad = sums([m.input_grad_ns for m in measured])
+        self._weight_grad = sums([m.weight_grad_ns for m in measured])
+        self._backward = sums([m.whole_backward_ns for m in measured])
+        self._num_with_backward = sums([m.backward_ns is not UNSET for m in measured])
+        self._update = sums([layer.update_ns for layer in layers])
+        self._params = sums([layer.param_bytes for layer in layers])
+        self._optimizer = sums([layer.optimizer_state_bytes for layer in layers])
+        self._stash = sums([m.stash_bytes for m in measured])
+        self._gradient_stash = sums([m.left_by_input_grad_bytes for m in measured])
+        self.speed, self._max_ns = speed, max_ns
+        self._up, self._down = Fraction(str(speed)).as_integer_ratio()
+        times = self._forward, self._input_grad, self._weight_grad, self._backward, self._update
+        longest = max(int(sums_ns.max()) for sums_ns in times)
+        # No interval takes longer than all layers: if these need no more than 63 bits, no interval has to be checked.
+        self._is_exact = longest * 2 * self._down + self._up < 1 << 62 and longest * self._down // self._up < max_ns
+
+    def forward_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns F of one micro-batch."""
+        return self._ns(self._forward, begin, end)
+
+    def input_grad_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns I of one micro-batch."""
+        return self._ns(self._input_grad, begin, end)
+
+    def weight_grad_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns W of one micro-batch."""
+        return self._ns(self._weight_grad, begin, end)
+
+    def backward_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns B of one micro-batch: I + W, each rounded, unless B was measured of some layer."""
+        backward = self._ns(self._backward, begin, end)
+        if self.speed == 1.0:  # nothing is rounded, so the layers' B add up to I + W as well
+            return backward
+        split = self.input_grad_ns(begin, end) + self.weight_grad_ns(begin, end)
+        measured = self._num_with_backward[end] > self._num_with_backward[begin]
+        found: IntArray = np.where(measured, backward, split)
+        return found
+
+    def update_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns the optimizer's update."""
+        return self._ns(self._update, begin, end)
+
+    def param_bytes(self, begin: Index, end: Index) -> IntArray:
+        """Returns the bytes of the parameters; their gradients take as much."""
+        return self._difference(self._params, begin, end)
+
+    def optimizer_bytes(self, begin: Index, end: Index) -> IntArray:
+        """Returns the bytes of the optimizer's state."""
+        return self._difference(self._optimizer, begin, end)
+
+    def stash_bytes(self, begin: Index, end: Index) -> IntArray:
+        """Returns the bytes of the stash of one micro-batch."""
+        return self._difference(self._stash, begin, end)
+
+    def gradient_stash_bytes(self, begin: Index, end: Index) -> IntArray:
+        """Returns the bytes that I leaves for W of one micro-batch."""
+        return self._difference(self._gradient_stash, begin, end)
+
+    def _difference(self, sums: IntArray, begin: Index, end: Index) -> IntArray:
+        found: IntArray = sums[end] - sums[begin]
+        return found
+
+    def _ns(self, sums: IntArray, begin: Index, end: Index) -> IntArray:
+        times_ns = self._difference(sums, begin, end)
+        if self.speed == 1.0:
+            return times_ns
+        if not self._is_exact:
+            return at_speed(times_ns, self.speed, self._max_ns)
+        return (2 * times_ns * self._down + self._up) // (2 * self._up)

@@ -1,0 +1,140 @@
+"""The vectorised forms of the simulator's rules equal the scalar ones, for every interval of random chains and graphs."""
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import ModelProfile
+from bapipe.graph.downsets import downsets, members
+from bapipe.graph.layer_graph import of_layers
+from bapipe.report.layer_diagram import layer_rows
+from bapipe.schedules.table import Phase
+from bapipe.simulator import allreduce, stage_cost
+from bapipe.simulator.interval_costs import IntArray, IntervalCosts, at_speed, cut_bytes, ring_ns, transfer_ns
+from bapipe.simulator.stage_cost import StageCost
+from bapipe.simulator.tied_weights import TiedWeightCost
+from bapipe.units import at_speed as scalar_at_speed
+from tests.random_graphs import branching_profile
+from tests.random_profiles import random_profile
+
+SPEEDS = [1.0, 0.3, 1.7, 2.5]
+
+
+def scalar_cost(profile: ModelProfile, layers: list[int], speed: float) -> StageCost:
+    measured = profile.at(2)
+    pairs = [(profile.layers[i], measured[i]) for i in reversed(layers)]
+    return stage_cost.stage_cost(pairs, speed, False, (), TiedWeightCost())
+
+
+def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> None:
+    got = {
+        "forward_ns": costs.forward_ns(begin, end),
+        "input_grad_ns": costs.input_grad_ns(begin, end),
+        "weight_grad_ns": costs.weight_grad_ns(begin, end),
+        "backward_ns": costs.backward_ns(begin, end),
+        "update_ns": costs.update_ns(begin, end),
+        "param_bytes": costs.param_bytes(begin, end),
+        "optimizer_bytes": costs.optimizer_bytes(begin, end),
+        "stash_bytes": costs.stash_bytes(begin, end),
+        "gradient_stash_bytes": costs.gradient_stash_bytes(begin, end),
+    }
+    assert got == {name: getattr(want, name) for name in got}
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_intervals_of_a_chain_cost_what_a_stage_of_their_layers_costs(speed: float) -> None:
+    for seed in range(20):
+        profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1)
+        costs = IntervalCosts(profile, 2, speed)
+        for begin in range(6):
+            for end in range(begin + 1, 7):
+                check_equal(costs, begin, end, scalar_cost(profile, list(range(begin, end)), speed))
+
+
+def boundaries_of(profile: ModelProfile) -> list[int]:
+    sets = downsets(of_layers(profile), 10_000)
+    assert sets is not None
+    return sets
+
+
+def inside_of(profile: ModelProfile, boundaries: list[int]) -> IntArray:
+    return np.array([[nodes >> i & 1 for i in range(len(profile.layers))] for nodes in boundaries])
+
+
+def test_intervals_of_a_graph_cost_what_a_stage_of_their_layers_costs() -> None:
+    for seed in range(5):
+        profile = branching_profile(Random(seed), 6)
+        boundaries = boundaries_of(profile)
+        costs = IntervalCosts(profile, 2, 1.7, inside=inside_of(profile, boundaries))
+        for begin, smaller in enumerate(boundaries):
+            for end, larger in enumerate(boundaries):
+                if smaller != larger and not smaller & ~larger:
+                    check_equal(costs, begin, end, scalar_cost(profile, members(larger & ~smaller), 1.7))
+
+
+def test_long_times_are_exact_up_to_the_limit() -> None:
+    for speed in SPEEDS:
+        times = [0, 1, 10**9, 10**15, 2**58 + 1]
+        assert at_speed(np.array(times), speed).tolist() == [min(2**60, scalar_at_speed(t, speed)) for t in times]
+    assert at_speed(np.array([10**12]), 0.5, max_ns=10**9).tolist() == [10**9]
+
+
+def test_transfers_take_what_their_link_says() -> None:
+    sizes = [1, 3, 10**9, 2**32 + 1, 10**10, 3 * 10**12, 10**15]
+    for link in (Bandwidth(bytes_per_s=12 * 10**9, latency_ns=7), Bandwidth(bytes_per_s=10**9, latency_ns=0)):
+        assert transfer_ns(np.array(sizes), link).tolist() == [link.transfer_ns(num_bytes) for num_bytes in sizes]
+    assert transfer_ns(np.array([0, 5]), link, max_ns=3).tolist() == [0, 3]
+
+
+def test_rings_take_what_the_simulator_says() -> None:
+    for seed in range(50):
+        random = Random(seed)
+        num_devices = random.randint(2, 5)
+        slow, fast, host_sum = (
+            Bandwidth(bytes_per_s=random.randint(1, 10**9), latency_ns=random.randrange(50)) for _ in range(3)
+        )
+        devices = tuple(Device(name=f"d{r}", host="h", kind="a", memory_bytes=0) for r in range(num_devices))
+        plain = Cluster(devices=devices, intra_host=slow, inter_host=fast)
+        summing = Cluster(devices=devices, intra_host=slow, inter_host=fast, intra_host_sum=host_sum)
+        sizes = [random.randint(1, 10**6) for _ in range(5)]
+        for cluster, links in ((plain, [slow]), (summing, [slow, host_sum])):
+            want = [allreduce.ring_ns(num_bytes, range(num_devices), cluster) for num_bytes in sizes]
+            assert ring_ns(np.array(sizes), num_devices, links).tolist() == want
+        assert ring_ns(np.array(sizes), 1, [slow]).tolist() == [0] * 5
+        assert ring_ns(np.array([0]), num_devices, [slow]).tolist() == [0]
+
+
+def test_every_count_of_the_bytes_at_a_cut_is_the_same() -> None:
+    for seed in range(20):
+        profile = random_profile(Random(seed), 7) if seed % 2 else branching_profile(Random(seed), 7)
+        layers = list(zip(profile.layers, profile.at(2), strict=True))
+        names = [layer.name for layer in profile.layers]
+        want = [stage_cost.cut_bytes(layers, set(names[:cut])) for cut in range(len(names) + 1)]
+        assert list(zip(*(column.tolist() for column in cut_bytes(profile, 2)), strict=True)) == want
+        boundaries = boundaries_of(profile)
+        want = [stage_cost.cut_bytes(layers, {names[i] for i in members(nodes)}) for nodes in boundaries]
+        send, grad = cut_bytes(profile, 2, inside_of(profile, boundaries))
+        assert list(zip(send.tolist(), grad.tolist(), strict=True)) == want
+
+
+def test_the_drawing_of_the_layers_has_the_bytes_of_each_cut() -> None:
+    for seed in range(10):
+        profile = branching_profile(Random(seed), 7)
+        send, _ = cut_bytes(profile, profile.microbatch_sizes[-1])
+        assert [row.cut_bytes for row in layer_rows(profile)] == send[1:].tolist()
+
+
+def test_buckets_are_reduced_one_after_another() -> None:
+    link = Bandwidth(bytes_per_s=10**9, latency_ns=0)
+    devices = tuple(Device(name=f"d{r}", host="h", kind="a", memory_bytes=0) for r in range(2))
+    cluster = Cluster(devices=devices, intra_host=link, inter_host=link)
+    cost = StageCost(forward_ns=1, input_grad_ns=10, weight_grad_ns=10, gradient_done_ns=((5, 2), (20, 9)))
+    stage = stage_cost.Stage(costs=(cost, cost), bucket_bytes=(20, 4))
+    last = [(100, Phase.BACKWARD), (110, Phase.WEIGHT_GRAD)]
+    reduced = allreduce.reduce_buckets(stage, (0, 1), last, cluster)
+    assert reduced == [(112, 132), (132, 136)]
+    assert all(before[1] <= after[0] for before, after in pairwise(reduced))
+    assert allreduce.reduce_buckets(stage, (0, 1), [(100, Phase.BACKWARD), None], cluster)[0] == (105, 125)
