@@ -132,7 +132,7 @@ def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path
     with pytest.raises(BapipeError) as caught:
         export(tmp_path, output)
     assert str(caught.value) == (
-        f"{tmp_path}: no checkpoint here: give a folder that `bapipe run --checkpoint` has filled"
+        f"{tmp_path}: no checkpoint here: give a folder in which a run has written checkpoints"
     )
 
 

@@ -41,8 +41,8 @@ def test_data_without_texts_is_refused() -> None:
     with pytest.raises(BapipeError) as error:
         check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (
-        "what this model writes cannot be scored, because the data has no `text`: see bapipe.Example, or train without "
-        "--eval-every"
+        "what this model generates cannot be scored, because the data has no 'text': see bapipe.Example, or train without "
+        "`evaluate_every`"
     )
 
 

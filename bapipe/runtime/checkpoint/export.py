@@ -14,7 +14,7 @@ def export(checkpoint: Path, output: Path) -> int:
     """Writes the model's tensors of a checkpoint, or of the newest in a folder; returns how many there are."""
     candidates = (checkpoint,) if (checkpoint / MANIFEST).is_file() else list_checkpoints(checkpoint)
     if not candidates:
-        raise BapipeError(f"{checkpoint}: no checkpoint here: give a folder that `bapipe run --checkpoint` has filled")
+        raise BapipeError(f"{checkpoint}: no checkpoint here: give a folder in which a run has written checkpoints")
     state = full_state_dict(candidates[-1])
     write_bytes(output, save({name: tensor.contiguous() for name, tensor in state.items()}))
     return len(state)

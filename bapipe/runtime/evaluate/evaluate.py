@@ -46,8 +46,8 @@ def check_scores(data: EvaluationData) -> None:
     for name in ("text", "reference"):
         if not data.dataset.provides(name):
             raise BapipeError(
-                f"what this model writes cannot be scored, because the data has no `{name}`: see bapipe.Example, or "
-                "train without --eval-every"
+                f"what this model generates cannot be scored, because the data has no '{name}': see bapipe.Example, or "
+                "train without `evaluate_every`"
             )
 
 

@@ -179,8 +179,8 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
     index, size, names = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job.names
     if size != len(names):
         raise BapipeError(
-            f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, as "
-            f"with torchrun --nproc-per-node {len(names)} on one host, or plan for {size} devices"
+            f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, on "
+            f"one host with nproc-per-node={len(names)} for torchrun, or plan for {size} devices"
         )
     rendezvous_s = min(job.timeout_s, _JOIN_S)
     store = open_store(index, names, rendezvous_s)
