@@ -12,7 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
 from bapipe.simulator.stage_cost import check_flow
 from bapipe.tracing import TracedModel, changes_buffers, extract, layer_states
-from bapipe.tracing.sizes import like, repeat_to_batch, shapes
+from bapipe.tracing.sizes import empty_meta_like, meta_values, repeat_to_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +268,7 @@ def _examples(
 ) -> dict[str, Tensor]:
     nodes = [model.node_of[name] for name in names]
     try:
-        values = shapes(model.module, inputs, microbatch_size, nodes)
+        values = meta_values(model.module, inputs, microbatch_size, nodes)
     except Exception as error:  # whatever the model's own code raises
         values = _run_once(model, names, inputs, microbatch_size, error)
     for name, value in zip(names, values, strict=True):
@@ -277,9 +277,9 @@ def _examples(
                 f"'{name}' is used across a cut but is no tensor but a {type(value).__name__}: "
                 "let each layer find sizes from its own input, as x.flatten(1) does, or plan another cut"
             )
-    given = (like(example, (microbatch_size, *example.shape[1:])) for example in inputs)
+    given = (empty_meta_like(example, (microbatch_size, *example.shape[1:])) for example in inputs)
     return dict(zip(model.inputs, given, strict=True)) | {
-        name: like(value, value.shape) for name, value in zip(names, values, strict=True)
+        name: empty_meta_like(value, value.shape) for name, value in zip(names, values, strict=True)
     }
 
 

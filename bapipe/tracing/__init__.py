@@ -1,4 +1,14 @@
-"""From an `nn.Module` to a graph of named layers and tensors, and from some of its layers back to a module."""
+"""Traces an `nn.Module` into a graph of named layers and tensors, and extracts a module from some of its layers.
+
+Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in four steps.
+
+1. `capture`: the module's operators as one torch.fx graph, by torch.fx or torch.export.
+2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random.
+3. `layers`: assigns each operator to a layer, and names the tensors between layers.
+4. `sizes`: values that are not tensors, such as batch sizes, as functions of the batch size.
+
+`extract` goes the other way: from some layers to a module that computes them, which is what a stage runs.
+"""
 
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.extract import extract

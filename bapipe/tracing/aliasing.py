@@ -1,4 +1,4 @@
-"""Which operators of a graph write to their inputs, and which give out memory that their inputs own."""
+"""Finds which operators of a graph write to their inputs, and which return memory of their inputs (views)."""
 
 import operator
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, ope
 
 
 def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Returns whether what an operator gives may share memory with its first input."""
+    """Returns whether the result of an operator may share memory with its first input."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), _MODULES) or changes_in_place(module, node)
     if isinstance(node.target, OpOverload):
-        aliased = any(given.alias_info is not None for given in return_schemas(node.target))
+        aliased = any(result.alias_info is not None for result in return_schemas(node.target))
         return aliased or node.target.overloadpacket.__name__ == "dropout"
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name in _OPERATORS or changes_in_place(module, node)
@@ -31,26 +31,26 @@ def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def changes_in_place(module: fx.GraphModule, node: fx.Node, tensor: fx.Node | None = None) -> bool:
     """Returns whether an operator writes to an input, or to the given one."""
-    return any(tensor is None or written is tensor for written in _written(module, node))
+    return any(tensor is None or written is tensor for written in _written_inputs(module, node))
 
 
-def gives_what_it_changes(node: fx.Node) -> bool:
-    """Returns whether an operator that writes to its first input also gives it out."""
+def returns_what_it_changes(node: fx.Node) -> bool:
+    """Returns whether an operator that writes to its first input also returns it."""
     return node.target is not operator.setitem
 
 
-def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+def _written_inputs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
     if isinstance(node.target, OpOverload):
         arguments = argument_schemas(node.target)
         for argument, value in zip(arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _nodes(value)
         return
-    if node.args and isinstance(node.args[0], fx.Node) and _changes_first(module, node):
+    if node.args and isinstance(node.args[0], fx.Node) and _changes_first_input(module, node):
         yield node.args[0]
 
 
-def _changes_first(module: fx.GraphModule, node: fx.Node) -> bool:
+def _changes_first_input(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
     if node.op == "call_method":
@@ -69,24 +69,24 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def rewire_inplace_uses(module: fx.GraphModule) -> None:
-    """Makes whoever uses a tensor after it was changed in place use what the change gave instead.
+    """Rewires uses of a tensor after an in-place change to the result of that change.
 
-    The values are the same; the graph then says in which order they come.
+    The values are the same, but now the edges of the graph say that these uses come after the change.
     """
-    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or not gives_what_it_changes(node):
+        if node.op in ("placeholder", "get_attr", "output") or not returns_what_it_changes(node):
             continue
-        for tensor in set(_written(module, node)):
+        for tensor in set(_written_inputs(module, node)):
             if tensor.op == "get_attr":
                 continue
             for user in list(tensor.users):
-                if place[user] > place[node]:
+                if position[user] > position[node]:
                     user.replace_input_with(tensor, node)
 
 
 def alias_set(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
-    """Returns the nodes whose memory may be the tensor's, itself among them."""
+    """Returns the tensor and all nodes that may share its memory: views of it, and what it is a view of."""
     found: set[fx.Node] = set()
     todo = [tensor]
     while todo:
@@ -105,16 +105,16 @@ def _aliases(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def writers(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yields (operator, the tensor it writes to), constants and buffers apart."""
+    """Yields (operator, the tensor it writes to), except for constants and buffers."""
     for node in module.graph.nodes:
         if node.op in ("call_module", "call_function", "call_method"):
-            for tensor in dict.fromkeys(_written(module, node)):
+            for tensor in dict.fromkeys(_written_inputs(module, node)):
                 if tensor.op != "get_attr":
                     yield node, tensor
 
 
 def changes_buffers(model: TracedModel, layer: str) -> bool:
-    """Returns whether training may change a buffer that a layer uses; of a module that is none of torch's, it may."""
+    """Returns whether training may change a buffer of a layer; True for modules from outside torch with buffers."""
     for node, name in model.layer_of.items():
         if name != layer:
             continue
@@ -122,7 +122,7 @@ def changes_buffers(model: TracedModel, layer: str) -> bool:
             parts = model.module.get_submodule(str(node.target)).modules()
             if any(_module_changes_buffers(part) for part in parts):
                 return True
-        elif _changes_statistics(node) or any(t.op == "get_attr" for t in _written(model.module, node)):
+        elif _is_batch_norm(node) or any(t.op == "get_attr" for t in _written_inputs(model.module, node)):
             return True
     return False
 
@@ -133,7 +133,7 @@ def _module_changes_buffers(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.") or isinstance(module, NormBase)
 
 
-def _changes_statistics(node: fx.Node) -> bool:
-    """Whether an operator is a batch norm, whose schema does not say that it writes."""
+def _is_batch_norm(node: fx.Node) -> bool:
+    """Returns whether an operator is a batch norm, whose schema does not say that it writes to its statistics."""
     name = getattr(node.target, "__name__", "")
     return "batch_norm" in name or "instance_norm" in name

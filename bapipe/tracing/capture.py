@@ -21,12 +21,12 @@ from bapipe.tracing.model import attribute
 from bapipe.tracing.sizes import repeat_to_batch
 
 NO_GRAD = "no_grad"
-"""Key in a node's `meta`: the operator ran where gradients were off."""
+"""Key in a node's `meta`: gradients were off when the operator ran."""
 
 _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
 )  # fmt: skip
-_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +34,22 @@ class Captured:
     """A graph of a module's operators.
 
     Attributes:
-        module: a module with that graph, which returns a flat tuple of what the forward does.
-        returned: the nodes and constants that are the leaves of what the forward returns.
-        spec: how it nests them.
-        called: the name of the layer that an operator belongs to by the code of the model; others are in between.
+        module: a module with that graph; it returns what the forward returns as a flat tuple.
+        returned: the nodes and constants in that tuple.
+        spec: how the forward nests them.
+        layer_of_call: the layer of each operator inside the call of a layer's module; others are between layers.
         kinds: class of the module of each layer.
     """
 
     module: fx.GraphModule
     returned: tuple[Any, ...]
     spec: TreeSpec
-    called: dict[fx.Node, str]
+    layer_of_call: dict[fx.Node, str]
     kinds: dict[str, str]
 
 
-class _Failed(Exception):
-    """Tracing failed inside a module of the model; `path` is empty where it failed in the model's own forward."""
+class _TracingFailed(Exception):
+    """Tracing failed inside a module of the model; `path` is empty if it failed in the model's own forward."""
 
     def __init__(self, path: str, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -59,56 +59,58 @@ class _Failed(Exception):
 def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]) -> Captured:
     """Returns the operators of a module.
 
-    torch.fx comes first, since it keeps the model's own modules and so their hooks. torch.export follows where the
-    model's code looks at its inputs; it needs `inputs`, examples of any batch size. Where that fails too, the modules
-    whose code stops torch.fx are leaf modules.
+    torch.fx is tried first, because it keeps the model's modules and with them their hooks. It fails if the model's
+    code depends on its inputs. Then torch.export is tried, which needs `inputs`, examples of any batch size. If that
+    fails too, the modules in which torch.fx fails become leaf modules, one after another, until it does not.
 
     Args:
         leaf_modules: paths of modules to take as one layer each.
 
     Raises:
-        InvalidModel: nothing of this works; the message says where each stopped.
+        InvalidModel: all of this fails; the message says where.
     """
-    _check_open(module)
+    _check_has_layers(module)
     num_inputs = None if inputs is None else len(inputs)
     try:
-        return _by_fx(module, num_inputs, frozenset(leaf_modules))
-    except _Failed as error:
+        return _capture_with_fx(module, num_inputs, frozenset(leaf_modules))
+    except _TracingFailed as error:
         first = error
-    exported = None
+    export_error = None
     if inputs is not None:
         try:
-            return _by_export(module, inputs, frozenset(leaf_modules))
+            return _capture_with_export(module, inputs, frozenset(leaf_modules))
         except Exception as error:  # whatever torch.export or the model's own code raises
-            exported = _line(error)
-    closed = set(leaf_modules)
+            export_error = _first_line(error)
+    opaque = set(leaf_modules)
     failed = first
     while failed.path:
-        closed.add(failed.path)
+        opaque.add(failed.path)
         try:
-            return _by_fx(module, num_inputs, frozenset(closed))
-        except _Failed as error:
+            return _capture_with_fx(module, num_inputs, frozenset(opaque))
+        except _TracingFailed as error:
             failed = error
-    reason = f"; torch.export fails too: {exported}" if exported is not None else ""
+    reason = f"; torch.export fails too: {export_error}" if export_error is not None else ""
     raise InvalidModel(
-        f"{type(module).__name__} cannot be traced: {_line(failed.cause)}{_where(failed.cause)}{reason}; its forward "
-        "is traced without values, so it cannot branch on tensors: put such code into a module of its own, which is "
-        "then one layer"
+        f"{type(module).__name__} cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}{reason}; "
+        "its forward is traced without values, so it cannot branch on tensors: put such code into a module of its own, "
+        "which is then one layer"
     ) from failed.cause
 
 
-def _check_open(module: nn.Module) -> None:
-    closed = {
+def _check_has_layers(module: nn.Module) -> None:
+    has_no_layers = {
         "scripted by torch.jit": isinstance(module, torch.jit.ScriptModule),
         "compiled by torch.compile": is_compiled(module),
     }
-    for how, found in closed.items():
-        if found:
-            raise InvalidModel(f"the module is {how}, so it has no layers to tell apart: give the one it was made from")
+    for how, is_so in has_no_layers.items():
+        if is_so:
+            raise InvalidModel(
+                f"the module is {how}, so it has no layers to cut between: give the module that it was made from"
+            )
 
 
 def is_layer(module: nn.Module, path: str, leaf_modules: frozenset[str] = frozenset()) -> bool:
-    """Returns whether a call of a module is one layer: a module of torch.nn, one without children, or one named."""
+    """Returns whether a call of a module is one layer: it is of torch.nn, has no children, or is a leaf module."""
     if path in leaf_modules:
         return True
     if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS):
@@ -117,7 +119,7 @@ def is_layer(module: nn.Module, path: str, leaf_modules: frozenset[str] = frozen
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's tracer, which also keeps where gradients are off, and in which module it failed."""
+    """torch.fx's tracer, which also records where gradients are off, and in which module it failed."""
 
     def __init__(self, leaf_modules: frozenset[str]) -> None:
         super().__init__()
@@ -145,44 +147,44 @@ class _Tracer(fx.Tracer):
         return node
 
 
-def _by_fx(module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str]) -> Captured:
-    fixed = _defaults(module, num_inputs)
+def _capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str]) -> Captured:
+    defaults = _default_arguments(module, num_inputs)
     tracer = _Tracer(leaf_modules)
     try:
         with torch.random.fork_rng(devices=[]):
-            graph = tracer.trace(module, concrete_args=fixed)
+            graph = tracer.trace(module, concrete_args=defaults)
     except Exception as error:  # whatever the model's own code raises on symbolic values
-        raise _Failed(tracer.failed_in or "", error) from error
-    _drop(graph, fixed)
+        raise _TracingFailed(tracer.failed_in or "", error) from error
+    _drop_arguments(graph, defaults)
     _drop_unused(graph)
     output = _output(graph)
     returned, spec = tree_flatten(output.args[0])
     output.args = (tuple(returned),)
-    made = fx.GraphModule(module, graph)
-    called: dict[fx.Node, str] = {}
+    traced = fx.GraphModule(module, graph)
+    layer_of_call: dict[fx.Node, str] = {}
     kinds: dict[str, str] = {}
-    calls: dict[str, int] = {}
+    num_calls: dict[str, int] = {}
     for node in graph.nodes:
         if node.op == "call_module":
             path = str(node.target)
-            calls[path] = calls.get(path, 0) + 1
-            called[node] = _numbered(path, calls[path])
-            kinds[called[node]] = type(module.get_submodule(path)).__name__
-    return Captured(module=made, returned=tuple(returned), spec=spec, called=called, kinds=kinds)
+            num_calls[path] = num_calls.get(path, 0) + 1
+            layer_of_call[node] = _call_name(path, num_calls[path])
+            kinds[layer_of_call[node]] = type(module.get_submodule(path)).__name__
+    return Captured(module=traced, returned=tuple(returned), spec=spec, layer_of_call=layer_of_call, kinds=kinds)
 
 
-def _defaults(module: nn.Module, num_inputs: int | None) -> dict[str, Any]:
-    """The arguments of `forward` beyond the inputs given, which keep their defaults."""
+def _default_arguments(module: nn.Module, num_inputs: int | None) -> dict[str, Any]:
+    """Returns the defaults of the arguments of `forward` after the first `num_inputs`."""
     if num_inputs is None:
         return {}
     parameters = list(signature(module.forward).parameters.values())
     return {p.name: p.default for p in parameters[num_inputs:] if p.default is not Parameter.empty}
 
 
-def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
-    """Removes the placeholders of arguments that keep their defaults, and the checks that they do."""
+def _drop_arguments(graph: fx.Graph, defaults: Mapping[str, Any]) -> None:
+    """Removes the placeholders of arguments with defaults, and torch.fx's assertions that they have these."""
     for node in list(graph.nodes):
-        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in fixed:
+        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in defaults:
             checks = [node]
             for check in checks:
                 checks += [user for user in check.users if user not in checks]
@@ -191,7 +193,7 @@ def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Removes operators whose results nobody uses; modules, and what may write to memory, stay."""
+    """Removes operators whose results are unused, except modules and operators that may write to memory."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("call_function", "call_method", "get_attr") or node.users or node.is_impure():
             continue
@@ -199,14 +201,16 @@ def _drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _by_export(module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozenset[str]) -> Captured:
-    # Of a batch of one, torch.export would conclude that it always is one.
+def _capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozenset[str]) -> Captured:
+    # For a batch size of 1, torch.export would conclude that it is always 1.
     num_rows = max(2, *(len(example) for example in inputs))
-    where = next(module.parameters(), inputs[0]).device
-    examples = tuple(repeat_to_batch(example, num_rows, where) for example in inputs)
+    device = next(module.parameters(), inputs[0]).device
+    examples = tuple(repeat_to_batch(example, num_rows, device) for example in inputs)
     batch = Dim("batch")
-    with _silence(), torch.random.fork_rng(devices=[]):
-        program = export(_twin(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False)
+    with _silenced(), torch.random.fork_rng(devices=[]):
+        program = export(
+            _copy_sharing_memory(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False
+        )
         source = program.module(check_guards=False)
     assert isinstance(source, fx.GraphModule)
     spec = program.call_spec.out_spec
@@ -218,16 +222,16 @@ def _by_export(module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozen
     returned = tuple(env[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     graph.output(returned)
     _drop_unused(graph)
-    made = fx.GraphModule(_state(module, source, graph), graph, type(module).__name__)
-    called, kinds = _by_call(module, graph, leaf_modules)
+    traced = fx.GraphModule(_state(module, source, graph), graph, type(module).__name__)
+    layer_of_call, kinds = _layers_by_stack(module, graph, leaf_modules)
     for node in graph.nodes:
         node.meta = {key: value for key, value in node.meta.items() if key == NO_GRAD}
-    return Captured(module=made, returned=returned, spec=spec, called=called, kinds=kinds)
+    return Captured(module=traced, returned=returned, spec=spec, layer_of_call=layer_of_call, kinds=kinds)
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Of what fails, the error says enough."""
+def _silenced() -> Iterator[None]:
+    """Discards logs, warnings and stderr; an error says enough."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -238,10 +242,11 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """A copy with parameters and buffers of its own over the same memory.
+def _copy_sharing_memory(module: nn.Module) -> nn.Module:
+    """Returns a copy with parameters and buffers of its own that share memory with the module's.
 
-    torch.export leaves weak references to those it sees, and stand-ins in the lists that recurrent modules keep.
+    torch.export leaves weak references to the parameters that it sees, and fake tensors in the lists of recurrent
+    modules; the module itself must stay as it is.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -252,27 +257,31 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _state(module: nn.Module, source: nn.Module, graph: fx.Graph) -> dict[str, Any]:
-    """What a graph reads, by name: the module's own parameters and buffers, and the constants of its twin's export."""
-    own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+    """Returns the tensors that a graph reads, by name: the module's parameters and buffers, the export's constants."""
+    tensors = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
     targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
-    return {target: own[target] if target in own else attribute(source, target) for target in targets}
+    return {target: tensors[target] if target in tensors else attribute(source, target) for target in targets}
 
 
 def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no_grad: bool) -> None:
-    """Copies the nodes of an exported graph, those of regions without gradients marked and in line."""
+    """Copies the nodes of an exported graph; regions without gradients are inlined, and their nodes marked.
+
+    Args:
+        env: the copy of each node, which this fills; a list for a region with several results.
+    """
     for node in source.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
-        if node in env or node.op == "output" or any(check in name for check in _CHECKS):
+        if node in env or node.op == "output" or any(check in name for check in _ASSERTIONS):
             continue
         if node.op == "call_module":
             assert not node.users, node  # a check of the inputs
         elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             enabled, body, *arguments = node.args
             inner = attribute(source, str(body.target))
-            places = [given for given in inner.graph.nodes if given.op == "placeholder"]
-            own = {place: env.get(value, value) for place, value in zip(places, arguments, strict=True)}
-            _inline(inner, graph, own, no_grad=not enabled)
-            env[node] = [own.get(leaf, leaf) for leaf in tree_leaves(_output(inner.graph).args[0])]
+            placeholders = [inner_node for inner_node in inner.graph.nodes if inner_node.op == "placeholder"]
+            inner_env = {p: env.get(value, value) for p, value in zip(placeholders, arguments, strict=True)}
+            _inline(inner, graph, inner_env, no_grad=not enabled)
+            env[node] = [inner_env.get(leaf, leaf) for leaf in tree_leaves(_output(inner.graph).args[0])]
         elif name == "getitem" and isinstance(env.get(node.args[0]), list):
             env[node] = env[node.args[0]][node.args[1]]
         else:
@@ -281,35 +290,36 @@ def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no
                 env[node].meta[NO_GRAD] = True
 
 
-def _by_call(
+def _layers_by_stack(
     module: nn.Module, graph: fx.Graph, leaf_modules: frozenset[str]
 ) -> tuple[dict[fx.Node, str], dict[str, str]]:
-    """Returns the layer of each operator that a layer's module calls, by the stack that torch.export wrote down."""
+    """Returns the layer of each operator inside a layer's module, by torch.export's module stacks, and their kinds."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    called: dict[fx.Node, str] = {}
+    layer_of_call: dict[fx.Node, str] = {}
     kinds: dict[str, str] = {}
-    names: dict[str, str] = {}
-    calls: dict[str, int] = {}
+    names: dict[str, str] = {}  # of the layer of each call
+    num_calls: dict[str, int] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
             if path and path in modules and is_layer(modules[path], path, leaf_modules):
                 if key not in names:
-                    calls[path] = calls.get(path, 0) + 1
-                    names[key] = _numbered(path, calls[path])
-                called[node] = names[key]
-                kinds[called[node]] = type(modules[path]).__name__
+                    num_calls[path] = num_calls.get(path, 0) + 1
+                    names[key] = _call_name(path, num_calls[path])
+                layer_of_call[node] = names[key]
+                kinds[layer_of_call[node]] = type(modules[path]).__name__
                 break
-    return called, kinds
+    return layer_of_call, kinds
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    found: fx.Node = next(node for node in graph.nodes if node.op == "output")
-    return found
+    output: fx.Node = next(node for node in graph.nodes if node.op == "output")
+    return output
 
 
-def _numbered(path: str, call: int) -> str:
+def _call_name(path: str, call: int) -> str:
+    """Returns the name of the layer of a module's n-th call, counted from 1."""
     return path if call == 1 else f"{path}#{call}"
 
 
@@ -317,18 +327,18 @@ def _autocast() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"\s+", " ", text).strip()
 
 
-def _where(error: Exception) -> str:
-    """Returns the line of the model's own code at which it stopped."""
-    place = ""
+def _code_position(error: Exception) -> str:
+    """Returns where in the model's own code an error was raised, in brackets; empty if not in a forward."""
+    position = ""
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
         if trace.tb_frame.f_code.co_name == "forward" and not name.startswith("torch."):
-            place = f" ({name}, line {trace.tb_lineno})"
+            position = f" ({name}, line {trace.tb_lineno})"
         trace = trace.tb_next
-    return place
+    return position

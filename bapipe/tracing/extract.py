@@ -1,4 +1,4 @@
-"""From some layers of a traced model back to a module."""
+"""Extracts some layers of a traced model as a module."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,7 +9,7 @@ from bapipe.tracing.aliasing import alias_set, writers
 from bapipe.tracing.capture import NO_GRAD
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random
-from bapipe.tracing.sizes import Sizes, copy_node, is_size
+from bapipe.tracing.sizes import StageSizes, copy_node, is_size
 
 
 def extract(
@@ -23,30 +23,30 @@ def extract(
 ) -> fx.GraphModule:
     """Returns a module of some layers that maps the tensors `inputs` to a tuple of the tensors `outputs`.
 
-    An output that none of the layers makes is an input passed on. Parameters keep their names and are shared with the
-    model. An input that a layer would change in place, itself or through a view, is copied first, because autograd
-    refuses to change a leaf and whoever gave it may still be using it. Outputs are as the layers give them, strides and
-    all. What depends on the model's inputs and constants alone is done again; sizes are found from the inputs at hand.
+    An output that none of the layers computes is an input passed on. Parameters keep their names and are shared with
+    the model. An input that a layer would change in place, directly or through a view, is copied first, because
+    autograd refuses to change a leaf, and the caller may still use it. Outputs have the strides that the layers give
+    them. Replicated operators (see `TracedModel`) are computed again; sizes are computed from the inputs.
 
     Args:
-        device: what takes the place of a device that the model's code found out while it was traced.
+        device: replaces the device that tracing recorded for operators such as torch.zeros.
         before_random: called with the name of each operator that draws random numbers, before it runs.
 
     Raises:
-        InvalidModel: a layer needs something that is no tensor and no function of the batch size.
+        InvalidModel: a layer needs a value that is neither a tensor nor a function of the batch size.
     """
     return _Extraction(model, set(layers), inputs, device, before_random).module(outputs)
 
 
 class GradMode:
-    """Turns gradients off in a graph for the operators that the model ran without."""
+    """Adds operators to a graph that turn gradients off and on as they were when the model was traced."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._outside: fx.Node | None = None  # whether they were on before, while they are off
+        self._outside: fx.Node | None = None  # while they are off: whether they were on before
 
     def enter(self, node: fx.Node) -> None:
-        """To be called before the copy of a model's node is added."""
+        """Sets the mode of a node of the model; to be called before its copy is added."""
         self.set(on=not node.meta.get(NO_GRAD))
 
     def set(self, *, on: bool) -> None:
@@ -59,7 +59,7 @@ class GradMode:
 
 
 class _Extraction:
-    """A graph in the making."""
+    """Builds the graph of an extracted module."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class _Extraction:
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
         self._gradients = GradMode(self._graph)
-        self._announce = _plain(before_random) if before_random is not None else None
-        given = [model.node_of[name] for name in inputs]
-        for node in given:
+        self._before_random = _plain_function(before_random) if before_random is not None else None
+        input_nodes = [model.node_of[name] for name in inputs]
+        for node in input_nodes:
             self._env[node] = self._graph.placeholder(node.name)
-        self._sizes = Sizes(self._graph, model.sizes, [(node, self._env[node]) for node in given])
-        changed = self._changed_in_place(given)
-        for node in given:
+        self._stage_sizes = StageSizes(self._graph, model.sizes, [(node, self._env[node]) for node in input_nodes])
+        changed = self._changed_in_place(input_nodes)
+        for node in input_nodes:
             if node in changed:
                 self._env[node] = self._graph.call_function(torch.clone, (self._env[node],))
 
@@ -88,9 +88,9 @@ class _Extraction:
         for node in model.module.graph.nodes:
             if model.layer_of.get(node) in self._layers and node not in model.replicated:
                 self._add(node)
-        found = tuple(self._source(model.node_of[name]) for name in outputs)
+        results = tuple(self._source(model.node_of[name]) for name in outputs)
         self._gradients.set(on=True)
-        self._graph.output(found)
+        self._graph.output(results)
         self._graph.lint()
         return fx.GraphModule(model.module, self._graph)
 
@@ -98,12 +98,13 @@ class _Extraction:
         for source in node.all_input_nodes:
             self._source(source)
         self._gradients.enter(node)
-        if self._announce is not None and is_random(self._model.module, node):
-            self._graph.call_function(self._announce, (node.name,))
+        if self._before_random is not None and is_random(self._model.module, node):
+            self._graph.call_function(self._before_random, (node.name,))
         self._env[node] = copy_node(self._graph, node, self._env.__getitem__, self._device)
         return self._env[node]
 
     def _source(self, node: fx.Node) -> fx.Node:
+        """Returns the node of the extracted graph that computes a node of the model, added if it is not there."""
         if node in self._env:
             return self._env[node]
         if node.op == "get_attr":
@@ -111,27 +112,29 @@ class _Extraction:
         elif node in self._model.replicated and not is_size(self._model.sizes, node):
             self._add(node)
         else:
-            self._env[node] = self._sizes.node(node)
+            self._env[node] = self._stage_sizes.node(node)
         return self._env[node]
 
-    def _changed_in_place(self, given: Sequence[fx.Node]) -> set[fx.Node]:
-        model = self._model
-        own = [(node, t) for node, t in writers(model.module) if model.layer_of.get(node) in self._layers]
-        touched: set[fx.Node] = set()
-        for _, tensor in own:
-            touched |= self._same_memory(tensor)
-        return touched & set(given)
+    def _changed_in_place(self, input_nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """Returns the inputs whose memory the extracted layers write to."""
+        changed: set[fx.Node] = set()
+        for writer, tensor in writers(self._model.module):
+            if self._is_inside(writer):
+                changed |= self._same_memory(tensor)
+        return changed & set(input_nodes)
 
     def _same_memory(self, tensor: fx.Node) -> set[fx.Node]:
-        """The tensor and what it is a view of, as far as this graph's own operators made it so."""
-        return {node for node in alias_set(self._model.module, tensor) if node in self._env or self._inside(node)}
+        """Returns the alias set of a tensor, as far as operators of the extracted layers and inputs belong to it."""
+        return {node for node in alias_set(self._model.module, tensor) if node in self._env or self._is_inside(node)}
 
-    def _inside(self, node: fx.Node) -> bool:
+    def _is_inside(self, node: fx.Node) -> bool:
         return self._model.layer_of.get(node) in self._layers
 
 
-def _plain(call: Callable[[str], None]) -> Callable[[str], None]:
-    def before_random(name: str) -> None:  # torch.fx calls plain functions only
+def _plain_function(call: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that calls another callable; torch.fx graphs can call plain functions only."""
+
+    def before_random(name: str) -> None:
         call(name)
 
     return before_random

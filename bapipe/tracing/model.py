@@ -31,7 +31,7 @@ class Result:
 
     Attributes:
         leaves: for each leaf of the nest, the place of its tensor in `TracedModel.outputs`, or None for a constant.
-        constants: the leaves that are no tensors, in order.
+        constants: the leaves that are not tensors, in order.
     """
 
     spec: TreeSpec
@@ -47,11 +47,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazard:
-    """An operator of layer `reader` reads memory that one of layer `writer` changes, so stages may not part them so.
+    """An operator of layer `reader` reads memory that an operator of `writer` changes, which restricts the cuts.
 
     Attributes:
-        same_stage: the reader comes after the writer and sees the change through another view: they must share a
-            stage. Otherwise the reader comes before, and its stage must not be after the writer's.
+        same_stage: True if the reader comes after the writer and sees the change through another view: they must be in
+            one stage. False if the reader comes before: its stage must not be after the writer's.
     """
 
     reader: str
@@ -69,13 +69,13 @@ class TracedModel:
             root.
         inputs: names of the model's inputs, in the order of its `forward`.
         outputs: names of the tensors it returns, each once.
-        result: how the forward nests them.
-        node_of: the graph node that gives each tensor.
+        result: how the forward nests them in tuples, lists and dictionaries.
+        node_of: the graph node that computes each tensor.
         layer_of: the name of the layer that each operator belongs to.
-        replicated: operators on the model's inputs and constants alone, done again by every stage that needs them; each
-            belongs to the first layer that uses it.
-        sizes: numbers, shapes and other values that are no tensors, at two batch sizes: see `bapipe.tracing.sizes`.
-        hazards: what changes in place forbid.
+        replicated: operators on the model's inputs and constants alone, which every stage that needs them computes for
+            itself; each belongs to the first layer that uses it.
+        sizes: numbers, shapes and other values that are not tensors, at two batch sizes: see `bapipe.tracing.sizes`.
+        hazards: the cuts that in-place changes forbid.
     """
 
     root: nn.Module
@@ -102,19 +102,19 @@ def state_names(root: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def layer_states(model: TracedModel) -> dict[str, dict[str, Tensor]]:
-    """Returns the parameters, buffers and constants that each layer uses, by name: one inside the layer if there is."""
+    """Returns the parameters, buffers and constants of each layer, by name: for tied ones, a name inside the layer."""
     names = state_names(model.root)
     states: dict[str, dict[str, Tensor]] = {layer.name: {} for layer in model.layers}
     for node, layer in model.layer_of.items():
         inside = layer.partition("#")[0] + "."
-        for given, tensor in node_state(model.module, node):
-            known = names.get(id(tensor), (given,))
-            states[layer][next((name for name in known if name.startswith(inside)), known[0])] = tensor
+        for node_name, tensor in node_state(model.module, node):
+            all_names = names.get(id(tensor), (node_name,))
+            states[layer][next((name for name in all_names if name.startswith(inside)), all_names[0])] = tensor
     return states
 
 
 def unused_state(model: TracedModel) -> dict[str, Tensor]:
-    """Returns what the module's state dict holds and no layer uses."""
+    """Returns the tensors of the module's state dict that no layer uses."""
     used = {id(tensor) for state in layer_states(model).values() for tensor in state.values()}
     state = model.root.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor) and id(tensor) not in used}
@@ -134,6 +134,6 @@ def node_state(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, Ten
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """Returns what lies at a dotted path of a module."""
+    """Returns the attribute at a dotted path of a module."""
     parent, _, name = path.rpartition(".")
     return getattr(module.get_submodule(parent), name)

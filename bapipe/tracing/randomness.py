@@ -1,4 +1,4 @@
-"""Which operators of a graph draw random numbers."""
+"""Finds the operators of a graph that draw random numbers."""
 
 import re
 
@@ -11,7 +11,7 @@ _NAMES = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponenti
 
 
 def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Returns whether an operator may draw random numbers: a module that is none of torch's counts as one that may."""
+    """Returns whether an operator may draw random numbers; modules from outside torch count as random."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return any(_module_is_random(part) for part in called.modules())

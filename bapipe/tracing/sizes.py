@@ -1,7 +1,8 @@
-"""Values of a graph that are no tensors, such as batch sizes and shapes, and how a stage comes by them.
+"""Values of a graph that are not tensors, such as batch sizes and shapes, and how a stage computes them.
 
-A size cannot be sent between stages, but it need not be: it is a constant, or an affine function of the batch size,
-which every tensor at hand tells.
+Such a value cannot be sent between stages. It need not be: it is a constant or an affine function of the batch size,
+which a stage reads from the shape of any of its inputs. To find the function, the graph runs at two batch sizes without
+values; a third one checks it.
 """
 
 import operator
@@ -15,77 +16,88 @@ from torch import Tensor, fx
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_map
 
-BATCHES = (5, 7)
-"""Two batch sizes at which a graph is looked at; odd, so that nothing is taken for the batch that is not."""
+BATCH_SIZES = (5, 7)
+"""The two batch sizes; odd, so that other dimensions, mostly even, are not mistaken for the batch."""
 
-_THIRD = 11
-"""One more, at which values that are no tensors must be what the first two make expect."""
+_CHECK_BATCH_SIZE = 11
+"""The third batch size, at which values must be those that the first two predict."""
 
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What is kept of a tensor."""
+class TensorShape:
+    """The shape of a tensor, in place of its values."""
 
     dims: tuple[int, ...]
 
 
-def observe(
+def observe_sizes(
     module: fx.GraphModule, inputs: Sequence[Tensor], crosses: Callable[[fx.Node], bool]
 ) -> dict[fx.Node, tuple[Any, Any]]:
-    """Returns values at two batch sizes, of a tensor its `Shape`, as far as finding sizes again needs them.
+    """Returns the values of nodes at the two batch sizes, for tensors their `TensorShape`; empty if the model fails.
 
-    The graph runs on the meta device, which allocates nothing. Where the model fails there, nothing is known. What
-    gives sizes comes first; all the rest, which recurrent layers make slow, only where a size that depends on the batch
-    `crosses` from one layer to another.
+    The graph runs on the meta device, which allocates nothing. Nodes that may be sizes are observed first. All others,
+    which are slow for recurrent layers, are observed only if a size that depends on the batch `crosses` from one layer
+    to another, because the stage of the other layer must then find the batch size in a tensor.
     """
     try:
-        known = _observe(module, inputs, _sizes(module))
+        known = _observe_nodes(module, inputs, _size_nodes(module))
         if any(a != b and crosses(node) for node, (a, b) in known.items() if is_size(known, node)):
             every = [node for node in module.graph.nodes if node.op not in ("output", "get_attr")]
-            known |= _observe(module, inputs, every)
+            known |= _observe_nodes(module, inputs, every)
     except Exception:  # whatever the model's own code raises without values
         return {}
     return known
 
 
-def _sizes(module: fx.GraphModule) -> list[fx.Node]:
-    """The operators that may give something else than tensors: those that ask a tensor for it, and arithmetic on it."""
-    found: dict[fx.Node, None] = {}
+def _size_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """Returns the operators that may return sizes: those that read a tensor's size, and arithmetic on such."""
+    sizes: dict[fx.Node, None] = {}
     for node in module.graph.nodes:
         target = node.target
-        asks = target in ("size", "dim", "numel", "__len__") if node.op == "call_method" else target is getattr
-        asks = asks or getattr(target, "__name__", "").startswith("sym_")
-        counts = node.op == "call_function" and getattr(target, "__module__", "") in ("_operator", "builtins", "math")
-        if asks or (counts and any(source in found for source in node.all_input_nodes)):
-            found[node] = None
-    return list(found)
+        reads_size = target in ("size", "dim", "numel", "__len__") if node.op == "call_method" else target is getattr
+        reads_size = reads_size or getattr(target, "__name__", "").startswith("sym_")
+        is_arithmetic = node.op == "call_function" and getattr(target, "__module__", "") in (
+            "_operator",
+            "builtins",
+            "math",
+        )
+        if reads_size or (is_arithmetic and any(source in sizes for source in node.all_input_nodes)):
+            sizes[node] = None
+    return list(sizes)
 
 
-def _observe(
+def _observe_nodes(
     module: fx.GraphModule, inputs: Sequence[Tensor], nodes: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[Any, Any]]:
-    first, second = ([_fact(value) for value in shapes(module, inputs, batch, nodes)] for batch in BATCHES)
+    first, second = (
+        [_without_values(value) for value in meta_values(module, inputs, batch, nodes)] for batch in BATCH_SIZES
+    )
     known = dict(zip(nodes, zip(first, second, strict=True), strict=True))
     varying = [node for node in nodes if known[node][0] != known[node][1] and is_size(known, node)]
-    third = [_fact(value) for value in shapes(module, inputs, _THIRD, varying)] if varying else []
+    third = (
+        [_without_values(value) for value in meta_values(module, inputs, _CHECK_BATCH_SIZE, varying)] if varying else []
+    )
     for node, value in zip(varying, third, strict=True):
-        if value != _expected(*known[node]):
+        if value != _predicted(*known[node]):
             del known[node]
     return known
 
 
-def _expected(first: Any, second: Any) -> Any:
+def _predicted(first: Any, second: Any) -> Any:
+    """Returns the value at the third batch size, if the value is affine in the batch size."""
     if isinstance(first, tuple | list):
-        return type(first)(_expected(a, b) for a, b in zip(first, second, strict=True))
+        return type(first)(_predicted(a, b) for a, b in zip(first, second, strict=True))
     if isinstance(first, int) and not isinstance(first, bool):
-        return first + (second - first) // (BATCHES[1] - BATCHES[0]) * (_THIRD - BATCHES[0])
+        return first + (second - first) // (BATCH_SIZES[1] - BATCH_SIZES[0]) * (_CHECK_BATCH_SIZE - BATCH_SIZES[0])
     return first
 
 
-def shapes(module: fx.GraphModule, inputs: Sequence[Tensor], batch: int, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
-    """Returns what some operators of a graph give on the meta device for inputs of a batch size."""
+def meta_values(
+    module: fx.GraphModule, inputs: Sequence[Tensor], batch: int, nodes: Sequence[fx.Node]
+) -> tuple[Any, ...]:
+    """Returns the values of some nodes of a graph on the meta device, for inputs of a batch size."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     needed = _with_ancestors(nodes)
@@ -93,41 +105,44 @@ def shapes(module: fx.GraphModule, inputs: Sequence[Tensor], batch: int, nodes: 
         if node in needed or node.op == "placeholder":
             env[node] = copy_node(graph, node, env.__getitem__, _META)
     graph.output(tuple(env[node] for node in nodes))
-    every = fx.GraphModule(module, graph)
-    state = {name: like(tensor, tensor.shape) for name, tensor in (*every.named_parameters(), *every.named_buffers())}
-    given = tuple(like(example, (batch, *example.shape[1:])) for example in inputs)
+    traced = fx.GraphModule(module, graph)
+    state = {
+        name: empty_meta_like(tensor, tensor.shape)
+        for name, tensor in (*traced.named_parameters(), *traced.named_buffers())
+    }
+    meta_inputs = tuple(empty_meta_like(example, (batch, *example.shape[1:])) for example in inputs)
     with torch.enable_grad(), _META, torch.random.fork_rng(devices=[]):
-        values: tuple[Any, ...] = torch.func.functional_call(every, state, given)
+        values: tuple[Any, ...] = torch.func.functional_call(traced, state, meta_inputs)
     return values
 
 
 def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             todo += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def repeat_to_batch(example: Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """Returns an example with another batch size on a device, its rows repeated; zeros where it has no values."""
+    """Returns an example with another batch size on a device, its rows repeated; zeros if it is on the meta device."""
     if example.is_meta and device.type != "meta":
         return torch.zeros((num_rows, *example.shape[1:]), dtype=example.dtype, device=device)
     return example[torch.arange(num_rows, device=example.device) % len(example)].to(device)
 
 
-def like(tensor: Tensor, shape: Iterable[int]) -> Tensor:
-    """Returns an empty tensor on the meta device."""
+def empty_meta_like(tensor: Tensor, shape: Iterable[int]) -> Tensor:
+    """Returns a tensor without values on the meta device, of the dtype of another and of a given shape."""
     return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def copy_node(
     graph: fx.Graph, node: fx.Node, source: Callable[[fx.Node], fx.Node], device: torch.device | None
 ) -> fx.Node:
-    """Returns a copy of a node in another graph; devices that tracing wrote into it become `device`, where given."""
+    """Returns a copy of a node in another graph; devices that tracing recorded in it become `device`, if given."""
     copy = graph.node_copy(node, source)
     if device is not None:
         moved = lambda value: device if isinstance(value, torch.device) else value  # noqa: E731
@@ -136,8 +151,8 @@ def copy_node(
     return copy
 
 
-def _fact(value: Any) -> Any:
-    return Shape(tuple(value.shape)) if isinstance(value, Tensor) else value
+def _without_values(value: Any) -> Any:
+    return TensorShape(tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
 def is_size(known: Mapping[fx.Node, tuple[Any, Any]], node: fx.Node) -> bool:
@@ -149,7 +164,7 @@ def _is_affine(first: Any, second: Any) -> bool:
     if isinstance(first, tuple | list):
         return len(first) == len(second) and all(_is_affine(a, b) for a, b in zip(first, second, strict=True))
     if isinstance(first, int) and not isinstance(first, bool):
-        return isinstance(second, int) and (second - first) % (BATCHES[1] - BATCHES[0]) == 0
+        return isinstance(second, int) and (second - first) % (BATCH_SIZES[1] - BATCH_SIZES[0]) == 0
     return isinstance(first, torch.device) or _is_constant(first, second)
 
 
@@ -157,14 +172,14 @@ def _is_constant(first: Any, second: Any) -> bool:
     return first is None or (isinstance(first, bool | int | float | str | torch.dtype) and bool(first == second))
 
 
-class Sizes:
-    """Values of a stage that are no tensors, made in its graph from the batch size of a tensor at hand."""
+class StageSizes:
+    """Adds operators to a stage's graph that compute its sizes from the batch size of one of its inputs."""
 
     def __init__(
-        self, graph: fx.Graph, known: Mapping[fx.Node, tuple[Any, Any]], given: Sequence[tuple[fx.Node, fx.Node]]
+        self, graph: fx.Graph, known: Mapping[fx.Node, tuple[Any, Any]], inputs: Sequence[tuple[fx.Node, fx.Node]]
     ) -> None:
-        """`given` holds (node of the model, node of the stage) of the tensors at hand."""
-        self._graph, self._known, self._given = graph, known, given
+        """`inputs` are the stage's inputs, each as (node of the model, node of the stage)."""
+        self._graph, self._known, self._inputs = graph, known, inputs
         self._batch: fx.Node | None = None
 
     def node(self, wanted: fx.Node) -> Any:
@@ -174,18 +189,18 @@ class Sizes:
             InvalidModel: it is neither a constant nor a function of the batch size.
         """
         if not is_size(self._known, wanted):
-            raise self._lost(wanted)
-        return self._made(wanted, *self._known[wanted])
+            raise self._no_size_error(wanted)
+        return self._value(wanted, *self._known[wanted])
 
-    def _made(self, wanted: fx.Node, first: Any, second: Any) -> Any:
+    def _value(self, wanted: fx.Node, first: Any, second: Any) -> Any:
         if isinstance(first, tuple | list):
-            return tuple(self._made(wanted, a, b) for a, b in zip(first, second, strict=True))
+            return tuple(self._value(wanted, a, b) for a, b in zip(first, second, strict=True))
         if isinstance(first, torch.device):
-            return self._graph.call_function(getattr, (self._given[0][1], "device"))
+            return self._graph.call_function(getattr, (self._inputs[0][1], "device"))
         if _is_constant(first, second):
             return first
-        scale = (second - first) // (BATCHES[1] - BATCHES[0])
-        return self._affine(wanted, scale, first - scale * BATCHES[0])
+        scale = (second - first) // (BATCH_SIZES[1] - BATCH_SIZES[0])
+        return self._affine(wanted, scale, first - scale * BATCH_SIZES[0])
 
     def _affine(self, wanted: fx.Node, scale: int, offset: int) -> fx.Node:
         value = self._batch_size(wanted)
@@ -194,23 +209,24 @@ class Sizes:
         return self._graph.call_function(operator.add, (value, offset)) if offset else value
 
     def _batch_size(self, wanted: fx.Node) -> fx.Node:
+        """Returns a node that computes the batch size from the first input with a dimension proportional to it."""
         if self._batch is None:
-            for original, own in self._given:
+            for original, stage_node in self._inputs:
                 first, second = self._known.get(original, (None, None))
-                if not isinstance(first, Shape) or not isinstance(second, Shape):
+                if not isinstance(first, TensorShape) or not isinstance(second, TensorShape):
                     continue
                 for dim, (a, b) in enumerate(zip(first.dims, second.dims, strict=True)):
-                    if a != b and a % BATCHES[0] == 0 and a // BATCHES[0] * BATCHES[1] == b:
-                        self._batch = self._graph.call_method("size", (own, dim))
-                        if (times := a // BATCHES[0]) > 1:
+                    if a != b and a % BATCH_SIZES[0] == 0 and a // BATCH_SIZES[0] * BATCH_SIZES[1] == b:
+                        self._batch = self._graph.call_method("size", (stage_node, dim))
+                        if (times := a // BATCH_SIZES[0]) > 1:
                             self._batch = self._graph.call_function(operator.floordiv, (self._batch, times))
                         return self._batch
-            raise self._lost(wanted)
+            raise self._no_size_error(wanted)
         return self._batch
 
     @staticmethod
-    def _lost(wanted: fx.Node) -> InvalidModel:
+    def _no_size_error(wanted: fx.Node) -> InvalidModel:
         return InvalidModel(
-            f"'{wanted.name}' ({wanted.target}) is used across a cut but is no tensor: let each layer find sizes from "
-            "its own input, as x.flatten(1) does, or plan another cut"
+            f"'{wanted.name}' ({wanted.target}) is used across a cut but is not a tensor: let each layer compute sizes "
+            "from its own input, as x.flatten(1) does, or plan another cut"
         )

@@ -242,7 +242,7 @@ def test_what_only_inputs_feed_is_done_where_it_is_used() -> None:
             Branches(),
             "Branches cannot be traced: symbolically traced variables cannot be used as inputs to control flow",
         ),
-        (Nothing(), "the model returns 'x', which none of its layers makes: return only tensors that layers make"),
+        (Nothing(), "the model returns 'x', which none of its layers computes: return only tensors of layers"),
         (nn.Linear(2, 2), "the model calls no module of torch.nn, so it has no layers to cut between"),
     ],
 )

@@ -1,0 +1,57 @@
+"""Checks of modules and examples, batches, and the state that measuring restores."""
+
+import pytest
+import torch
+from torch import nn
+
+from bapipe.errors import InvalidModel
+from bapipe.formats.profile import DeviceKind
+from bapipe.formats.settings import Settings
+from bapipe.profiler import prepare
+
+CPU = torch.device("cpu")
+
+
+def test_a_batch_repeats_the_examples() -> None:
+    x, y = prepare.batch_on_device((torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1, 2])), 5, CPU)
+    assert x.flatten().tolist() == [1.0, 2.0, 1.0, 2.0, 1.0]
+    assert y.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_a_module_and_its_random_state_are_restored() -> None:
+    norm = nn.BatchNorm1d(2)
+    module = nn.Sequential(nn.Linear(2, 2), norm, nn.Dropout(0.5)).eval()
+    module[2].train()
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    with prepare.prepared(module, CPU, Settings()):
+        assert all(submodule.training for submodule in module.modules())
+        module(torch.randn(4, 2)).sum().backward()
+        assert norm.running_mean is not None
+        assert norm.running_mean.tolist() != [0.0, 0.0]
+    assert [submodule.training for submodule in module.modules()] == [False, False, False, True]
+    assert norm.running_mean.tolist() == [0.0, 0.0]
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_only_images_become_channels_last() -> None:
+    settings = Settings(channels_last=True)
+    assert prepare.in_memory_format(torch.zeros(2, 3, 4, 5), settings).stride() == (60, 1, 15, 3)
+    assert prepare.in_memory_format(torch.zeros(2, 3, 4), settings).stride() == (12, 4, 1)
+
+
+def test_a_module_fits_if_memory_exceeds_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(4, 4, bias=False)  # 64 bytes of parameters
+    for memory_bytes, fits in ((128, False), (129, True)):
+        device = DeviceKind(kind="cpu", name="small", memory_bytes=memory_bytes)
+        monkeypatch.setattr(prepare, "describe", lambda _, device=device: device)
+        assert prepare.fits_on_device(module, CPU) is fits
+
+
+def test_modules_on_the_meta_device_and_without_parameters_are_refused() -> None:
+    with pytest.raises(InvalidModel, match=r"^Linear is on the meta device, so it cannot run"):
+        prepare.check_trainable(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(InvalidModel, match=r"^ReLU has no parameter to train"):
+        prepare.check_trainable(nn.ReLU())

@@ -1,0 +1,30 @@
+"""I and W of two linear layers: together they give the gradients of B."""
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from bapipe.profiler.split_backward import find_weight_groups, run_input_grads
+
+
+def test_input_and_weight_gradients_add_up_to_the_backward() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    module(x).square().sum().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    hidden = module[0](x)
+    loss = module[2](module[1](hidden)).square().sum()
+    roots = [get_gradient_edge(hidden)]
+    groups = find_weight_groups(loss, roots, module.parameters())
+    run_input_grads(loss, roots, groups)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert {parameter for group in groups for parameter in group.parameters} == set(module.parameters())
+    assert any(group.starts_at_root for group in groups)  # those of the first layer, where I ends
+    assert all(group.saved_gradients for group in groups)
+    for group in groups:
+        group.run()
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert gradient is not None
+        assert torch.allclose(parameter.grad, gradient)

