@@ -12,7 +12,7 @@ from bapipe.cli.progress import err, out, parts_bar, show_parts
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, write
 from bapipe.formats.settings import Settings
-from bapipe.importers import NUM_OPTIMIZER_STATES, Origin, import_file
+from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file
 from bapipe.planner.inputs import local_cluster, probed_cluster
 from bapipe.profiler.profile import profile_model
 from bapipe.zoo import ZOO
@@ -129,7 +129,7 @@ def import_(
     The file is PipeDream's graph.txt, or a table with one row per layer.
     """
     check_writable(output)
-    origin = Origin(
+    origin = ImportMetadata(
         model=model or (file.parent.name if file.name == "graph.txt" else file.stem),
         source=source or file.name,
         kind=device,

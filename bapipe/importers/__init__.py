@@ -1,4 +1,8 @@
-"""Profiles that others measured, as profile/1."""
+"""Imports profiles that other tools measured, as profile/1.
+
+A parser for each format (`pipedream`, `table`) gives a tuple of `ImportedLayer`; `to_profile` makes a profile of these
+and of what the file does not say, an `ImportMetadata`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,31 +10,31 @@ from pathlib import Path
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read_text
 from bapipe.formats.profile import ModelProfile
-from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, Origin
-from bapipe.importers.pipedream import is_pipedream, pipedream_layers
-from bapipe.importers.table import table_layers
-from bapipe.importers.to_profile import ImportedLayer, profile_of
+from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
+from bapipe.importers.pipedream import is_pipedream, parse_pipedream
+from bapipe.importers.table import parse_table
+from bapipe.importers.to_profile import ImportedLayer, to_profile
 
-__all__ = ["NUM_OPTIMIZER_STATES", "Origin", "import_file", "import_profile"]
+__all__ = ["NUM_OPTIMIZER_STATES", "ImportMetadata", "import_file", "import_profile"]
 
 
-def import_profile(text: str, origin: Origin) -> ModelProfile:
-    """Returns the profile that a foreign file holds: PipeDream's graph.txt, or a table with a row for each layer.
+def import_profile(text: str, metadata: ImportMetadata) -> ModelProfile:
+    """Returns the profile in the text of a file: PipeDream's graph.txt, or a table with a row for each layer.
 
     Raises:
-        BapipeError: a line that is neither, with its number.
+        BapipeError: a line does not have the format; the error has its number.
     """
-    parse: Callable[[str], tuple[ImportedLayer, ...]] = pipedream_layers if is_pipedream(text) else table_layers
+    parse: Callable[[str], tuple[ImportedLayer, ...]] = parse_pipedream if is_pipedream(text) else parse_table
     layers = parse(text)
     if not layers:
         raise BapipeError("no layer in the file: want PipeDream's graph.txt, or a table with a header")
-    return profile_of(layers, origin)
+    return to_profile(layers, metadata)
 
 
-def import_file(path: Path, origin: Origin) -> ModelProfile:
-    """Returns what `import_profile` makes of the file at `path`; errors begin with the path."""
+def import_file(path: Path, metadata: ImportMetadata) -> ModelProfile:
+    """Returns the profile in a file; errors begin with its path."""
     text = read_text(path)
     try:
-        return import_profile(text, origin)
+        return import_profile(text, metadata)
     except BapipeError as error:
         raise BapipeError(f"{path}: {error}") from None

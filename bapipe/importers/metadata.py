@@ -1,4 +1,4 @@
-"""What a foreign profile does not say about itself."""
+"""The facts about an imported profile that its file does not contain."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ NUM_OPTIMIZER_STATES = {name: rule.state_values for name, rule in OPTIMIZERS.ite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a foreign profile comes from.
+class ImportMetadata:
+    """Where an imported profile comes from.
 
     Attributes:
-        model, source: what the profile calls the model, and where its figures are from.
+        model, source: the model's name in the profile, and where its figures are from.
         kind, device_name, memory_bytes: the device it was measured on.
-        batch_size: samples in the pass that was measured.
-        sizes: micro-batch sizes of the profile; figures at other sizes than `batch_size` are scaled in proportion.
+        batch_size: samples in the measured pass.
+        sizes: micro-batch sizes of the profile; figures at sizes other than `batch_size` are scaled in proportion.
         optimizer: one of `NUM_OPTIMIZER_STATES`.
     """
 

@@ -1,18 +1,18 @@
-"""PipeDream's graph.txt (Narayanan et al. 2019, arXiv:1806.03377): a line a node, then its indented edges.
+"""Parses PipeDream's graph.txt (Narayanan et al. 2019, arXiv:1806.03377): a line per node, then indented edges.
 
     node2 -- Linear(...) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=4.0, parameter_size=8.0
         node1 -- node2
 
-Times are milliseconds, sizes bytes, of the whole batch. What has to be known to read it:
+Times are milliseconds, sizes bytes, of the whole batch. The format has these peculiarities:
 
-- The time of an Input node is data loading; it is a model input here, and takes none.
-- `__getitem__` takes one tensor of the node before it and belongs to that node: apart, a cut would carry both.
-- The backward of an LSTM is timed with a neighbour: that of the first, bidirectional one with the embedding before it,
-  that of the classifier with the last LSTM before it. Each pair is one layer here.
+- The time of an Input node is data loading; here it is an input of the model, without time.
+- `__getitem__` selects one tensor of the node before it and belongs to that node; otherwise a cut would send both.
+- The backward of an LSTM is timed together with another node: that of the first, bidirectional one with the embedding
+  before it, that of the last one with the classifier after it. Each pair is one layer here.
 - In-place operators and views keep the storage of the node before them, so they add nothing to the stash.
 
-Sizes are the file's own, also where it is wrong: for GNMT's attention it takes items of a tuple within a tuple for
-items of the outer one, and gives a concatenation the size of its first part.
+Sizes are those of the file, even if they are wrong: for GNMT's attention it confuses items of a nested tuple with items
+of the outer one, and gives a concatenation the size of its first part.
 """
 
 import re
@@ -56,38 +56,38 @@ class _Node:
         return self.short_kind != "Size"
 
     @property
-    def kept_bytes(self) -> int:
+    def stash_bytes(self) -> int:
         shares_storage = "inplace" in self.kind or self.short_kind in ("View", "Size")
         return 0 if shares_storage else sum(self.sizes)
 
 
 def is_pipedream(text: str) -> bool:
-    """Returns whether a file looks like PipeDream's."""
+    """Returns whether the text of a file looks like PipeDream's format."""
     return any(" -- " in line for line in text.splitlines()[:5])
 
 
-def pipedream_layers(text: str) -> tuple[ImportedLayer, ...]:
+def parse_pipedream(text: str) -> tuple[ImportedLayer, ...]:
     """Returns the layers of a graph.txt in the order of their numbers, which follows the edges.
 
-    A layer has the name of its node, or of its nodes joined by `+`.
+    A layer of several nodes has their names, joined by `+`.
 
     Raises:
-        BapipeError: a line that is no node and no edge, an edge of an unknown node, or one that flows backwards.
+        BapipeError: a line is neither a node nor an edge, or an edge has an unknown node or leads backwards.
     """
     nodes, sources = _parse(text)
-    owner = _owners(nodes, sources)
-    tensor_of = {node.name: _tensor(node, nodes, sources) for node in nodes.values()}
+    first_node = _layer_of_node(nodes, sources)
+    tensor_of = {node.name: _tensor_name(node, nodes, sources) for node in nodes.values()}
     groups: dict[str, list[_Node]] = {}
     for node in nodes.values():
         if not node.is_input and not node.is_item:
-            groups.setdefault(owner[node.name], []).append(node)
-    users = {source: [n for n, own in sources.items() if source in own] for source in nodes}
+            groups.setdefault(first_node[node.name], []).append(node)
+    users = {source: [name for name, feeding in sources.items() if source in feeding] for source in nodes}
     return tuple(_layer(group, nodes, sources, users, tensor_of) for group in groups.values())
 
 
 def _parse(text: str) -> tuple[dict[str, _Node], dict[str, list[str]]]:
-    """Returns nodes by name in topological order, and the nodes that feed each."""
-    found: dict[str, _Node] = {}
+    """Returns nodes by name in topological order, and the names of the nodes that feed each."""
+    parsed: dict[str, _Node] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -96,7 +96,7 @@ def _parse(text: str) -> tuple[dict[str, _Node], dict[str, list[str]]]:
             edges.append((number, edge["source"], edge["target"]))
         elif match := _NODE.fullmatch(line.strip()):
             sizes = re.findall(r"[\d.]+", match["sizes"])
-            found[match["name"]] = _Node(
+            parsed[match["name"]] = _Node(
                 name=match["name"],
                 kind=match["kind"],
                 forward_ns=round(float(match["forward"]) * 1e6),
@@ -106,24 +106,24 @@ def _parse(text: str) -> tuple[dict[str, _Node], dict[str, list[str]]]:
             )
         else:
             raise BapipeError(
-                f"line {number} is no node and no edge of PipeDream's graph.txt: '{line.strip()[:80]}'; want "
+                f"line {number} is neither a node nor an edge of PipeDream's graph.txt: '{line.strip()[:80]}'; want "
                 "'node1 -- Module -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes, "
                 "parameter_size=bytes' or, indented, 'node1 -- node2'"
             )
-    nodes = {name: found[name] for name in sorted(found, key=_number)}
-    place = {name: index for index, name in enumerate(nodes)}
+    nodes = {name: parsed[name] for name in sorted(parsed, key=_number)}
+    position = {name: index for index, name in enumerate(nodes)}
     sources: dict[str, list[str]] = {name: [] for name in nodes}
     for number, source, target in edges:
         for name in (source, target):
-            if name not in place:
-                raise BapipeError(f"line {number} has an edge of '{name}', which is no node of the file")
-        if place[source] >= place[target]:
+            if name not in position:
+                raise BapipeError(f"line {number} has an edge of '{name}', which is not a node of the file")
+        if position[source] >= position[target]:
             raise BapipeError(
-                f"line {number}: an edge from '{source}' back to '{target}'; nodes are in order of number"
+                f"line {number} has an edge from '{source}' back to '{target}'; want nodes numbered in their order"
             )
         sources[target].append(source)
-    for own in sources.values():
-        own.sort(key=_number)
+    for feeding in sources.values():
+        feeding.sort(key=_number)
     return nodes, sources
 
 
@@ -131,41 +131,41 @@ def _number(name: str) -> int:
     return int("".join(re.findall(r"\d+", name)) or 0)
 
 
-def _tensor(node: _Node, nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> str:
-    """Returns the name of what a node gives others."""
+def _tensor_name(node: _Node, nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> str:
+    """Returns the name of the tensor that a node gives to others."""
     if node.is_input:
         return node.kind.lower()
     if not node.is_item or not sources[node.name]:
         return node.name
     producer = nodes[sources[node.name][0]]
-    inner = _tensor(producer, nodes, sources)
+    inner = _tensor_name(producer, nodes, sources)
     return f"{inner}:{re.sub(r'[^0-9]', '', node.kind)}" if len(producer.sizes) > 1 else inner
 
 
-def _owners(nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _layer_of_node(nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Returns the first node of the layer that each node belongs to."""
-    owner = {name: name for name in nodes}
+    first_node = {name: name for name in nodes}
     for name, node in nodes.items():
         feeding = [nodes[source] for source in sources[name]]
         if node.is_item and feeding:
-            owner[name] = owner[feeding[0].name]
+            first_node[name] = first_node[feeding[0].name]
         elif "bidir" in node.kind.lower():
             embeddings = [source for source in feeding if source.short_kind == "Embedding"]
             if embeddings:
-                owner[name] = owner[embeddings[0].name]
-    _join_classifier(nodes, owner)
-    return owner
+                first_node[name] = first_node[embeddings[0].name]
+    _join_classifier(nodes, first_node)
+    return first_node
 
 
-def _join_classifier(nodes: Mapping[str, _Node], owner: dict[str, str]) -> None:
-    """Joins the last LSTM and all after it, where a classifier with parameters ends the model."""
+def _join_classifier(nodes: Mapping[str, _Node], first_node: dict[str, str]) -> None:
+    """Joins the last LSTM and all nodes after it, if one of these has parameters."""
     order = list(nodes)
     last = next((n for n in reversed(order) if re.match("LSTM|RecurrentAttention", nodes[n].kind)), None)
     if last is None:
         return
     after = order[order.index(last) + 1 :]
     if any(nodes[name].param_bytes for name in after):
-        owner |= {name: owner[last] for name in after if not nodes[name].is_item or owner[name] in after}
+        first_node |= {name: first_node[last] for name in after if not nodes[name].is_item or first_node[name] in after}
 
 
 def _layer(
@@ -192,7 +192,7 @@ def _layer(
         forward_ns=sum(node.forward_ns for node in group),
         backward_ns=sum(node.backward_ns for node in group),
         output_bytes=tuple(leaving[name] for name in outputs),
-        kept_bytes=sum(node.kept_bytes for node in group),
+        stash_bytes=sum(node.stash_bytes for node in group),
         param_bytes=sum(node.param_bytes for node in group),
         no_gradient=tuple(name for name in outputs if not all(node.has_gradient for node in group)),
     )

@@ -1,4 +1,4 @@
-"""Tables with a row for each layer of a chain, as planners such as DAPPLE (Fan et al. 2021, arXiv:2007.01045) take.
+"""Parses tables with a row for each layer of a chain, the input of planners such as DAPPLE (arXiv:2007.01045).
 
 The first row names the columns, with their units: a name for the layer, `forward`, `backward`, `activation` (or
 `output`) and `param`, such as
@@ -23,14 +23,14 @@ _COLUMNS = {
 }
 _TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 _SIZES = {"bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_WANTED = "layer, forward_ms, backward_ms, activation_bytes, parameter_bytes, with the units that are theirs"
+_WANTED = "layer, forward_ms, backward_ms, activation_bytes, parameter_bytes, each with its unit"
 
 
-def table_layers(text: str) -> tuple[ImportedLayer, ...]:
-    """Returns the rows of a table as a chain of layers; columns are parted by commas, semicolons, tabs or bars.
+def parse_table(text: str) -> tuple[ImportedLayer, ...]:
+    """Returns the rows of a table as a chain of layers; columns are separated by commas, semicolons, tabs or bars.
 
     Raises:
-        BapipeError: a column that is missing or has no unit, a row of another length, or a figure that is none.
+        BapipeError: a column is missing or has no unit, a row has another length, or a figure is not a number.
     """
     rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not rows:
@@ -48,16 +48,16 @@ def table_layers(text: str) -> tuple[ImportedLayer, ...]:
 
 
 def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
-    """Returns the place of a column and the factor of its unit."""
+    """Returns the position of a column and the factor of its unit."""
     units: Mapping[str, int] = {"name": {}, "forward": _TIMES, "backward": _TIMES}.get(column, _SIZES)
-    for place, title in enumerate(header):
+    for position, title in enumerate(header):
         words = [word for word in re.split(r"[^a-z]+", title) if word]
         if not words or not re.fullmatch(_COLUMNS[column], words[0]):
             continue
         if not units:
-            return place, 1
+            return position, 1
         if words[-1] in units:
-            return place, units[words[-1]]
+            return position, units[words[-1]]
         raise BapipeError(
             f"column '{title}' has no unit; want one of {', '.join(units)}, such as {words[0]}_{[*units][-1]}"
         )
@@ -66,13 +66,13 @@ def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
 
 def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, int]], source: str) -> ImportedLayer:
     def figure(column: str) -> int:
-        place, factor = columns[column]
+        position, factor = columns[column]
         try:
-            value = float(cells[place])
+            value = float(cells[position])
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            raise BapipeError(f"line {number}: '{cells[place]}' is no {column} of a layer; want a number from 0 up")
+            raise BapipeError(f"line {number}: '{cells[position]}' is not a valid {column}; want a number >= 0")
         return round(value * factor)
 
     name = cells[columns["name"][0]]
@@ -84,6 +84,6 @@ def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, i
         forward_ns=figure("forward"),
         backward_ns=figure("backward"),
         output_bytes=(figure("output"),),
-        kept_bytes=figure("output"),
+        stash_bytes=figure("output"),
         param_bytes=figure("params"),
     )

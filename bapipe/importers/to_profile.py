@@ -1,4 +1,4 @@
-"""Layers that others measured, with what they leave out, as a profile."""
+"""Makes a profile of imported layers: fills in what other tools do not measure, and scales to other sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from fractions import Fraction
 
 from bapipe.errors import BapipeError
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, Origin
+from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.units import round_half_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedLayer:
-    """A layer as foreign profiles know it: one backward time, and no more memory than outputs and parameters.
+    """A layer as other tools measure it: one backward time, and no memory except outputs and parameters.
 
     Attributes:
-        backward_ns: of I and W together.
-        output_bytes: of each output, for the whole batch that was measured.
-        kept_bytes: what it adds to the stash: its outputs, or nothing where they are another layer's storage.
-        no_gradient: those of `outputs` that have none.
+        backward_ns: time of I and W together.
+        output_bytes: bytes of each output, for the whole measured batch.
+        stash_bytes: the outputs, or 0 if they share the storage of another layer's outputs.
+        no_gradient: the outputs without a gradient.
     """
 
     name: str
@@ -28,29 +28,29 @@ class ImportedLayer:
     forward_ns: int
     backward_ns: int
     output_bytes: tuple[int, ...]
-    kept_bytes: int
+    stash_bytes: int
     param_bytes: int
     no_gradient: tuple[str, ...] = ()
 
 
-def profile_of(layers: Sequence[ImportedLayer], origin: Origin) -> ModelProfile:
-    """Returns the profile of foreign layers.
+def to_profile(layers: Sequence[ImportedLayer], metadata: ImportMetadata) -> ModelProfile:
+    """Returns the profile of imported layers.
 
-    They tell B, not I and W: a layer with parameters gets half of B each, one that only model inputs feed all as W,
-    one without parameters all as I. Updates and workspaces are unknown and taken as nothing.
+    Their B is divided into I and W: halves for a layer with parameters, all W if only the model's inputs feed it, and
+    all I without parameters. Updates and workspaces are unknown; the profile says 0.
     """
-    if origin.optimizer not in NUM_OPTIMIZER_STATES:
-        raise BapipeError(f"unknown optimizer '{origin.optimizer}'; want one of {', '.join(NUM_OPTIMIZER_STATES)}")
-    made = {name for layer in layers for name in layer.outputs}
-    scaled = [size for size in origin.sizes if size != origin.batch_size]
+    if metadata.optimizer not in NUM_OPTIMIZER_STATES:
+        raise BapipeError(f"unknown optimizer '{metadata.optimizer}'; want one of {', '.join(NUM_OPTIMIZER_STATES)}")
+    layer_outputs = {name for layer in layers for name in layer.outputs}
+    scaled = [size for size in metadata.sizes if size != metadata.batch_size]
     return ModelProfile(
-        model=origin.model,
-        device=DeviceKind(kind=origin.kind, name=origin.device_name, memory_bytes=origin.memory_bytes),
+        model=metadata.model,
+        device=DeviceKind(kind=metadata.kind, name=metadata.device_name, memory_bytes=metadata.memory_bytes),
         dtype="float32",
-        optimizer=origin.optimizer,
+        optimizer=metadata.optimizer,
         environment={
-            "source": origin.source,
-            "batch_size": origin.batch_size,
+            "source": metadata.source,
+            "batch_size": metadata.batch_size,
             "input_and_weight_gradient": "halves of the measured backward",
         }
         | ({"scaled_in_proportion": scaled} if scaled else {}),
@@ -61,7 +61,7 @@ def profile_of(layers: Sequence[ImportedLayer], origin: Origin) -> ModelProfile:
                 inputs=layer.inputs,
                 outputs=layer.outputs,
                 param_bytes=layer.param_bytes,
-                optimizer_state_bytes=layer.param_bytes * NUM_OPTIMIZER_STATES[origin.optimizer],
+                optimizer_state_bytes=layer.param_bytes * NUM_OPTIMIZER_STATES[metadata.optimizer],
                 no_gradient=layer.no_gradient,
             )
             for layer in layers
@@ -69,25 +69,25 @@ def profile_of(layers: Sequence[ImportedLayer], origin: Origin) -> ModelProfile:
         measurements=tuple(
             Measurement(
                 microbatch_size=size,
-                layers=tuple(_measured(layer, made, Fraction(size, origin.batch_size)) for layer in layers),
+                layers=tuple(_scaled(layer, layer_outputs, Fraction(size, metadata.batch_size)) for layer in layers),
             )
-            for size in sorted(set(origin.sizes))
+            for size in sorted(set(metadata.sizes))
         ),
     )
 
 
-def _measured(layer: ImportedLayer, made: set[str], share: Fraction) -> LayerMeasurement:
-    backward_ns = round_half_up(layer.backward_ns * share)
+def _scaled(layer: ImportedLayer, layer_outputs: set[str], factor: Fraction) -> LayerMeasurement:
+    backward_ns = round_half_up(layer.backward_ns * factor)
     if not layer.param_bytes:
         weight_ns = 0
-    elif made.isdisjoint(layer.inputs):
+    elif layer_outputs.isdisjoint(layer.inputs):
         weight_ns = backward_ns
     else:
         weight_ns = backward_ns // 2
     return LayerMeasurement(
-        forward_ns=round_half_up(layer.forward_ns * share),
+        forward_ns=round_half_up(layer.forward_ns * factor),
         input_grad_ns=backward_ns - weight_ns,
         weight_grad_ns=weight_ns,
-        stash_bytes=round_half_up(layer.kept_bytes * share),
-        output_bytes=tuple(round_half_up(num_bytes * share) for num_bytes in layer.output_bytes),
+        stash_bytes=round_half_up(layer.stash_bytes * factor),
+        output_bytes=tuple(round_half_up(num_bytes * factor) for num_bytes in layer.output_bytes),
     )

@@ -17,7 +17,7 @@ import msgspec
 
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.graph.layer_graph import topological_order
-from bapipe.importers import Origin, import_file
+from bapipe.importers import ImportMetadata, import_file
 from benchmarks.planner import dnn_partitioning, piper
 
 NUM_MICROBATCHES = 8
@@ -42,7 +42,7 @@ def workloads(folder: Path) -> Iterator[tuple[str, ModelProfile, tuple[float, ..
 
 def _pipedream(path: Path) -> ModelProfile:
     batch = BATCH.get(path.parent.name, 128)
-    origin = Origin(
+    origin = ImportMetadata(
         model=path.parent.name,
         source="msr-fiddle/pipedream at 7db6a1c",
         kind="v100",

@@ -8,12 +8,12 @@ import pytest
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
-from bapipe.importers import Origin, import_file, import_profile
+from bapipe.importers import ImportMetadata, import_file, import_profile
 from tests import ROOT
 
 
-def origin(sizes: tuple[int, ...] = (8,), optimizer: str = "adam") -> Origin:
-    return Origin(
+def origin(sizes: tuple[int, ...] = (8,), optimizer: str = "adam") -> ImportMetadata:
+    return ImportMetadata(
         model="small",
         source="by hand",
         kind="cuda",
@@ -122,25 +122,25 @@ HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
         ("", "no layer in the file: want PipeDream's graph.txt, or a table with a header"),
         (
             "node1 -- Conv2d(3) -- forward=1\n",
-            "line 1 is no node and no edge of PipeDream's graph.txt: 'node1 -- Conv2d(3) -- forward=1'; want "
+            "line 1 is neither a node nor an edge of PipeDream's graph.txt: 'node1 -- Conv2d(3) -- forward=1'; want "
             "'node1 -- Module -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes, "
             "parameter_size=bytes' or, indented, 'node1 -- node2'",
         ),
-        (TRANSLATION + "\tnode1 -- node99\n", "line 25 has an edge of 'node99', which is no node of the file"),
+        (TRANSLATION + "\tnode1 -- node99\n", "line 25 has an edge of 'node99', which is not a node of the file"),
         (
             TRANSLATION + "\tnode4 -- node3\n",
-            "line 25: an edge from 'node4' back to 'node3'; nodes are in order of number",
+            "line 25 has an edge from 'node4' back to 'node3'; want nodes numbered in their order",
         ),
         (
             "layer,forward_ms\n",
             "no column for backward in the header layer, forward_ms; want layer, forward_ms, backward_ms, "
-            "activation_bytes, parameter_bytes, with the units that are theirs",
+            "activation_bytes, parameter_bytes, each with its unit",
         ),
         ("layer,forward\n", "column 'forward' has no unit; want one of ns, us, ms, s, such as forward_s"),
         (HEADER + "a,1,2,3\n", "line 2 has 4 columns; the header has 5"),
-        (HEADER + "a,1,x,3,4\n", "line 2: 'x' is no backward of a layer; want a number from 0 up"),
-        (HEADER + "a,-1,2,3,4\n", "line 2: '-1' is no forward of a layer; want a number from 0 up"),
-        (HEADER + "a,1,2,nan,4\n", "line 2: 'nan' is no output of a layer; want a number from 0 up"),
+        (HEADER + "a,1,x,3,4\n", "line 2: 'x' is not a valid backward; want a number >= 0"),
+        (HEADER + "a,-1,2,3,4\n", "line 2: '-1' is not a valid forward; want a number >= 0"),
+        (HEADER + "a,1,2,nan,4\n", "line 2: 'nan' is not a valid output; want a number >= 0"),
         (
             HEADER + "a,1,2,3,4\na,1,2,3,4\n",
             "a second layer is named 'a'; names must be unique - at `$.layers[1].name`",
