@@ -55,13 +55,14 @@ def permute_ranks(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> S
     )
 
 
-def permute_compiled(program: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
-    """Returns the program of `permute_ranks(schedule, ranks, num_ranks)` from that of the schedule."""
+def permute_compiled(compiled: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
+    """Returns `permute_ranks(schedule, ranks, num_ranks)` compiled, from the compiled schedule."""
     return replace(
-        program,
-        ranks=tuple([ranks[rank] for rank in program.ranks]),
+        compiled,
+        ranks=tuple([ranks[rank] for rank in compiled.ranks]),
         channels=tuple(
-            channel._replace(source=ranks[channel.source], target=ranks[channel.target]) for channel in program.channels
+            channel._replace(source=ranks[channel.source], target=ranks[channel.target])
+            for channel in compiled.channels
         ),
         num_ranks=num_ranks,
     )

@@ -9,5 +9,6 @@ Begin with `simulate.simulate`; `simulate.simulate_schedule` states the rules. A
     event_driven    the same on any device
     memory          the bytes of every device, from the order of its actions
     allreduce       the sums of gradients over the replicas of a stage
+    interval_costs  the same costs, transfers and rings for many intervals of layers at once, in numpy: for searches
     timeline        the result: actions, transfers, all-reduces and updates over time, and what a plan predicts
 """

@@ -5,11 +5,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import of_layers
+from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.report.layer_diagram import layer_rows
 from bapipe.schedules.table import Phase
 from bapipe.simulator import allreduce, stage_cost
@@ -52,6 +55,28 @@ def test_intervals_of_a_chain_cost_what_a_stage_of_their_layers_costs(speed: flo
         for begin in range(6):
             for end in range(begin + 1, 7):
                 check_equal(costs, begin, end, scalar_cost(profile, list(range(begin, end)), speed))
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_stages_of_a_chain_cost_what_the_simulator_says(speed: float) -> None:
+    for seed in range(30):
+        profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, shares=seed % 3 == 1)
+        names = [layer.name for layer in profile.layers]
+        chain = Chain(profile, 2, speed)
+        device = Device(name="d0", host="h", kind=profile.device.kind, memory_bytes=0, speed=speed)
+        link = Bandwidth(bytes_per_s=10**9, latency_ns=0)
+        devices = tuple(replace(device, name=f"d{r}") for r in range(3))
+        cluster = Cluster(devices=devices, intra_host=link, inter_host=link)
+        for cut in (cut for cut in range(1, 6) if chain.legal[cut]):
+            recompute = seed % 2 == 0
+            plans = (
+                StagePlan(layers=tuple(names[:cut]), devices=("d0",), recompute=recompute),
+                StagePlan(layers=tuple(names[cut:]), devices=("d1", "d2"), recompute=recompute),
+            )
+            want = stage_cost.build_stages(plans, {profile.device.kind: profile}, cluster, 2)
+            first = stage_on([chain], 0, cut, recompute=recompute)
+            second = stage_on([chain] * 2, cut, 6, recompute=recompute)
+            assert (first, second) == want
 
 
 def boundaries_of(profile: ModelProfile) -> list[int]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.simulator.memory import peak_memory
+from bapipe.simulator.memory import kept_bytes, peak_memory, recomputed_bytes
 from bapipe.simulator.stage_cost import Stage
 
 F, I, W = 0, 1, 2  # noqa: E741
@@ -108,7 +108,7 @@ class OrderProblem:
         return all(self.rank_fits(rank, codes) for rank, codes in enumerate(orders))
 
     def rank_fits(self, rank: int, codes: Sequence[int]) -> bool:
-        """Whether one device stays within its memory."""
+        """Whether one device stays within its memory; the rule of `bapipe.simulator.memory.rank_memory` on codes."""
         held = 0
         for code in codes:
             stage, phase = divmod(code, 3)
@@ -212,10 +212,9 @@ def order_problem(
             sum(cost.update_ns for cost, device in zip(costs, rank_of, strict=True) if device == rank)
             for rank in range(num_ranks)
         ),
-        stash_bytes=tuple(_stash_bytes(s, stages) for s in range(len(stages))),
+        stash_bytes=tuple(kept_bytes(stages, s) for s in range(len(stages))),
         weight_grad_stash_bytes=tuple(
-            (cost.stash_bytes if stage.recompute else 0) + cost.gradient_stash_bytes
-            for stage, cost in zip(stages, costs, strict=True)
+            recomputed_bytes(stages, s) + cost.gradient_stash_bytes for s, cost in enumerate(costs)
         ),
         workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
         available_bytes=tuple(
@@ -237,12 +236,5 @@ def relaxation(problem: OrderProblem, stages: Sequence[Stage]) -> OrderProblem:
         # Split the B so that I is as short as either measurement allows, and W takes the remainder.
         input_grad_ns = min(cost.input_grad_ns, cost.backward_ns)
         ns += [cost.forward_ns, input_grad_ns, cost.min_backward_ns - input_grad_ns]
-    weight_grad_stash_bytes = tuple(stage.costs[0].stash_bytes if stage.recompute else 0 for stage in stages)
+    weight_grad_stash_bytes = tuple(recomputed_bytes(stages, s) for s in range(len(stages)))
     return replace(problem, action_ns=tuple(ns), weight_grad_stash_bytes=weight_grad_stash_bytes)
-
-
-def _stash_bytes(s: int, stages: Sequence[Stage]) -> int:
-    """A recomputed stage keeps only its input, which the stage before sent; the first reads it from the data."""
-    if not stages[s].recompute:
-        return stages[s].costs[0].stash_bytes
-    return stages[s - 1].send_bytes if s > 0 else 0

@@ -143,10 +143,10 @@ class _Search:
             return timing.step_ns if timing else None
         try:
             table = self.problem.table(self.devices, orders)
-            program = compile_for_cluster(table, self.cluster)
+            compiled = compile_for_cluster(table, self.cluster)
         except InvalidSchedule:
             return None
-        done = finish_ns(program, self.stages, self.cluster)
+        done = finish_ns(compiled, self.stages, self.cluster)
         return max(ns + update_ns for ns, update_ns in zip(done, self.problem.update_ns, strict=True))
 
     @property
