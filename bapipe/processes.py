@@ -4,9 +4,9 @@ The ranks of a run, the ranks that measure links, and the co-runners of a profil
 
 Not multiprocessing, whose `spawn` imports the caller's script again in every process: a script without
 `if __name__ == "__main__"` could not even measure a link. Here that happens only if something in the job is defined in
-the script. Not torch.distributed.elastic either: its error files give the exception of a process that exits, but do not
-tell a rank that hangs, or a cause from the ranks that only lost their peer, or which devices are gone, with which a run
-must plan again.
+the script. Not torch.distributed.elastic either: its error files hold the exception of a process that exits. A run also
+has to name a rank that hangs, to tell the cause from the ranks that only lost their peer, and to know which devices are
+gone, so that it can plan again without them.
 """
 
 import ctypes

@@ -45,9 +45,9 @@ def ranks_with_stage(schedule: Schedule) -> tuple[int, ...]:
 def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
     """Returns each rank's actions with their sends and receives inserted.
 
-    A send follows the action whose output it sends. A receive is inserted where its rank's order has got to when the
-    send is posted, so that the two ranks of a pair list what they exchange in the same order, as NCCL requires. Stages
-    on one device exchange nothing. O(n ranks) for n actions: the schedule is run once, every rank as far as it can.
+    A send follows the action whose output it sends. A receive is inserted at the point that its rank has reached when
+    the send is posted, so that the two ranks of a pair list what they exchange in the same order, as NCCL requires.
+    Stages on one device exchange nothing. O(n ranks) for n actions: in rounds, each rank runs its next action.
 
     Raises:
         InvalidSchedule: the order deadlocks.

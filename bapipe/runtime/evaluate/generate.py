@@ -23,7 +23,7 @@ def greedy_decode(
     end of a text comes padding.
     """
     num_samples, length = shape
-    prefix, words = torch.full(shape, config.pad), torch.full(shape, config.pad)  # what the model reads; what it gives
+    prefix, words = torch.full(shape, config.pad), torch.full(shape, config.pad)  # the model's input; its output
     prefix[:, 0] = config.bos
     unfinished = torch.ones(num_samples, dtype=torch.bool)
     for position in range(length):

@@ -1,4 +1,4 @@
-"""Launches one process per rank on this machine; if one fails all are ended, and one line says why."""
+"""Launches one process per rank on this machine; if one fails, ends all of them and explains why in one line."""
 
 import os
 import signal

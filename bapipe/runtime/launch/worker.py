@@ -100,7 +100,7 @@ class Failure:
     """The worker has raised an error.
 
     Attributes:
-        expected: a BapipeError, whose text says all.
+        expected: it is a BapipeError, whose text is complete.
         lost_peer: it only shows that another rank has gone, or is too slow.
         timed_out: the latter.
     """
