@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bapipe.formats.plan import Alternative, Plan, StagePlan
+from bapipe.formats.plan import Alternative, StagePlan
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.schedule_placement import distribute_replicas
+from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
@@ -36,7 +37,7 @@ class Judged:
 
 
 def baseline_alternatives(
-    plan: Plan,
+    plan: Solution,
     profiles: Mapping[str, ModelProfile],
     microbatch_sizes: Sequence[int],
     schedules: Sequence[str],
@@ -87,7 +88,7 @@ def baseline_alternatives(
     return tuple(found)
 
 
-def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int]) -> Judged:
+def _judge(candidate: Candidate, plan: Solution, profiles: Mapping[str, ModelProfile], limits: Sequence[int]) -> Judged:
     index = plan.cluster.index
     table = distribute_replicas(
         SCHEDULES[candidate.schedule](len(candidate.stages), plan.minibatch_size // candidate.microbatch_size),
@@ -104,14 +105,14 @@ def _judge(candidate: Candidate, plan: Plan, profiles: Mapping[str, ModelProfile
     )
 
 
-def _why_not(judged: Judged, plan: Plan) -> str:
+def _why_not(judged: Judged, plan: Solution) -> str:
     if judged.lack_bytes > 0:
         return f"does not fit: a device lacks {judged.lack_bytes:,} bytes"
     if judged.step_ns == plan.prediction.step_ns:
         return "as fast as this plan"
     if judged.step_ns > plan.prediction.step_ns:
         return in_words(judged.step_ns, plan.prediction.step_ns)
-    stopped = "" if judged.step_ns < plan.certificate.lower_bound_ns else ", or not reached before the search ended"
+    stopped = "" if judged.step_ns < plan.lower_bound_ns else ", or not reached before the search ended"
     return f"{1 - judged.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
-from msgspec import UNSET
 from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, Infeasible
@@ -12,6 +12,7 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs import Profiles, listed
+from bapipe.planner.solution import Solution, sort_alternatives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +68,26 @@ def _by_threads(profiles: Iterable[ModelProfile]) -> dict[str, dict[int, ModelPr
     return of_kind
 
 
-def best_grouping(found: Iterable[Grouping], search: Callable[[Mapping[str, ModelProfile], Cluster], Plan]) -> Plan:
-    """Returns the fastest of each way's best plan, with the others among its alternatives.
+def best_grouping(
+    candidates: Iterable[Grouping], solve: Callable[[Mapping[str, ModelProfile], Cluster], Solution]
+) -> Solution:
+    """Returns the best solution over the groupings, with those of the other groupings among its alternatives.
 
     Raises:
-        Infeasible: none fits; the message is that of the first way.
+        Infeasible: nothing fits with any grouping; the message is that of the first one.
     """
-    plans: list[tuple[str, Plan]] = []
+    solutions: dict[str, Solution] = {}
     refused: list[Infeasible] = []
-    for way in found:
+    for grouping in candidates:
         try:
-            plans.append((way.name, search(way.profiles, way.cluster)))
+            solutions[grouping.name] = solve(grouping.profiles, grouping.cluster)
         except Infeasible as error:
             refused.append(error)
-    if not plans:
+    if not solutions:
         raise refused[0]
-    name, best = min(plans, key=lambda one: _worth_ns(one[1]))
-    others = (*best.alternatives, *(_alternative(other, plan, best) for other, plan in plans if other != name))
-    return replace(best, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
+    best = min(solutions.values(), key=lambda solution: solution.objective_ns)
+    others = tuple(_alternative(name, other, best) for name, other in solutions.items() if other is not best)
+    return replace_fields(best, alternatives=sort_alternatives((*best.alternatives, *others)))
 
 
 def profiles_used_by(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, ModelProfile]:
@@ -134,17 +137,12 @@ def _merged(cluster: Cluster, kind: str, num: int) -> Iterator[Device]:
             )
 
 
-def _worth_ns(plan: Plan) -> int:
-    load_ns = plan.prediction.load_ns
-    return plan.prediction.step_ns if load_ns is UNSET else load_ns
-
-
-def _alternative(name: str, plan: Plan, best: Plan) -> Alternative:
-    slower = _worth_ns(plan) / max(_worth_ns(best), 1) - 1
+def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:
+    slower = solution.objective_ns / max(best.objective_ns, 1) - 1
     return Alternative(
         name=name,
-        step_ns=plan.prediction.step_ns,
-        peak_bytes=max(rank.peak_bytes for rank in plan.prediction.ranks),
+        step_ns=solution.prediction.step_ns,
+        peak_bytes=solution.peak_bytes,
         feasible=True,
         why_not=f"{slower:.1%} slower",
     )

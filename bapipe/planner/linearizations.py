@@ -1,91 +1,117 @@
-"""Orders of the layers that cuts may follow: the profile's, and those through the best cuts of the whole graph.
+"""Linearizations: orders of the layers along which a branching model is cut.
 
-A search that cuts a line of layers sees no cut that parts a branch from what its line puts between. So the downsets of
-the graph are searched for the cuts whose most loaded device has the least to do, for some numbers of stages; a line
-through such cuts is searched as well wherever it beats the profile's by more than `WORTH`.
+The step-time search cuts a chain of layers. Along the profile's order it may not be able to separate two branches whose
+layers alternate. So a min-max DP over the downsets of the layer graph finds the cuts with the smallest largest load,
+for some numbers of stages. A linearization through such cuts is searched too if its load is well below that of the
+profile's order (`MAX_LOAD_RATIO`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import Certificate, Plan, StagePlan, certify
+from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import LOSS, Measurement, ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import contract, of_layers, topological_order
+from bapipe.planner.searched_space import LinearizationsSpace
+from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
 
 MAX_DOWNSETS = 1000
-"""Up to how many downsets the best cuts of a graph are looked for."""
+"""Graphs with more downsets are searched along the profile's order only."""
 
-WORTH = 0.995
-"""An order is searched where its largest load is less than this share of the profile's order's."""
+MAX_LOAD_RATIO = 0.995
+"""A linearization is searched if its largest load is below this share of that of the profile's order."""
 
-Explore = Callable[[Mapping[str, ModelProfile]], Plan]
+Solve = Callable[[Mapping[str, ModelProfile]], Solution]
+"""Searches along the order of the layers in some profiles."""
 
 
-def plan_over_linearizations(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], explore: Explore
-) -> Plan:
-    """Returns the fastest plan over the orders worth a search; `explore` plans for profiles in one order.
+def solve_over_linearizations(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], solve: Solve
+) -> Solution:
+    """Returns the fastest solution over the linearizations worth a search, in the profile's order of the layers.
 
     Args:
-        limits: what each device may hold.
+        limits: the bytes that each device may hold.
 
     Raises:
-        Infeasible: nothing fits in any of the orders.
+        Infeasible: nothing fits along any of them.
     """
     first = profiles[cluster.devices[0].kind]
     lines = [tuple(range(len(first.layers))), *promising_linearizations(profiles, cluster, limits)]
-    plans: list[Plan] = []
+    solutions: list[Solution] = []
     failure: Infeasible | None = None
     for line in lines:
         try:
-            plans.append(explore({kind: with_layer_order(profile, line) for kind, profile in profiles.items()}))
+            solutions.append(solve({kind: with_layer_order(profile, line) for kind, profile in profiles.items()}))
         except Infeasible as error:
             failure = failure or error
-    if not plans:
+    if not solutions:
         assert failure is not None
         raise failure
-    best = min(plans, key=lambda plan: plan.prediction.step_ns)
-    return best if len(lines) == 1 else _with_names_of(best, profiles, _joint(plans, best, len(lines)))
+    best = min(solutions, key=lambda solution: solution.prediction.step_ns)
+    if len(lines) == 1:
+        return best
+    # The space is now the plans along all linearizations, so the bound is the lowest of theirs.
+    bound_ns = min(best.prediction.step_ns, *(solution.lower_bound_ns for solution in solutions))
+    space = LinearizationsSpace(num_orders=len(lines), along_each=best.space)
+    return replace(_in_profile_order(best, profiles), lower_bound_ns=bound_ns, space=space)
+
+
+def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) -> Solution:
+    """Returns a solution along some linearization with the layers of each stage in the profile's order."""
+    index = {layer.name: i for i, layer in enumerate(next(iter(profiles.values())).layers)}
+    return replace(
+        solution,
+        profiles=profiles,
+        stages=tuple(
+            StagePlan(
+                layers=tuple(sorted(stage.layers, key=index.__getitem__)),
+                devices=stage.devices,
+                recompute=stage.recompute,
+            )
+            for stage in solution.stages
+        ),
+    )
 
 
 def promising_linearizations(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns orders of the layers, by their numbers, whose cuts are better than those of the profile's own order.
+    """Returns linearizations, as layer numbers, whose best cuts have a smaller load than those of the profile's order.
 
-    Compared are the largest loads with the largest micro-batches, one device a stage, every device like the first, and
-    the slowest link.
+    Loads are compared for the largest micro-batches, one device per stage, all devices like the first, and the slowest
+    link.
     """
     first = profiles[cluster.devices[0].kind]
     graph = of_layers(first)
     if graph.has_single_order:
         return []
-    place = {layer.name: i for i, layer in enumerate(first.layers)}
-    together = [(i, *(place[name] for name in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
-    small, parts = contract(graph, together)
-    found = downsets(small, MAX_DOWNSETS)
-    if found is None or len(found) == small.num_nodes + 1:
+    index = {layer.name: i for i, layer in enumerate(first.layers)}
+    tied = [(i, *(index[name] for name in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
+    contracted, layers_of_node = contract(graph, tied)
+    node_sets = downsets(contracted, MAX_DOWNSETS)
+    if node_sets is None or len(node_sets) == contracted.num_nodes + 1:
         return []
-    line = Boundaries(prefixes(topological_order(small)), parts, graph.num_nodes)
-    everywhere = Boundaries(found, parts, graph.num_nodes)
+    line = Boundaries(prefixes(topological_order(contracted)), layers_of_node, graph.num_nodes)
+    all_boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes)
     orders, size = [], first.microbatch_sizes[-1]
     for num_stages in sorted({2, (len(limits) + 1) // 2, len(limits)} - {0, 1}):
-        along = _best(_alike(line, first, cluster, limits, size, num_stages))
-        best = _best(_alike(everywhere, first, cluster, limits, size, num_stages))
-        if best is not None and (along is None or best.load < WORTH * along.load):
-            stages = [everywhere.layers(begin, end) for begin, end in pairwise(best.boundaries)]
+        on_line = _best(_homogeneous_problem(line, first, cluster, limits, size, num_stages))
+        best = _best(_homogeneous_problem(all_boundaries, first, cluster, limits, size, num_stages))
+        if best is not None and (on_line is None or best.load < MAX_LOAD_RATIO * on_line.load):
+            stages = [all_boundaries.layers(begin, end) for begin, end in pairwise(best.boundaries)]
             order = [layer for stage in stages for layer in stage]
-            if first.layers[-1].name == LOSS:
+            if first.layers[-1].name == LOSS:  # stays last
                 order.remove(len(order) - 1)
                 order.append(len(order))
             orders.append(tuple(order))
@@ -104,7 +130,7 @@ def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfil
     )
 
 
-def _alike(
+def _homogeneous_problem(
     cuts: Boundaries, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
 ) -> HomogeneousDevices:
     device = cluster.devices[0]
@@ -125,27 +151,3 @@ def _alike(
 
 def _best(problem: HomogeneousDevices) -> StagePath | None:
     return min_max_load_homogeneous(problem, bound=problem.bound_ns, ceiling=problem.ceiling_ns).best
-
-
-def _joint(plans: Sequence[Plan], best: Plan, num_orders: int) -> Certificate:
-    bound_ns = min(plan.certificate.lower_bound_ns for plan in plans)
-    space = f"{num_orders} orders of the layers, the profile's and those of the best cuts of their graph; along each: "
-    return certify(best.prediction.step_ns, min(bound_ns, best.prediction.step_ns), space + best.certificate.space)
-
-
-def _with_names_of(plan: Plan, profiles: Mapping[str, ModelProfile], certificate: Certificate) -> Plan:
-    """The plan with each stage's layers in the profile's order, and made of the profiles as they are."""
-    place = {layer.name: i for i, layer in enumerate(next(iter(profiles.values())).layers)}
-    return msgspec.structs.replace(
-        plan,
-        profiles={kind: fingerprint(profile) for kind, profile in sorted(profiles.items())},
-        stages=tuple(
-            StagePlan(
-                layers=tuple(sorted(stage.layers, key=place.__getitem__)),
-                devices=stage.devices,
-                recompute=stage.recompute,
-            )
-            for stage in plan.stages
-        ),
-        certificate=certificate,
-    )

@@ -13,12 +13,14 @@ from bapipe.formats.cache import load_plan, plan_path, store_plan, store_profile
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
 from bapipe.planner.device_grouping import best_grouping, groupings, profiles_with_fewest_threads
-from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
+from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.plan_step import add_baselines, solve_step_time
+from bapipe.planner.solution import Solution, make_plan
+from bapipe.planner.validation import check_inputs
 from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
 from bapipe.simulator.simulate import simulate_schedule
@@ -55,7 +57,8 @@ def plan(
     options = options_from(PlanOptions, options, keywords)
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
-    return best_grouping(groupings(profiles, cluster), partial(plan_once, options=options, progress=progress))
+    solve = partial(_solve, options=options, progress=progress)
+    return make_plan(best_grouping(groupings(profiles, cluster), solve))
 
 
 def plan_once(
@@ -65,10 +68,8 @@ def plan_once(
     *,
     progress: SearchProgress | None = None,
 ) -> Plan:
-    """Returns what `plan` does, of profiles by device kind and options."""
-    search = _plan_for_step_time if options.objective == "step" else _plan_for_throughput
-    decided = search(profiles, cluster.sequential, options, stop=_deadline(options.time_limit_s), progress=progress)
-    return msgspec.structs.replace(decided, settings=common_settings(profiles.values()))
+    """Returns the best plan for the devices as they are, not grouped in other ways; see `plan`."""
+    return make_plan(_solve(profiles, cluster, options, progress=progress))
 
 
 def plan_cached(
@@ -78,32 +79,24 @@ def plan_cached(
     *,
     progress: SearchProgress | None = None,
 ) -> Plan:
-    """Returns the plan made of the same inputs before, or makes and keeps it; under a time limit always makes it."""
-    search = partial(_plan_or_load, options=options, progress=progress)
-    return best_grouping(groupings(profiles, cluster), search)
+    """Returns the plan that was made from the same inputs before, or makes and stores it; see `plan`.
 
-
-def _plan_or_load(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    *,
-    progress: SearchProgress | None,
-) -> Plan:
+    With a time limit the result depends on the machine, so that the plan is always made and never stored.
+    """
     key = {
-        "profiles": {kind: fingerprint(profile) for kind, profile in profiles.items()},
+        "profiles": [(profile.device.kind, fingerprint(profile)) for profile in listed(profiles)],
         "cluster": msgspec.to_builtins(cluster),
         "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
     }
-    path = plan_path(key)
-    found = load_plan(path) if options.time_limit_s is None else None
-    if found is None:
-        found = plan_once(profiles, cluster, options, progress=progress)
-        if options.time_limit_s is None:
-            store_plan(path, found)
-    for profile in profiles.values():
-        store_profile_by_fingerprint(profile)  # for planning again when a device is gone
-    return found
+    path, is_cached = plan_path(key), options.time_limit_s is None
+    made = load_plan(path) if is_cached else None
+    if made is None:
+        made = plan(profiles, cluster, options, progress=progress)
+        if is_cached:
+            store_plan(path, made)
+    for profile in listed(profiles):
+        store_profile_by_fingerprint(profile)  # to plan again when a device is gone
+    return made
 
 
 def evaluate_pinned(
@@ -141,35 +134,45 @@ def pareto(
     return front(profiles, cluster.sequential, options, progress=progress)
 
 
-def _plan_for_step_time(
+def _solve(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
     options: PlanOptions,
     *,
-    stop: Callable[[], bool] | None,
     progress: SearchProgress | None,
-) -> Plan:
-    """Plans for a step along the profile's order of the layers, and along others that a branching model may need."""
-
-    def along(line: Mapping[str, ModelProfile]) -> Plan:
-        return plan_step_time(line, cluster, options, stop=stop, progress=progress)
-
-    if len(cluster.devices) == 1 or any(device.kind not in profiles for device in cluster.devices):
-        return along(profiles)
-    from bapipe.planner.linearizations import plan_over_linearizations
-
-    return plan_over_linearizations(profiles, cluster, options.limits(cluster), along)
+) -> Solution:
+    """Returns the best solution for profiles by device kind, by the search for the objective."""
+    sequential = cluster.sequential
+    if options.objective == "throughput":
+        return _solve_throughput(profiles, sequential, options, progress)
+    stop = _deadline(options.time_limit_s)
+    return _solve_step_time(profiles, sequential, options, stop, progress)
 
 
-def _plan_for_throughput(
+def _solve_step_time(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
     options: PlanOptions,
-    *,
     stop: Callable[[], bool] | None,
     progress: SearchProgress | None,
-) -> Plan:
-    from bapipe.planner.throughput.search import plan_throughput
+) -> Solution:
+    """Searches along the profile's order of the layers, and along others that a branching model may need."""
+    check_inputs(profiles, cluster, options)
+
+    def solve(in_one_order: Mapping[str, ModelProfile]) -> Solution:
+        return add_baselines(solve_step_time(in_one_order, cluster, options, stop=stop, progress=progress), options)
+
+    if len(cluster.devices) == 1:
+        return solve(profiles)
+    from bapipe.planner.linearizations import solve_over_linearizations
+
+    return solve_over_linearizations(profiles, cluster, options.limits(cluster), solve)
+
+
+def _solve_throughput(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, progress: SearchProgress | None
+) -> Solution:
+    from bapipe.planner.throughput.search import solve_throughput
 
     if "1f1b" not in options.schedules:
         raise BapipeError(
@@ -194,14 +197,7 @@ def _plan_for_throughput(
         if progress:
             progress(looks, int(load_ns), int(bound_ns))
 
-    return plan_throughput(
-        profiles,
-        cluster,
-        minibatch_size=options.minibatch_size,
-        microbatch_size=options.microbatch_size,
-        memory_limit_bytes=options.memory_limit_bytes,
-        progress=count_and_report,
-    )
+    return solve_throughput(profiles, cluster, options, progress=count_and_report)
 
 
 def _deadline(seconds: float | None) -> Callable[[], bool] | None:

@@ -1,28 +1,33 @@
-"""Explores layouts x micro-batch sizes x schedules, and makes the best of them a plan."""
+"""Searches the partition with the shortest step: layouts x micro-batch sizes x schedules, along one order of layers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import Plan, StagePlan, certify
+from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH, improve_plan
 from bapipe.planner.baselines import baseline_alternatives
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
+from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace
+from bapipe.planner.solution import Solution, make_plan, sort_alternatives
+from bapipe.planner.validation import check_inputs, named_schedules
 from bapipe.progress import SearchProgress
 
 if TYPE_CHECKING:
     from bapipe.planner.branch_and_bound.problem import SearchResult
     from bapipe.planner.branch_and_bound.space import SearchSpace
 
-WORK = 30_000
-"""Partial plans opened before a search without a time limit stops: some seconds."""
+MAX_NODES = 30_000
+"""Node budget of a search without a time limit: some seconds."""
+
+ACTIONS_PER_NODE = 400
+"""Simulated actions of the bisection of long chains that take about as long as one node of the branch and bound."""
+
+UNLIMITED_NODES = 10**12
+"""Node budget of a search with a time limit, which ends it earlier."""
 
 
 def plan_step_time(
@@ -33,30 +38,63 @@ def plan_step_time(
     stop: Callable[[], bool] | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
-    """Returns the fastest plan of the space that its certificate names, by an exact search.
-
-    The space: the layers in the profile's order, cut anywhere into the stages of a schedule, each on some devices of
-    the cluster; every measured or interpolated micro-batch size that divides the mini-batch.
-
-    Args:
-        profiles: one for each kind of device in the cluster.
-        stop: ends the search with the best plan so far; without it, it ends after `WORK`.
+    """Returns the fastest plan along the profile's order of the layers; see `solve_step_time`.
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
         BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that
             do not divide.
     """
-    if SEARCH in options.schedules:  # an order is searched for stages of one device
-        options = replace(options, replicas=False)
-    space, found = find_best_layout(profiles, cluster, options, stop=stop, progress=progress)
-    plan = plan_of(profiles, found, options.minibatch_size, space)
-    limits = options.limits(cluster)
-    if SEARCH in options.schedules:
-        plan = improve_plan(plan, profiles, limits, options.search_effort, may_move=not options.constraints)
-    sizes = microbatch_sizes(profiles, cluster, options)
-    others = (*plan.alternatives, *baseline_alternatives(plan, profiles, sizes, named_schedules(options), limits))
-    return msgspec.structs.replace(plan, alternatives=tuple(sorted(others, key=lambda a: (not a.feasible, a.step_ns))))
+    check_inputs(profiles, cluster, options)
+    solution = solve_step_time(profiles, cluster, options, stop=stop, progress=progress)
+    return make_plan(add_baselines(solution, options))
+
+
+def solve_step_time(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    stop: Callable[[], bool] | None = None,
+    progress: SearchProgress | None = None,
+) -> Solution:
+    """Returns the stages and the order with the shortest step, by an exact search.
+
+    The space: the layers in the profile's order, cut anywhere into the stages of a schedule, each on some devices of
+    the cluster; every measured or interpolated micro-batch size that divides the mini-batch.
+
+    Args:
+        profiles: one for each kind of device in the cluster; `check_inputs` accepts them.
+        stop: ends the search with the best solution so far; without it, it ends after `MAX_NODES`.
+
+    Raises:
+        Infeasible: nothing fits; the message names the closest plan and what each device lacks.
+        BapipeError: constraints that cannot be met, or sizes that do not divide.
+    """
+    searches_order = SEARCH in options.schedules
+    if searches_order:
+        options = replace(options, replicas=False)  # the order search has stages of one device each
+    space, result = find_best_layout(profiles, cluster, options, stop=stop, progress=progress)
+    solution = solution_of(profiles, result, options.minibatch_size, space)
+    if not searches_order:
+        return solution
+    limits, may_move = options.limits(cluster), not options.constraints
+    return improve_plan(solution, profiles, limits, options.search_effort, may_move=may_move)
+
+
+def add_baselines(solution: Solution, options: PlanOptions) -> Solution:
+    """Returns the solution with the baselines among its alternatives."""
+    space = solution.space
+    partitions = space.stages_from if isinstance(space, ActionOrderSpace) else space
+    assert isinstance(partitions, PartitionSpace)
+    baselines = baseline_alternatives(
+        solution,
+        solution.profiles,
+        partitions.microbatch_sizes,
+        partitions.schedules,
+        options.limits(solution.cluster),
+    )
+    return replace(solution, alternatives=sort_alternatives((*solution.alternatives, *baselines)))
 
 
 def find_best_layout(
@@ -66,75 +104,74 @@ def find_best_layout(
     *,
     stop: Callable[[], bool] | None = None,
     progress: SearchProgress | None = None,
-) -> "tuple[str, SearchResult]":
-    """Returns the space in words, and the best of it; see `plan_step_time`."""
+) -> "tuple[PartitionSpace, SearchResult]":
+    """Returns the searched space, and the best layout of it; see `solve_step_time`."""
     from bapipe.planner.branch_and_bound.infeasible import infeasible_error
     from bapipe.planner.branch_and_bound.search import best_first  # these load numpy
     from bapipe.planner.branch_and_bound.space import search_space
     from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
 
-    check_inputs(profiles, cluster, options)
     space = search_space(profiles, cluster, options)
-    limit = WORK if stop is None else 10**12
+    max_nodes = MAX_NODES if stop is None else UNLIMITED_NODES
     stop = stop or (lambda: False)
     if is_long_chain(space.problems):
-        found = solve_long_chain(space.problems, max_actions=400 * limit, stop=stop, progress=progress)
+        max_actions = ACTIONS_PER_NODE * max_nodes
+        result = solve_long_chain(space.problems, max_actions=max_actions, stop=stop, progress=progress)
     else:
-        found = best_first(space.problems, max_nodes=limit, stop=stop, progress=progress)
-    if found is None:
+        result = best_first(space.problems, max_nodes=max_nodes, stop=stop, progress=progress)
+    if result is None:
         raise infeasible_error(profiles, cluster, options, space)
-    return _words(profiles, cluster, options, space), found
+    return _partition_space(profiles, cluster, options, space), result
 
 
-def plan_of(profiles: Mapping[str, ModelProfile], found: "SearchResult", minibatch_size: int, space: str) -> Plan:
-    """Returns what a search found as a plan, without alternatives."""
-    problem, layout = found.problem, found.layout
-    names = _names(profiles)
+def solution_of(
+    profiles: Mapping[str, ModelProfile], result: "SearchResult", minibatch_size: int, space: SearchedSpace
+) -> Solution:
+    """Returns the result of a branch and bound as a solution, without alternatives."""
+    problem, layout = result.problem, result.layout
+    names = _layer_names(profiles)
     table, _ = problem.compiled(layout.placements)
-    first = profiles[problem.cluster.devices[table.devices[0][0]].kind]
-    return Plan(
-        model=first.model,
-        factory=first.factory,
-        arguments=first.arguments,
-        profiles={kind: fingerprint(profile) for kind, profile in sorted(profiles.items())},
+    return Solution(
+        profiles=profiles,
         cluster=problem.cluster,
         minibatch_size=minibatch_size,
         microbatch_size=problem.microbatch_size,
-        num_microbatches=problem.num_microbatches,
         schedule=problem.schedule,
+        table=table,
         stages=tuple(
             StagePlan(
-                layers=tuple(names[start:stop]),
+                layers=tuple(names[begin:end]),
                 devices=tuple(problem.cluster.devices[rank].name for rank in ranks),
-                recompute=again,
+                recompute=recompute,
             )
-            for (start, stop), ranks, again in zip(pairwise(layout.cuts), table.devices, layout.recompute, strict=True)
+            for (begin, end), ranks, recompute in zip(
+                pairwise(layout.cuts), table.devices, layout.recompute, strict=True
+            )
         ),
-        order=tuple(tuple(map(str, actions)) for actions in table.order),
         prediction=problem.simulate(layout).prediction(minibatch_size),
-        certificate=certify(found.step_ns, found.lower_bound_ns, space),
-        alternatives=(),
+        lower_bound_ns=result.lower_bound_ns,
+        space=space,
     )
 
 
-def _words(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: "SearchSpace") -> str:
-    """The space, as a certificate says it."""
-    sizes = ", ".join(map(str, microbatch_sizes(profiles, cluster, options)))
-    rules = f"; where {options.in_words}" if options.constraints else ""
-    return (
-        f"every cut of {len(_names(profiles))} layers, in the profile's order, into "
-        f"{_span(options.num_stages or space.stage_counts, 'stage')} on {_span(space.device_counts, 'device')} of "
-        f"{len(cluster.devices)}{space.order}; micro-batches of {sizes}; "
-        f"schedules {', '.join(named_schedules(options))}; {'any' if options.replicas else 'no'} replicas, "
-        f"{'recomputation where a stage does not fit without' if options.recompute else 'no recomputation'}{rules}"
+def _partition_space(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: "SearchSpace"
+) -> PartitionSpace:
+    stages = options.num_stages
+    return PartitionSpace(
+        num_layers=len(_layer_names(profiles)),
+        num_devices=len(cluster.devices),
+        stage_counts=(stages, stages) if stages else (space.stage_counts[0], space.stage_counts[-1]),
+        device_counts=(space.device_counts[0], space.device_counts[-1]),
+        device_order=space.order,
+        microbatch_sizes=tuple(sorted({problem.microbatch_size for problem in space.problems})),
+        schedules=tuple(named_schedules(options)),
+        replicas=options.replicas,
+        recompute=options.recompute,
+        constraints=tuple(options.constraints),
     )
 
 
-def _names(profiles: Mapping[str, ModelProfile]) -> list[str]:
-    """The layers' names, the same in every profile."""
+def _layer_names(profiles: Mapping[str, ModelProfile]) -> list[str]:
+    """Returns the layers' names, the same in every profile."""
     return [layer.name for layer in next(iter(profiles.values())).layers]
-
-
-def _span(counts: Sequence[int] | int, noun: str) -> str:
-    low, high = (counts, counts) if isinstance(counts, int) else (counts[0], counts[-1])
-    return f"{low} {noun}{'s' if low > 1 else ''}" if low == high else f"{low} to {high} {noun}s"

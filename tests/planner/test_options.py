@@ -310,7 +310,7 @@ def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
     profiles = {"a": chain([1, 2])}
     options = PlanOptions(minibatch_size=4)
     first = plan_cached(profiles, devices(2), options)
-    monkeypatch.setattr("bapipe.planner.plan._plan_for_step_time", None)  # a search would fail
+    monkeypatch.setattr("bapipe.planner.plan._solve_step_time", None)  # a search would fail
     assert plan_cached(profiles, devices(2), options) == first
     for other in (options, PlanOptions(minibatch_size=8)):
         with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ from random import Random
 
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import of_layers, topological_order
+from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
 from bapipe.planner.throughput.search import explore_throughput
 from tests.property.test_throughput import same_devices
@@ -35,9 +36,9 @@ def test_a_search_near_the_best_cuts_helps_and_stays_above_the_minimum() -> None
         explore = partial(
             explore_throughput, {"a": profile}, cluster, minibatch_size=4, microbatch_sizes=[1], limits=[2**40] * 3
         )
-        best = explore()
-        improved = explore(max_downsets=5)
-        before = explore(max_downsets=5, max_neighbours=0)
+        best = make_plan(explore())
+        improved = make_plan(explore(max_downsets=5))
+        before = make_plan(explore(max_downsets=5, max_neighbours=0))
         loads = [plan.prediction.load_ns or 0 for plan in (best, improved, before)]
         assert loads == sorted(loads), seed
         assert improved.certificate.lower_bound_ns <= loads[0], seed

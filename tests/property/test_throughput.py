@@ -11,7 +11,9 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, is_homogeneous, plan_throughput
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.solution import make_plan
+from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, is_homogeneous, solve_throughput
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile
@@ -138,13 +140,15 @@ def plan_of(
     profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, max_downsets: int = MAX_DOWNSETS
 ) -> Plan | None:
     try:
-        return explore_throughput(
-            {"a": profile},
-            cluster,
-            minibatch_size=num_microbatches * size,
-            microbatch_sizes=[size],
-            limits=[device.memory_bytes for device in cluster.devices],
-            max_downsets=max_downsets,
+        return make_plan(
+            explore_throughput(
+                {"a": profile},
+                cluster,
+                minibatch_size=num_microbatches * size,
+                microbatch_sizes=[size],
+                limits=[device.memory_bytes for device in cluster.devices],
+                max_downsets=max_downsets,
+            )
         )
     except Infeasible:
         return None
@@ -299,7 +303,7 @@ def test_layers_that_nothing_joins_are_named() -> None:
     cluster = Cluster(devices=(device,), intra_host=link, inter_host=link)
     apart = {"a": replace(profile, layers=tuple(layers))}
     with pytest.raises(InvalidFile) as caught:
-        plan_throughput(apart, cluster, minibatch_size=2)
+        solve_throughput(apart, cluster, PlanOptions(minibatch_size=2))
     assert str(caught.value) == (
         "the layers fall into 2 parts that share no tensor: 'l0' is in one of 2, 'l2' in one of 2; remove what the "
         "loss does not use, or plan the parts apart - at `$.layers[2].inputs`"

@@ -6,15 +6,18 @@ continues from the first neighbour that is faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from bapipe.formats.plan import Alternative, Plan, StagePlan, certify
+from bapipe.formats.plan import Alternative, StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
 from bapipe.planner.schedule_placement import permute_ranks
+from bapipe.planner.searched_space import ActionOrderSpace
+from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
@@ -29,8 +32,8 @@ EFFORT_SHARE_PER_PARTITION = 0.1
 
 
 def improve_plan(
-    plan: Plan, profiles: Mapping[str, ModelProfile], limits: Sequence[int], effort: float, *, may_move: bool = True
-) -> Plan:
+    plan: Solution, profiles: Mapping[str, ModelProfile], limits: Sequence[int], effort: float, *, may_move: bool = True
+) -> Solution:
     """Returns the plan with the fastest order found for its stages or neighbouring ones; itself if none is faster.
 
     Each order search starts from every named schedule that suits the stages. Nothing is searched if devices run forward
@@ -74,7 +77,7 @@ def improve_plan(
 class _Partition:
     """A partition of the layers for the devices of a plan, and what its stages cost."""
 
-    def __init__(self, stages: tuple[StagePlan, ...], plan: Plan, profiles: Mapping[str, ModelProfile]) -> None:
+    def __init__(self, stages: tuple[StagePlan, ...], plan: Solution, profiles: Mapping[str, ModelProfile]) -> None:
         self.stages, self.table, self.cluster = stages, plan.table, plan.cluster
         self.costs = build_stages(stages, profiles, plan.cluster, plan.microbatch_size)
 
@@ -117,7 +120,7 @@ def _neighbours(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfi
                 yield (*stages[:s], *pair, *stages[s + 2 :])
 
 
-def _with_solution(plan: Plan, best: _Partition, solution: OrderSolution, num_others: int) -> Plan:
+def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, num_others: int) -> Solution:
     """Returns the plan with the stages and the order found, itself if they are not faster."""
     assert solution.schedule is not None
     assert solution.step_ns is not None
@@ -129,22 +132,19 @@ def _with_solution(plan: Plan, best: _Partition, solution: OrderSolution, num_ot
     named = Alternative(
         name=plan.schedule,
         step_ns=before.step_ns,
-        peak_bytes=max(rank.peak_bytes for rank in before.ranks),
+        peak_bytes=plan.peak_bytes,
         feasible=True,
         why_not=f"{before.step_ns / solution.step_ns - 1:.1%} slower, with {'the same' if is_same else 'other'} stages",
     )
-    origin = "the stages are" if is_same else "the stages were made, a layer at a time, from"
-    return msgspec.structs.replace(
+    return replace(
         plan,
         schedule=SEARCH,
         stages=best.stages,
-        order=tuple(tuple(map(str, actions)) for actions in solution.schedule.order),
+        table=solution.schedule,
         prediction=simulate_schedule(solution.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
-        certificate=certify(
-            solution.step_ns,
-            solution.lower_bound_ns,
-            f"every order of F, B, I and W for these stages; {origin} the best for {plan.schedule}, chosen from "
-            f"{plan.certificate.space}; orders were searched for {num_others} other cuts too",
+        lower_bound_ns=solution.lower_bound_ns,
+        space=ActionOrderSpace(
+            schedule=plan.schedule, has_same_stages=is_same, num_other_partitions=num_others, stages_from=plan.space
         ),
         alternatives=(named,),
     )

@@ -8,7 +8,9 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_of
+from bapipe.planner.plan_step import solution_of
+from bapipe.planner.searched_space import ParetoSpace
+from bapipe.planner.solution import make_plan
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import ParetoProgress
 
@@ -60,8 +62,8 @@ def pareto(
                 progress(count, limit)
             answer = best_first([problem.with_num_devices(count) for problem in problems], max_nodes=NODES_PER_POINT)
             if answer is not None:
-                plan = plan_of(profiles, answer, options.minibatch_size, f"{count} devices, {limit:,} bytes each")
-                best.append(_point(plan, count))
+                space = ParetoSpace(num_devices=count, limit_bytes=limit)
+                best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space)), count))
         if not best:
             break
         found += best

@@ -9,6 +9,8 @@ from bapipe.formats.plan import Alternative, Plan, certify
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import find_best_layout
+from bapipe.planner.searched_space import in_words
+from bapipe.planner.validation import check_inputs
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate
 
@@ -38,6 +40,7 @@ def certify_pinned(
     ]
     if short:
         raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without `pin` for one that does")
+    check_inputs(profiles, plan.cluster, options)
     space, found = find_best_layout(profiles, plan.cluster, options, stop=stop, progress=progress)
     change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
     best = Alternative(
@@ -50,6 +53,8 @@ def certify_pinned(
     return msgspec.structs.replace(
         plan,
         prediction=timeline.prediction(plan.minibatch_size),
-        certificate=certify(timeline.step_ns, min(timeline.step_ns, found.lower_bound_ns), f"pinned; {space}"),
+        certificate=certify(
+            timeline.step_ns, min(timeline.step_ns, found.lower_bound_ns), f"pinned; {in_words(space)}"
+        ),
         alternatives=(best,),
     )

@@ -9,12 +9,13 @@ from msgspec.structs import replace as replace_struct
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import THROUGHPUT, Alternative, Plan, Prediction, StagePlan, certify
+from bapipe.formats.plan import THROUGHPUT, Alternative, Prediction, StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import Graph, contract, depth_first_order, of_layers, topological_order
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.searched_space import ThroughputSpace
+from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.heterogeneous import (
     MAX_DEVICES_WITH_ALL_COUNTS,
     MAX_DEVICES_WITH_GAPS,
@@ -120,28 +121,25 @@ class ThroughputSearch:
         )
 
 
-def plan_throughput(
+def solve_throughput(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
+    options: PlanOptions,
     *,
-    minibatch_size: int,
-    microbatch_size: int | None = None,
-    memory_limit_bytes: int | None = None,
     progress: LoadProgress | None = None,
-) -> Plan:
-    """Returns the plan of `explore_throughput` over all micro-batch sizes that divide the mini-batch, or for one.
+) -> Solution:
+    """Returns the solution of `explore_throughput` over all micro-batch sizes that divide the mini-batch, or for one.
 
     Raises:
         BapipeError: a device kind without a profile, profiles of different models, or sizes that do not divide.
     """
-    options = PlanOptions(minibatch_size=minibatch_size, microbatch_size=microbatch_size)
     check_inputs(profiles, cluster, options)
     return explore_throughput(
         profiles,
         cluster,
-        minibatch_size=minibatch_size,
+        minibatch_size=options.minibatch_size,
         microbatch_sizes=microbatch_sizes(profiles, cluster, options),
-        limits=[min(d.memory_bytes, memory_limit_bytes or d.memory_bytes) for d in cluster.devices],
+        limits=options.limits(cluster),
         progress=progress,
     )
 
@@ -156,8 +154,8 @@ def explore_throughput(
     progress: LoadProgress | None = None,
     max_downsets: int = MAX_DOWNSETS,
     max_neighbours: int = MAX_NEIGHBOURS,
-) -> Plan:
-    """Returns the plan whose most loaded device has the least to do in a step.
+) -> Solution:
+    """Returns the solution whose most loaded device has the least to do in a step.
 
     The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage, every micro-batch
     size given. Layers that share parameters stay together. Its order is 1F1B deep enough to keep every device busy.
@@ -193,8 +191,8 @@ def explore_throughput(
     if not has_all_downsets and max_neighbours:
         best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress)
     bound_ns = min(best.load_ns, *(solution.bound_ns for solution in solutions))
-    space = _space_in_words(search, limits, microbatch_sizes, max_downsets)
-    return _plan(search, best, bound_ns, space, limits)
+    space = _searched_space(search, limits, microbatch_sizes, max_downsets)
+    return _solution(search, best, bound_ns, space, limits)
 
 
 def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
@@ -260,49 +258,38 @@ def _consecutive_groups(result: MinMaxLoad) -> list[tuple[int, int]]:
     return list(zip(accumulate(counts[:-1], initial=0), counts, strict=True)) if counts else []
 
 
-def _space_in_words(
+def _searched_space(
     search: ThroughputSearch, limits: Sequence[int], microbatch_sizes: Sequence[int], max_downsets: int
-) -> str:
-    """Returns the searched space as the certificate states it."""
-    num_devices, num_layers = len(search.cluster.devices), search.boundaries.num_layers
-    homogeneous = is_homogeneous(search.cluster, limits)
-    where = (
-        f"all cuts, at {search.boundaries.num_boundaries} downsets,"
-        if search.has_all_downsets
-        else f"cuts along 3 orders and near the best, of more than {max_downsets} downsets (the bound holds for all),"
-    )
-    devices = (
-        f"any number of {num_devices} devices for a stage"
-        if homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS
-        else f"1, 2, 4, 8 and so on of {num_devices} devices for a stage"
-    )
-    gaps = "" if homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS else ", without gaps"
-    return (
-        f"the largest load of a device, for {where} of {num_layers} layers; {devices}, in the cluster's order"
-        f"{gaps}; micro-batches of {', '.join(map(str, microbatch_sizes))}; no recomputation"
+) -> ThroughputSpace:
+    num_devices, homogeneous = len(search.cluster.devices), is_homogeneous(search.cluster, limits)
+    return ThroughputSpace(
+        num_layers=search.boundaries.num_layers,
+        num_devices=num_devices,
+        num_downsets=search.boundaries.num_boundaries if search.has_all_downsets else None,
+        max_downsets=max_downsets,
+        has_all_device_counts=homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS,
+        has_gaps=homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS,
+        microbatch_sizes=tuple(microbatch_sizes),
     )
 
 
-def _plan(search: ThroughputSearch, best: LoadSolution, bound_ns: int, space: str, limits: Sequence[int]) -> Plan:
-    """Returns the plan of a solution, with its simulated prediction, its certificate and the alternatives."""
-    profiles, cluster = search.profiles, search.cluster
-    first = profiles[cluster.devices[0].kind]
+def _solution(
+    search: ThroughputSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace, limits: Sequence[int]
+) -> Solution:
+    """Returns a solution with its simulated prediction and the alternatives."""
     table, prediction = _simulate(search, best)
-    return Plan(
-        model=first.model,
-        factory=first.factory,
-        arguments=first.arguments,
-        profiles={kind: fingerprint(profile) for kind, profile in sorted(profiles.items())},
-        cluster=cluster,
+    return Solution(
+        profiles=search.profiles,
+        cluster=search.cluster,
         objective=THROUGHPUT,
         minibatch_size=search.minibatch_size,
         microbatch_size=best.microbatch_size,
-        num_microbatches=table.num_microbatches,
         schedule="1f1b",
+        table=table,
         stages=_stage_plans(search, best),
-        order=tuple(tuple(map(str, actions)) for actions in table.order),
         prediction=replace_struct(prediction, load_ns=best.load_ns),
-        certificate=certify(best.load_ns, bound_ns, space),
+        lower_bound_ns=bound_ns,
+        space=space,
         alternatives=tuple(_alternatives(search, best, limits)),
     )
 

@@ -1,0 +1,133 @@
+"""The space that a search covered, as records; and the one function that puts a record into a certificate's words."""
+
+from dataclasses import dataclass
+from typing import Union
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSpace:
+    """Partitions of the layers, in one order, into the stages of schedules.
+
+    Attributes:
+        stage_counts, device_counts: the smallest and the largest number.
+        device_order: how devices are assigned to stages, in words.
+        microbatch_sizes: ascending.
+        constraints: as the user wrote them.
+    """
+
+    num_layers: int
+    num_devices: int
+    stage_counts: tuple[int, int]
+    device_counts: tuple[int, int]
+    device_order: str
+    microbatch_sizes: tuple[int, ...]
+    schedules: tuple[str, ...]
+    replicas: bool
+    recompute: bool
+    constraints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionOrderSpace:
+    """The orders of actions of the stages of the best plan for a named schedule, or of neighbouring stages.
+
+    Attributes:
+        has_same_stages: whether the stages are those of the best plan for the named schedule.
+        num_other_partitions: how many neighbouring partitions were searched too.
+    """
+
+    schedule: str
+    has_same_stages: bool
+    num_other_partitions: int
+    stages_from: "SearchedSpace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearizationsSpace:
+    """The same space along several orders of the layers."""
+
+    num_orders: int
+    along_each: "SearchedSpace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputSpace:
+    """Cuts of the layer graph at downsets, each stage on a number of devices.
+
+    Attributes:
+        num_downsets: how many downsets the graph has, None if there are more than `max_downsets`.
+        has_all_device_counts: whether a stage may have any number of devices, or powers of two only.
+        has_gaps: whether devices between those of two stages may stay unused.
+    """
+
+    num_layers: int
+    num_devices: int
+    num_downsets: int | None
+    max_downsets: int
+    has_all_device_counts: bool
+    has_gaps: bool
+    microbatch_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoSpace:
+    """Plans for a number of devices under a memory limit."""
+
+    num_devices: int
+    limit_bytes: int
+
+
+SearchedSpace = Union[PartitionSpace, ActionOrderSpace, LinearizationsSpace, ThroughputSpace, ParetoSpace]  # noqa: UP007
+
+
+def in_words(space: SearchedSpace) -> str:
+    """Returns the space as a certificate states it. The texts are part of plan files: they must not change."""
+    match space:
+        case PartitionSpace():
+            return _partitions(space)
+        case ThroughputSpace():
+            return _throughput(space)
+        case ActionOrderSpace():
+            origin = "the stages are" if space.has_same_stages else "the stages were made, a layer at a time, from"
+            return (
+                f"every order of F, B, I and W for these stages; {origin} the best for {space.schedule}, chosen from "
+                f"{in_words(space.stages_from)}; orders were searched for {space.num_other_partitions} other cuts too"
+            )
+        case LinearizationsSpace():
+            return (
+                f"{space.num_orders} orders of the layers, the profile's and those of the best cuts of their graph; "
+                f"along each: {in_words(space.along_each)}"
+            )
+        case ParetoSpace():
+            return f"{space.num_devices} devices, {space.limit_bytes:,} bytes each"
+
+
+def _partitions(space: PartitionSpace) -> str:
+    sizes = ", ".join(map(str, space.microbatch_sizes))
+    constraints = f"; where {'; '.join(space.constraints)}" if space.constraints else ""
+    return (
+        f"every cut of {space.num_layers} layers, in the profile's order, into "
+        f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
+        f"{space.num_devices}{space.device_order}; micro-batches of {sizes}; "
+        f"schedules {', '.join(space.schedules)}; {'any' if space.replicas else 'no'} replicas, "
+        f"{'recomputation where a stage does not fit without' if space.recompute else 'no recomputation'}{constraints}"
+    )
+
+
+def _throughput(space: ThroughputSpace) -> str:
+    cuts = (
+        f"cuts along 3 orders and near the best, of more than {space.max_downsets} downsets (the bound holds for all),"
+        if space.num_downsets is None
+        else f"all cuts, at {space.num_downsets} downsets,"
+    )
+    counts = "any number" if space.has_all_device_counts else "1, 2, 4, 8 and so on"
+    return (
+        f"the largest load of a device, for {cuts} of {space.num_layers} layers; {counts} of {space.num_devices} "
+        f"devices for a stage, in the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
+        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation"
+    )
+
+
+def _count(range_of_counts: tuple[int, int], noun: str) -> str:
+    low, high = range_of_counts
+    return f"{low} {noun}{'s' if low > 1 else ''}" if low == high else f"{low} to {high} {noun}s"

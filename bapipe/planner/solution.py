@@ -1,0 +1,86 @@
+"""What a search found, and the one function that makes a plan of it.
+
+Every search returns a `Solution`. On its way up the best one is chosen among layer orders and device groupings, and
+gets alternatives; `make_plan` then builds the `Plan` once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import fingerprint
+from bapipe.formats.plan import THROUGHPUT, Alternative, Plan, Prediction, StagePlan, certify
+from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.planner.options import Objective
+from bapipe.planner.searched_space import SearchedSpace, in_words
+from bapipe.schedules.table import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best stages and order of a space, with a lower bound on all of that space.
+
+    Attributes:
+        schedule: the name of the schedule of which `table` is the order.
+        prediction: of one step, by the simulator.
+        lower_bound_ns: on the objective: the step time, or the largest load of a device.
+    """
+
+    profiles: Mapping[str, ModelProfile]
+    cluster: Cluster
+    objective: Objective = "step"
+    minibatch_size: int
+    microbatch_size: int
+    schedule: str
+    table: Schedule
+    stages: tuple[StagePlan, ...]
+    prediction: Prediction
+    lower_bound_ns: int
+    space: SearchedSpace
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def objective_ns(self) -> int:
+        """The value of the objective: the step time, or the largest load of a device."""
+        load_ns = self.prediction.load_ns
+        return self.prediction.step_ns if load_ns is msgspec.UNSET else load_ns
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak memory of a device."""
+        return max(rank.peak_bytes for rank in self.prediction.ranks)
+
+
+def make_plan(solution: Solution) -> Plan:
+    """Returns the plan of a solution, with its certificate.
+
+    Raises:
+        BapipeError: the profiles were measured with different settings.
+    """
+    cluster, table = solution.cluster, solution.table
+    profile = solution.profiles[cluster.devices[table.devices[0][0]].kind]  # of the first stage; all are of one model
+    return Plan(
+        model=profile.model,
+        factory=profile.factory,
+        arguments=profile.arguments,
+        profiles={kind: fingerprint(of_kind) for kind, of_kind in sorted(solution.profiles.items())},
+        settings=common_settings(solution.profiles.values()),
+        cluster=cluster,
+        objective=THROUGHPUT if solution.objective == THROUGHPUT else msgspec.UNSET,
+        minibatch_size=solution.minibatch_size,
+        microbatch_size=solution.microbatch_size,
+        num_microbatches=table.num_microbatches,
+        schedule=solution.schedule,
+        stages=solution.stages,
+        order=tuple(tuple(map(str, actions)) for actions in table.order),
+        prediction=solution.prediction,
+        certificate=certify(solution.objective_ns, solution.lower_bound_ns, in_words(solution.space)),
+        alternatives=solution.alternatives,
+    )
+
+
+def sort_alternatives(alternatives: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
+    """Returns the alternatives that fit first, then the others; the fastest first in each."""
+    return tuple(sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns)))
