@@ -1,4 +1,4 @@
-"""The door between planning and torch: it opens when it is used."""
+"""Imports torch on first use, with a hint how to install it; planning works without torch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from bapipe.errors import BapipeError
 
 
 def require_torch() -> Any:
-    """Returns torch, which planning does without."""
+    """Returns torch; raises BapipeError if it is not installed."""
     try:
         import torch
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Where profiles of named models, plans, and what data is read with are kept between commands."""
+"""The cache between commands, under $XDG_CACHE_HOME/bapipe: profiles of named models, plans, tokenizers."""
 
 import hashlib
 import logging
@@ -18,7 +18,7 @@ T = TypeVar("T", ModelProfile, Plan)
 
 
 def profile_path(key: Mapping[str, object]) -> Path:
-    """Returns the file of the profile measured under what `key` says, under $XDG_CACHE_HOME or ~/.cache.
+    """Returns the file of the profile that was measured under the conditions in `key`; its folder is made.
 
     Raises:
         BapipeError: the folder cannot be made.
@@ -29,7 +29,7 @@ def profile_path(key: Mapping[str, object]) -> Path:
 
 
 def plan_path(key: Mapping[str, object]) -> Path:
-    """Returns the file of the plan that the planner as it is makes of what `key` says; its folder may not be there."""
+    """Returns the file of the plan that this version of the package makes of the inputs in `key`."""
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(file.read_bytes())
@@ -37,7 +37,7 @@ def plan_path(key: Mapping[str, object]) -> Path:
 
 
 def store_plan(path: Path, plan: Plan) -> None:
-    """Writes a plan where `load_plan` will find it; only warns where that cannot be."""
+    """Writes a plan where `load_plan` reads it; only warns if that fails."""
     try:
         _make(path.parent)
         write(path, plan)
@@ -46,7 +46,7 @@ def store_plan(path: Path, plan: Plan) -> None:
 
 
 def load_bytes(name: str) -> bytes | None:
-    """Returns what was kept under a name, None where there is nothing."""
+    """Returns the bytes that were stored under a name, None if there are none."""
     try:
         return (_root() / name).read_bytes()
     except OSError:
@@ -54,7 +54,7 @@ def load_bytes(name: str) -> bytes | None:
 
 
 def store_bytes(name: str, content: bytes) -> None:
-    """Keeps bytes where `load_bytes` will find them; only warns where that cannot be."""
+    """Writes bytes where `load_bytes` reads them; only warns if that fails."""
     try:
         _make(_root())
         write_bytes(_root() / name, content)
@@ -63,7 +63,7 @@ def store_bytes(name: str, content: bytes) -> None:
 
 
 def store_profile_by_fingerprint(profile: ModelProfile) -> None:
-    """Writes a profile where `load_profile_by_fingerprint` will find it; only warns where that cannot be."""
+    """Writes a profile where `load_profile_by_fingerprint` reads it; only warns if that fails."""
     path = _path({"fingerprint": fingerprint(profile)}, "profile")
     if path.exists():
         return
@@ -75,7 +75,7 @@ def store_profile_by_fingerprint(profile: ModelProfile) -> None:
 
 
 def load_profile_by_fingerprint(known_as: str) -> ModelProfile | None:
-    """Returns a profile that was planned with on this machine, None where it is not kept."""
+    """Returns a profile that was used to plan on this machine, None if it is not in the cache."""
     found = load_profile(_path({"fingerprint": known_as}, "profile"))
     return found if found is not None and fingerprint(found) == known_as else None
 
@@ -97,12 +97,12 @@ def _make(folder: Path) -> None:
 
 
 def load_profile(path: Path) -> ModelProfile | None:
-    """Returns the profile kept at `path`; None where there is none, or one that cannot be read any more."""
+    """Returns the profile stored at `path`; None if there is none, or if it cannot be read any more."""
     return _cached(path, ModelProfile)
 
 
 def load_plan(path: Path) -> Plan | None:
-    """Returns the plan kept at `path`; None where there is none, or one that cannot be read any more."""
+    """Returns the plan stored at `path`; None if there is none, or if it cannot be read any more."""
     return _cached(path, Plan)
 
 

@@ -1,0 +1,14 @@
+"""Decides how to train a model as a pipeline: from profiles, a cluster and options to a plan with a certificate.
+
+Begin with `plan.py`. The path of a plan:
+
+1. `options.py`: `PlanOptions`, the same object in the command line and the searches; `validation.py` checks inputs.
+2. `device_grouping.py`: cores as single devices, or merged into devices of several threads.
+3. `linearizations.py`: the orders of the layers along which a branching model is cut.
+4. `plan_step.py` searches the shortest step along one order: with `branch_and_bound/`, or with `long_chain/` for models
+   of many layers; `action_order/` then searches a better order of actions. `throughput/` minimizes the largest load.
+5. `solution.py`: every search returns a `Solution`; `make_plan` builds the `Plan` of the best. `searched_space.py`
+   has the words of the certificate. `baselines.py` adds what people would otherwise do.
+
+`analysis/` explains plans, bounds hand-made ones and finds the Pareto front; `compare.py` compares schedules.
+"""

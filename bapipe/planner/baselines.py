@@ -1,4 +1,4 @@
-"""What people would otherwise do, judged by the same rules: one device, data parallelism, equal numbers of layers."""
+"""Baselines, predicted by the same simulator: one device, data parallelism, stages of equally many layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a user wants fixed: layers in one stage or in different ones, layers on certain devices.
+"""Constraints of a user: layers in the same stage or in different ones, layers on certain devices.
 
 Written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`: the stage of A runs on these alone.
 """

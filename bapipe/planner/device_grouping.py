@@ -1,4 +1,4 @@
-"""Cores one by one or taken together: which way is faster?"""
+"""Groupings of devices: each core a device, or several cores merged into one; the fastest grouping is chosen."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from bapipe.planner.solution import Solution, sort_alternatives
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """One way to see a cluster: profiles by device kind, and devices of as many threads as they were measured with.
+    """A cluster whose devices have the number of threads that the profiles were measured with.
 
     Attributes:
         name: in words, such as "1 device of 2 threads".

@@ -1,4 +1,4 @@
-"""The profiles and the devices that a question is about."""
+"""Inputs of planning: profiles by kind of device, and clusters of this machine, assumed or measured."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
 
 
 def listed(profiles: Profiles) -> tuple[ModelProfile, ...]:
-    """Returns the profiles that are given."""
+    """Returns the profiles as a tuple."""
     if isinstance(profiles, ModelProfile):
         return (profiles,)
     return tuple(profiles.values() if isinstance(profiles, Mapping) else profiles)

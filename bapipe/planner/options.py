@@ -1,4 +1,4 @@
-"""What a user may fix or allow before a search."""
+"""Options of planning: what a user fixes or allows, passed unchanged from the command line to the searches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ Objective = Literal["step", "throughput"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The question beside its profiles and its cluster.
+    """What a user fixes or allows, beside the profiles and the cluster.
 
     Attributes:
         schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
             searched for a faster one, starting from the named schedules (all of one stage a device where no other is
             given); stages then have one device each.
-        num_stages, microbatch_size: fixed where given.
-        memory_limit_bytes: caps what every device may hold, beside its own memory.
-        memory_margin: the share of that which is left free.
+        num_stages, microbatch_size: fixed if given.
+        memory_limit_bytes: a limit on the bytes of every device, beside its own memory.
+        memory_margin: the share of the memory to leave free.
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
         constraints: such as `conv1 with conv2`; see `bapipe.planner.constraints`.
-        objective: the time of one step; or the work of the most loaded device, see `bapipe.planner.throughput`.
+        objective: minimize the time of one step, or the work of the most loaded device (`bapipe.planner.throughput`).
         time_limit_s: how long each search may take; what it finds then depends on the machine. Without a limit a search
             does a fixed amount of work, some seconds, and the same input gives the same plan.
         search_effort: about the seconds that the search of an order takes; see `search_order`.

@@ -1,4 +1,4 @@
-"""A plan made by hand: judged, and certified against all plans of the space."""
+"""Evaluates a hand-made plan: its prediction, and a lower bound on all plans of the space."""
 
 from collections.abc import Callable, Mapping
 
