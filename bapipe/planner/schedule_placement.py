@@ -1,4 +1,4 @@
-"""A schedule's table on certain devices."""
+"""Places a schedule of one device per stage on the devices of a plan: replicas, and permutations of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,13 +8,17 @@ from bapipe.simulator.compiled import CompiledSchedule
 
 
 def merge_stages(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks: int) -> Schedule:
-    """Returns a table of one device a stage as one of fewer stages, each with the next few of the devices.
+    """Returns a table of one device per stage as one of fewer stages, each of which has the next few devices.
 
-    A stage follows the order of the first of its devices, and its devices take its micro-batches in turn. What runs
-    without deadlock still does: every order and every way from stage to stage is a part of what it was.
+    A stage follows the order of the first of its devices, and its devices take its micro-batches round robin. For
+    example, 1F1B of 3 stages on `devices` ((0, 1), (2,)) is a pipeline of 2 stages, whose first keeps as many
+    micro-batches in flight as the first of 3 did.
+
+    A table without deadlock stays without: each device's order, and each path of a micro-batch through the stages, is a
+    subsequence of what it was.
     """
     order: list[list[Action]] = [[] for _ in range(num_ranks)]
-    first = 0
+    first = 0  # the rank, in the given table, of the stage's first device
     for stage, ranks in enumerate(devices):
         for _, phase, microbatch in table.order[first]:
             order[ranks[microbatch % len(ranks)]].append(Action(stage, phase, microbatch))
@@ -27,10 +31,12 @@ def merge_stages(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks:
 
 
 def distribute_replicas(schedule: Schedule, devices: tuple[tuple[int, ...], ...], num_ranks: int) -> Schedule:
-    """Returns a schedule of one device a stage on other devices, several a stage taking micro-batches in turn.
+    """Returns a schedule of one device per stage with several devices per stage, which take micro-batches round robin.
 
-    Each device keeps the order in which its stage's actions come; a device must not have two stages.
+    The number of stages stays the same. Each device keeps the order of its stage's actions; a device must not have two
+    stages.
     """
+    # Round robin over the stage's devices, in the schedule's order of its actions.
     order: list[list[Action]] = [[] for _ in range(num_ranks)]
     for actions in schedule.order:
         for action in actions:
@@ -44,19 +50,23 @@ def distribute_replicas(schedule: Schedule, devices: tuple[tuple[int, ...], ...]
 
 
 def permute_ranks(schedule: Schedule, ranks: Sequence[int], num_ranks: int) -> Schedule:
-    """Returns a schedule with its rank i as rank `ranks[i]` of `num_ranks`."""
+    """Returns a schedule whose rank i runs as rank `ranks[i]` of `num_ranks`; the other ranks run nothing."""
     order: list[tuple[Action, ...]] = [()] * num_ranks
     for rank, actions in zip(ranks, schedule.order, strict=True):
         order[rank] = actions
     return Schedule(
-        devices=tuple(tuple(ranks[own] for own in devices) for devices in schedule.devices),
+        devices=tuple(tuple(ranks[rank] for rank in devices) for devices in schedule.devices),
         num_microbatches=schedule.num_microbatches,
         order=tuple(order),
     )
 
 
 def permute_compiled(compiled: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
-    """Returns `permute_ranks(schedule, ranks, num_ranks)` compiled, from the compiled schedule."""
+    """Returns the compiled form of `permute_ranks(schedule, ranks, num_ranks)` without compiling again.
+
+    Actions and their dependencies do not depend on the numbers of ranks; only ranks and the ends of channels do.
+    """
+    # The lists of actions, needs and products stay: only their ranks are renumbered.
     return replace(
         compiled,
         ranks=tuple([ranks[rank] for rank in compiled.ranks]),
