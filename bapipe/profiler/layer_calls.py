@@ -97,7 +97,7 @@ def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> 
 
 @contextmanager
 def _on_device(module: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Keeps a layer's parameters and buffers on the device meanwhile, and moves them back afterwards."""
+    """Moves a layer's parameters and buffers to the device on entry, and back on exit."""
     home = next((p.device for p in module.parameters()), device) if isinstance(module, nn.Module) else device
     if not isinstance(module, nn.Module) or home.type == device.type:
         yield

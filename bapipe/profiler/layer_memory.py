@@ -182,14 +182,14 @@ def _run_profiled(run: Callable[[], T]) -> tuple[T, list[MemoryUse]]:
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
     """Discards output to stderr, also that of C++ code."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 2)
+        os.dup2(devnull, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)
 
 
 def _memory_uses(changes: Sequence[tuple[int | None, int]]) -> Iterable[MemoryUse]:

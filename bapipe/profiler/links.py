@@ -29,8 +29,8 @@ def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth,
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
     """
-    found = measure_in_ranks(_measure, 2, kind, "the link", timeout_s)
-    return fit(MESSAGE_BYTES, found["message"]), fit([n // 2 for n in SUM_BYTES], found["sum"])
+    times_ns = measure_in_ranks(_measure, 2, kind, "the link", timeout_s)
+    return fit(MESSAGE_BYTES, times_ns["message"]), fit([n // 2 for n in SUM_BYTES], times_ns["sum"])
 
 
 MAX_SPEEDUP_OVER_FASTEST = 2

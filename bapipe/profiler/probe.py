@@ -144,7 +144,7 @@ def _one_way_ns(direction: tuple[int, int], message: Tensor, answer: Tensor) -> 
 def _both_ways_ns(pair: tuple[int, int], sent: Tensor, received: Tensor) -> int:
     """Returns the time of a message in each direction at the same time.
 
-    The receive is posted first: gloo announces a receive to the sender behind whatever it is sending itself.
+    The receive is posted first: gloo announces a receive to the sender only after the messages that it sends itself.
     """
     start = _now_ns()
     works = dist.batch_isend_irecv(

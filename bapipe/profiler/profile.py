@@ -1,4 +1,4 @@
-"""The entry points: profiles of a module, and of a model by its name, with what was interrupted kept on disk."""
+"""The entry points: profiles of a module, and of a model by its name, with a cache on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -155,13 +155,13 @@ def profile_model_cached(
     factory = resolve(model)
     require_torch()
     path = profile_path(_cache_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
-    found = load_profile(path)
-    if found is None:
-        found = profile_model(
+    cached = load_profile(path)
+    if cached is None:
+        cached = profile_model(
             model, arguments, device=device, microbatch_sizes=microbatch_sizes, settings=settings, progress=progress
         )
-        write(path, found)
-    return found
+        write(path, cached)
+    return cached
 
 
 def _cache_key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:

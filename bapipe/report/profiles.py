@@ -74,14 +74,14 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
         table.add_row(d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
     yield table
     links = empty_table("links", "link", "GB/s>", "latency µs>")
-    named = [(f"{own.source} to {own.target}", own.bytes_per_s, own.latency_ns) for own in cluster.links]
+    named = [(f"{link.source} to {link.target}", link.bytes_per_s, link.latency_ns) for link in cluster.links]
     intra, inter = cluster.intra_host, cluster.inter_host
     named += [
         ("within a host", intra.bytes_per_s, intra.latency_ns),
         ("between hosts", inter.bytes_per_s, inter.latency_ns),
     ]
-    if (own := cluster.intra_host_sum) is not msgspec.UNSET:
-        named.append(("summing within a host", own.bytes_per_s, own.latency_ns))
+    if (link := cluster.intra_host_sum) is not msgspec.UNSET:
+        named.append(("summing within a host", link.bytes_per_s, link.latency_ns))
     for name, bytes_per_s, latency_ns in named:
         links.add_row(name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
     yield links

@@ -30,12 +30,13 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     yield table
 
 
-def evaluation_words(found: Evaluation) -> str:
+def evaluation_words(evaluation: Evaluation) -> str:
     """Returns loss and metrics on held-out data in one line; `top-` metrics, shares of samples, in per cent."""
     shown = (
-        f"{name} {value:.1%}" if name.startswith("top-") else f"{name} {value:.1f}" for name, value in found.metrics
+        f"{name} {value:.1%}" if name.startswith("top-") else f"{name} {value:.1f}"
+        for name, value in evaluation.metrics
     )
-    return ", ".join((f"held-out loss {found.loss:.4f}", *shown))
+    return ", ".join((f"held-out loss {evaluation.loss:.4f}", *shown))
 
 
 def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
@@ -63,8 +64,13 @@ def run_json(plan: Plan, result: TrainResult) -> dict[str, object]:
         "measured_step_ns": result.typical_step_ns,
         "mean_step_ns": result.mean_step_ns,
         "evaluations": [
-            {"steps": found.steps, "num_samples": found.num_samples, "loss": found.loss, **dict(found.metrics)}
-            for found in result.evaluations
+            {
+                "steps": evaluation.steps,
+                "num_samples": evaluation.num_samples,
+                "loss": evaluation.loss,
+                **dict(evaluation.metrics),
+            }
+            for evaluation in result.evaluations
         ],
         "ranks": [
             {

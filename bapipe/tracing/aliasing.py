@@ -87,17 +87,17 @@ def rewire_inplace_uses(module: fx.GraphModule) -> None:
 
 def alias_set(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
     """Returns the tensor and all nodes that may share its memory: views of it, and what it is a view of."""
-    found: set[fx.Node] = set()
+    aliases: set[fx.Node] = set()
     todo = [tensor]
     while todo:
         node = todo.pop()
-        if node in found or node.op == "get_attr":
+        if node in aliases or node.op == "get_attr":
             continue
-        found.add(node)
+        aliases.add(node)
         if node.op not in ("placeholder", "output") and node.args and may_alias(module, node):
             todo += _nodes(node.args[0])
         todo += [user for user in node.users if user.args and node in _nodes(user.args[0]) and _aliases(module, user)]
-    return found
+    return aliases
 
 
 def _aliases(module: fx.GraphModule, node: fx.Node) -> bool:

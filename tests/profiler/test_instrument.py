@@ -1,0 +1,44 @@
+"""The order in which the layers of a chain report."""
+
+import pytest
+import torch
+from torch import nn
+
+from bapipe.errors import InvalidModel
+from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, check_loss, parameters_of
+from bapipe.tracing import trace
+
+LOSS, INSTRUMENTATION = 3, 4
+"""Numbers that follow those of the three layers."""
+
+
+def training_pass() -> TrainingPass:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    inputs = (torch.ones(3, 2),)
+    return TrainingPass(
+        model=trace(module, inputs), loss=nn.functional.mse_loss, inputs=inputs, target=torch.ones(3, 2)
+    )
+
+
+def test_layers_report_in_order_forward_and_in_reverse_backward() -> None:
+    reported: list[int] = []
+    model = InstrumentedModel(training_pass=training_pass(), enter=reported.append)
+    loss = model.forward()
+    assert [layer for layer in dict.fromkeys(reported) if layer != INSTRUMENTATION] == [0, 1, 2, LOSS]
+    reported.clear()
+    model.backward(loss)
+    assert reported == [LOSS, 2, 1, 0]
+
+
+def test_instrumentation_does_not_change_the_loss_and_knows_the_outputs() -> None:
+    measured = training_pass()
+    model = InstrumentedModel(training_pass=measured, enter=lambda layer: None)
+    assert torch.equal(model.forward(), measured.model_loss())
+    assert {name: info.num_bytes for name, info in model.tensors.items()} == {"0": 24, "1": 24, "2": 24}
+    assert [len(parameters) for parameters in parameters_of(measured.model)] == [2, 0, 2]
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    check_loss(torch.ones((), requires_grad=True))
+    with pytest.raises(InvalidModel, match=r"^the loss has no gradient"):
+        check_loss(torch.ones(()))

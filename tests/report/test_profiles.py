@@ -1,0 +1,40 @@
+"""The shape of a model in a table, and a cluster's links."""
+
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.report.profiles import render_cluster, shape_table
+
+
+def test_the_last_layer_has_no_cut_after_it() -> None:
+    layers = tuple(
+        LayerProfile(
+            name=name, kind="Linear", inputs=(source,), outputs=(name,), param_bytes=0, optimizer_state_bytes=0
+        )
+        for source, name in (("x", "a"), ("a", "b"))
+    )
+    measured = LayerMeasurement(
+        forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6, stash_bytes=0, output_bytes=(2**20,)
+    )
+    profile = ModelProfile(
+        model="chain",
+        device=DeviceKind(kind="cpu", name="cpu", memory_bytes=1),
+        dtype="float32",
+        optimizer="sgd",
+        layers=layers,
+        measurements=(Measurement(microbatch_size=2, layers=(measured, measured)),),
+    )
+    table = shape_table(profile)
+    columns = [list(map(str, column.cells)) for column in table.columns]
+    assert columns[1:4] == [["a", "b"], ["3.00", "3.00"], ["1.00", ""]]
+
+
+def test_a_cluster_shows_its_devices_and_links() -> None:
+    link = Bandwidth(bytes_per_s=10**9, latency_ns=2000)
+    device = Device(name="d0", host="h", kind="cpu", memory_bytes=2**30)
+    devices, links = render_cluster(Cluster(devices=(device,), intra_host=link, inter_host=link))
+    assert not isinstance(devices, str)
+    assert not isinstance(links, str)
+    assert list(devices.columns[0].cells) == ["d0"]
+    assert [list(column.cells) for column in links.columns] == [
+        ["within a host", "between hosts"], ["1.00", "1.00"], ["2.00", "2.00"],
+    ]  # fmt: skip
