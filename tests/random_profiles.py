@@ -121,3 +121,19 @@ def random_cluster(random: Random, num_devices: int, kinds: tuple[str, ...] = ("
 
 def _bandwidth(random: Random) -> Bandwidth:
     return Bandwidth(bytes_per_s=random.randrange(10**8, 10**10), latency_ns=random.randrange(50))
+
+
+def same_devices(random: Random, num_devices: int) -> Cluster:
+    link = Bandwidth(bytes_per_s=random.randrange(10**8, 10**10), latency_ns=random.randrange(50))
+    speed, memory_bytes = random.choice([1.0, 1.0, 1.5, 0.3]), random.choice([10**6, random.randrange(50, 900)])
+    overlaps = random.random() < 0.6
+    return Cluster(
+        devices=tuple(
+            Device(
+                name=f"d{i}", host="h", kind="a", memory_bytes=memory_bytes, speed=speed, overlaps_transfers=overlaps
+            )
+            for i in range(num_devices)
+        ),
+        intra_host=link,
+        inter_host=link,
+    )

@@ -7,7 +7,7 @@ import pytest
 import bapipe
 from bapipe.options import options_from
 from bapipe.planner.options import PlanOptions
-from tests.planner.test_options import chain, devices
+from tests.builders import chain, devices
 
 
 @dataclass(frozen=True, kw_only=True)

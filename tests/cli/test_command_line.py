@@ -13,22 +13,20 @@ import msgspec
 import pytest
 
 from bapipe.cli.flags import with_flags
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import fingerprint, read, write
 from bapipe.formats.plan import Plan
 from bapipe.simulator.simulate import simulate
 from bapipe.zoo import ZOO
 from tests import ROOT
+from tests.builders import devices
 from tests.random_profiles import random_profile
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A profile and a cluster of two devices of its kind."""
-    link = Bandwidth(bytes_per_s=10**9, latency_ns=5)
-    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=10**6) for i in range(2))
     write(tmp_path / "profile.json", random_profile(Random(5), 6))
-    write(tmp_path / "cluster.json", Cluster(devices=devices, intra_host=link, inter_host=link))
+    write(tmp_path / "cluster.json", devices(2, memory_bytes=10**6, latency_ns=5))
     return tmp_path
 
 
@@ -274,7 +272,7 @@ def test_a_plan_for_another_model_is_refused(folder: Path) -> None:
     )
 
 
-def test_another_profile_of_the_same_model_is_judged_with_a_note(folder: Path) -> None:
+def test_another_profile_of_the_same_model_is_used_with_a_note(folder: Path) -> None:
     plan = planned(folder)
     tree: dict[str, Any] = json.loads((folder / "profile.json").read_bytes())
     tree["layers"][0]["update_ns"] += 10**6

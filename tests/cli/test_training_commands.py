@@ -229,7 +229,7 @@ def test_a_run_ends_whole(folder: Path, blow: str) -> None:
         run.kill()
 
 
-def test_a_profile_of_other_layers_cannot_judge_the_plan(folder: Path) -> None:
+def test_a_profile_of_other_layers_cannot_simulate_the_plan(folder: Path) -> None:
     profile = read(folder / "profile.json", ModelProfile)
     tree = json.loads((folder / "profile.json").read_bytes())
     tree["layers"][1]["name"] = "one"

@@ -109,7 +109,7 @@ def test_a_cycle_is_named() -> None:
     assert str(caught.value) == "the layers depend on each other in a cycle: b -> c -> d -> b"
 
 
-def test_an_arc_to_nowhere_is_refused() -> None:
+def test_an_edge_to_an_unknown_node_is_refused() -> None:
     with pytest.raises(ValueError, match=r"arc \(0, 2\) joins no two of 2 nodes"):
         graph(2, (0, 2))
 

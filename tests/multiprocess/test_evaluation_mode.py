@@ -34,7 +34,7 @@ def outcomes() -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
-def test_it_is_the_whole_models(item: Case, outcomes: dict[str, list[Outcome]]) -> None:
+def test_evaluation_equals_the_whole_model(item: Case, outcomes: dict[str, list[Outcome]]) -> None:
     found = outcomes[item.name]
     assert all(outcome.unchanged for outcome in found)
     knowing = [outcome for outcome in found if outcome.loss_error is not None]

@@ -47,7 +47,7 @@ def seen(folder: Path) -> dict[str, Any]:
     return results
 
 
-def test_a_run_killed_a_dozen_times_ends_as_one_left_alone(seen: dict[str, Any]) -> None:
+def test_a_run_killed_twelve_times_ends_like_an_uninterrupted_run(seen: dict[str, Any]) -> None:
     killed = seen["killed"]
     assert killed["kills"] == 12
     assert killed["equal"]

@@ -18,7 +18,7 @@ from tests.multiprocess.launch_cases import clusters, small
 from tests.multiprocess.runtime_cases import make_plan
 
 
-def test_it_is_what_one_process_does() -> None:
+def test_training_equals_one_process() -> None:
     results = launch(run, ["cpu0", "cpu1"], timeout_s=60)
     for outcomes, checks in results:
         for outcome in outcomes:

@@ -110,7 +110,7 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(monkeypatch: pytest.M
     assert caught.value.told
 
 
-def test_what_every_rank_refuses_is_said_once() -> None:
+def test_an_error_on_every_rank_is_reported_once() -> None:
     with pytest.raises(BapipeError, match=r"^not on cpu$"):
         launch(alone, NAMES, timeout_s=60)
 

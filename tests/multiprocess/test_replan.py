@@ -119,11 +119,11 @@ def devices(num: int, used: int) -> Plan:
         (4, 3, ["cpu0"], 2, ["cpu0", "cpu3"]),
     ],
 )
-def test_devices_that_are_gone(num: int, used: int, without: list[str], left: int, gone: list[str]) -> None:
+def test_devices_named_as_lost_are_removed(num: int, used: int, without: list[str], left: int, gone: list[str]) -> None:
     assert devices_gone(devices(num, used), without, left) == tuple(gone)
 
 
-def test_devices_that_cannot_be_gone() -> None:
+def test_unknown_lost_devices_are_refused() -> None:
     with pytest.raises(BapipeError, match=r"^the plan has no device 'gpu0'; it has cpu0, cpu1$"):
         devices_gone(devices(2, 2), ["gpu0"], 2)
     with pytest.raises(BapipeError, match=r"^no device of the plan is left$"):
@@ -141,7 +141,7 @@ def test_each_process_of_a_job_gets_a_stage() -> None:
     assert (made.factory, made.model) == (slow.factory, "test")
 
 
-def test_profiles_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_profiles_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known, where = {"cpu": profile()}, devices(2, 2).cluster
     made = plan_once(known, where, PlanOptions(minibatch_size=12))

@@ -81,13 +81,13 @@ def test_what_differs_is_named(measured, make, autocast, optimizer_here, words) 
         ({}, optimizer_factory("RMSprop", 0.1, {})),  # profiles do not know it
     ],
 )
-def test_what_is_the_same_runs(measured: dict[str, object], make: OptimizerFactory | None) -> None:
+def test_equal_settings_run(measured: dict[str, object], make: OptimizerFactory | None) -> None:
     pipeline = build(
         structs.replace(Settings(threads=THREADS), **measured), images(), torch.randn(1, 3, 6, 6), None, make
     )
     pipeline.step(torch.randn(2, 3, 6, 6), target=torch.tensor([0, 1]))
 
 
-def test_a_layout_that_shows_nowhere_is_not_compared() -> None:
+def test_an_unobservable_memory_layout_is_not_compared() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     build(Settings(threads=THREADS, channels_last=True), module, torch.randn(1, 3, 6, 6))

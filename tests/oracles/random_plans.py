@@ -7,7 +7,11 @@ MIB = 2**20
 
 def random_case(seed):
     """(plan/1, {device kind: profile/1}) as decoded JSON."""
-    rng = random.Random(f"bapipe reference {seed}")
+    return case_of(random.Random(f"bapipe reference {seed}"), random.Random(f"bapipe lanes {seed}"))
+
+
+def case_of(rng, rng_of_lanes=None):
+    """A case drawn from a source of random choices."""
     style = {
         "grid": rng.random() < 0.5,  # multiples of ten make ties
         "zero": rng.choice([0.0, 0.05, 0.3]),  # how often a time is nothing
@@ -18,7 +22,7 @@ def random_case(seed):
     }
     names = rng.sample(["cpu", "gpu", "fpga"], rng.randint(1, 3))
     cluster = random_cluster(rng, style, names)
-    with_lanes(random.Random(f"bapipe lanes {seed}"), cluster)
+    with_lanes(rng_of_lanes or rng, cluster)
     kinds = [kind for kind in names if any(device["kind"] == kind for device in cluster["devices"])]
     layers = random_layers(rng, style)
     microbatch_size = rng.randint(1, 8)

@@ -11,7 +11,7 @@ from bapipe.formats.settings import Settings
 from bapipe.planner.device_grouping import groupings, profiles_used_by
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
-from tests.planner.test_options import MS, chain, devices
+from tests.builders import MS, chain, devices
 
 
 def measured(threads: int, forward_ms: int) -> ModelProfile:
@@ -19,7 +19,7 @@ def measured(threads: int, forward_ms: int) -> ModelProfile:
     return replace(chain([forward_ms, forward_ms]), settings=Settings(optimizer="sgd", threads=threads))
 
 
-def test_two_devices_together_are_chosen_where_they_are_faster() -> None:
+def test_two_devices_are_grouped_if_that_is_faster() -> None:
     plan = bapipe.plan([measured(1, 10), measured(2, 4)], devices(2), minibatch_size=2)
     assert [stage.devices for stage in plan.stages] == [("d0",)]
     assert plan.prediction.step_ns == 2 * 2 * (4 + 8) * MS  # two micro-batches of two layers; apart, 60 ms
@@ -29,7 +29,7 @@ def test_two_devices_together_are_chosen_where_they_are_faster() -> None:
     assert (apart.step_ns, apart.feasible, apart.why_not) == (60 * MS, True, "25.0% slower")
 
 
-def test_they_stay_apart_where_that_is_faster() -> None:
+def test_devices_stay_separate_if_that_is_faster() -> None:
     profiles = [measured(2, 6), measured(1, 10)]
     plan = bapipe.plan(profiles, devices(2), minibatch_size=2)
     assert [stage.devices for stage in plan.stages] == [("d0", "d1")]
@@ -40,7 +40,7 @@ def test_they_stay_apart_where_that_is_faster() -> None:
     assert profiles_used_by(plan, profiles) == {"a": profiles[1]}
 
 
-def test_a_way_that_does_not_fit_leaves_the_others() -> None:
+def test_a_grouping_that_does_not_fit_leaves_the_other_groupings() -> None:
     small = devices(2, memory_bytes=1_500)
     one, two = (
         replace(chain([forward_ms], param_bytes=1_000), settings=Settings(optimizer="sgd", threads=threads))
@@ -51,7 +51,7 @@ def test_a_way_that_does_not_fit_leaves_the_others() -> None:
         bapipe.plan([one, two], devices(2, memory_bytes=900), minibatch_size=2)
 
 
-def test_devices_are_taken_together_host_by_host() -> None:
+def test_devices_are_grouped_within_hosts() -> None:
     pairs = (("d0", "d1"), ("d1", "d2"), ("d0", "d2"))
     four = devices(4)
     cluster: Cluster = replace(

@@ -4,11 +4,11 @@ from random import Random
 
 import bapipe
 from bapipe.errors import Infeasible
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
+from tests.builders import devices
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
 
@@ -47,18 +47,12 @@ def towers() -> ModelProfile:
     )
 
 
-def two_devices() -> Cluster:
-    link = Bandwidth(bytes_per_s=10**9, latency_ns=0)
-    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=10**6) for i in range(2))
-    return Cluster(devices=devices, intra_host=link, inter_host=link)
-
-
-def test_towers_are_parted_although_their_layers_come_in_turn() -> None:
+def test_two_towers_with_interleaved_layers_go_to_two_devices() -> None:
     """GPipe of M = 8, F = B = 200 ns a stage, 10 ns each way between them: (M + 1)(F + B) + 2 * 10.
 
     Along the profile's order a cut that halves the work carries 2,000 bytes.
     """
-    profile, cluster = towers(), two_devices()
+    profile, cluster = towers(), devices(2, memory_bytes=10**6)
     plan = bapipe.plan(profile, cluster, minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)
     assert [stage.layers for stage in plan.stages] == [("a0", "a1"), ("b0", "b1", "join")]
     assert plan.prediction.step_ns == (8 + 1) * 400 + 2 * 10

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
-from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.cluster import Cluster, Link
 from bapipe.formats.plan import Plan, StagePlan
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity
@@ -19,53 +18,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
-
-MS = 1_000_000
-
-
-def chain(forward_ms: list[int], *, param_bytes: int = 0, stash_bytes: int = 0, output_bytes: int = 0) -> ModelProfile:
-    """Layers l0, l1, ... whose backward takes twice their forward; one micro-batch size."""
-    return ModelProfile(
-        model="chain",
-        device=DeviceKind(kind="a", name="none", memory_bytes=10**9),
-        dtype="float32",
-        optimizer="sgd",
-        layers=tuple(
-            LayerProfile(
-                name=f"l{i}",
-                kind="Layer",
-                inputs=(f"t{i}",),
-                outputs=(f"t{i + 1}",),
-                param_bytes=param_bytes,
-                optimizer_state_bytes=0,
-            )
-            for i in range(len(forward_ms))
-        ),
-        measurements=(
-            Measurement(
-                microbatch_size=1,
-                layers=tuple(
-                    LayerMeasurement(
-                        forward_ns=f * MS,
-                        input_grad_ns=f * MS,
-                        weight_grad_ns=f * MS,
-                        stash_bytes=stash_bytes,
-                        output_bytes=(output_bytes,),
-                    )
-                    for f in forward_ms
-                ),
-            ),
-        ),
-    )
-
-
-def devices(num: int, *, memory_bytes: int = 10**9, bytes_per_s: int = 10**9) -> Cluster:
-    link = Bandwidth(bytes_per_s=bytes_per_s, latency_ns=0)
-    return Cluster(
-        devices=tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=memory_bytes) for i in range(num)),
-        intra_host=link,
-        inter_host=link,
-    )
+from tests.builders import MS, chain, devices
 
 
 def test_data_parallelism_is_a_point_of_the_space() -> None:
@@ -86,7 +39,7 @@ def test_parameters_that_cost_more_than_they_save_make_a_pipeline() -> None:
     ).stages == (plan.stages)
 
 
-def test_a_stage_recomputes_where_it_does_not_fit_otherwise() -> None:
+def test_a_stage_recomputes_if_it_does_not_fit_otherwise() -> None:
     """GPipe on one device stashes 4 x 400 bytes; recomputed 400, for F twice: 4 (4 + 4 + 8) ms."""
     profile = chain([1, 1, 1, 1], stash_bytes=100)
     for limit, recompute, step_ms in ((1600, False, 48), (1599, True, 64), (400, True, 64)):
@@ -187,7 +140,7 @@ def test_contradictory_constraints_are_named(constraint: list[str], message: str
     assert str(caught.value) == message
 
 
-def test_a_pinned_plan_is_judged_and_bounded() -> None:
+def test_a_pinned_plan_is_simulated_and_bounded() -> None:
     profiles = {"a": chain([3, 1, 1, 1])}
     best = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4, replicas=False))
     stages = (
@@ -266,7 +219,7 @@ def test_ten_percent_more_speed_of_the_only_device_saves_a_tenth() -> None:
     }
 
 
-def test_more_memory_helps_where_it_was_lacking() -> None:
+def test_more_memory_helps_if_memory_was_short() -> None:
     """Two replicas hold 2 x 100 bytes each; a pipeline is slower, and holds less."""
     profiles = {"a": chain([1, 1], param_bytes=100)}
     options = PlanOptions(minibatch_size=4, memory_limit_bytes=380, schedules=("1f1b",))
@@ -277,7 +230,7 @@ def test_more_memory_helps_where_it_was_lacking() -> None:
     assert effects["memory of every device"].is_replanned
 
 
-def test_more_memory_is_not_said_to_help_where_replicas_would() -> None:
+def test_more_memory_is_not_suggested_if_replicas_help() -> None:
     """Two replicas would be faster than any pipeline here, with as much memory as there is."""
     profiles = {"a": chain([5, 1])}
     fast = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4))
@@ -303,9 +256,7 @@ def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:
         assert point.plan.prediction.step_ns == simulate(point.plan, profiles).step_ns == point.step_ns
 
 
-def test_a_kept_plan_is_found_again_and_only_for_the_same_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_plan_is_loaded_only_for_the_same_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profiles = {"a": chain([1, 2])}
     options = PlanOptions(minibatch_size=4)

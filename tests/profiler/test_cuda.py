@@ -17,7 +17,7 @@ def test_storages_take_whole_blocks(num_bytes: int, on_cpu: int, on_cuda: int) -
     assert (allocated_bytes(num_bytes, CPU), allocated_bytes(num_bytes, CUDA)) == (on_cpu, on_cuda)
 
 
-def test_the_framework_takes_what_is_neither_free_nor_kept_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_framework_bytes_exclude_free_memory_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1800))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     assert framework_bytes(CUDA) == 500

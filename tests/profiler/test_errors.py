@@ -237,7 +237,7 @@ def each(output: Tensor, target: Tensor) -> Tensor:
         ),
     ],
 )
-def test_what_cannot_be_measured_says_why(
+def test_unmeasurable_models_give_a_reason(
     module: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[[Tensor, Tensor], Tensor], message: str
 ) -> None:
     with pytest.raises(InvalidModel) as error:

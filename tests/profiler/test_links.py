@@ -64,7 +64,7 @@ def test_noise_that_hides_the_bytes_does_not_make_a_link_infinitely_fast() -> No
     assert 0 < found.latency_ns <= 500_000
 
 
-def test_of_a_link_that_lets_bursts_through_the_rate_is_that_of_what_follows() -> None:
+def test_the_rate_of_a_bursty_link_is_its_sustained_rate() -> None:
     def limited_ns(num_bytes: int) -> int:
         """64 KiB go at once, the rest at 100 MB/s."""
         return 50_000 + max(num_bytes // 10, (num_bytes - 2**16) * 10)

@@ -17,7 +17,7 @@ from bapipe.tracing import trace
 from tests.models.small_modules import Blocks, Branches, Reader, layers, profile
 
 
-def test_a_profile_decodes_to_itself_and_the_module_is_left_alone() -> None:
+def test_a_profile_round_trips_and_the_module_is_unchanged() -> None:
     module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     torch.manual_seed(3)

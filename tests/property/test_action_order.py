@@ -71,7 +71,9 @@ def test_monotone_problems_equal_brute_force(
 @pytest.mark.parametrize(
     ("ranks", "num_microbatches", "num_seeds"), [((0, 1), 2, 50), ((0, 1, 2), 2, 20), ((0, 0), 2, 50)]
 )
-def test_bounds_hold_where_the_split_has_a_price(ranks: tuple[int, ...], num_microbatches: int, num_seeds: int) -> None:
+def test_bounds_hold_if_splitting_the_backward_costs_time(
+    ranks: tuple[int, ...], num_microbatches: int, num_seeds: int
+) -> None:
     equal = 0
     for seed in range(num_seeds):
         p = random_pipeline(Random(seed), ranks, num_microbatches, splits_badly=True)
@@ -82,7 +84,7 @@ def test_bounds_hold_where_the_split_has_a_price(ranks: tuple[int, ...], num_mic
     assert equal > num_seeds * 0.3
 
 
-def test_bounds_hold_where_transfers_stop_devices() -> None:
+def test_bounds_hold_if_transfers_block_compute() -> None:
     equal = 0
     for seed in range(16):
         p = random_pipeline(Random(seed), (0, 1), 2, overlaps=False)
@@ -122,7 +124,7 @@ def test_a_bound_in_rounded_times_holds() -> None:
     assert below > 5
 
 
-def test_the_list_scheduler_always_ends_and_fits_and_the_clock_is_the_judge() -> None:
+def test_the_list_scheduler_ends_and_fits_and_its_clock_equals_the_simulator() -> None:
     seen = monotone = 0
     for seed in range(100):
         random = Random(seed)

@@ -6,10 +6,12 @@ from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.infeasible import least_infeasible
@@ -23,86 +25,52 @@ from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 from tests.oracles.exhaustive_layouts import exhaustive, layouts
+from tests.problems import heavy, heavy_duty, problems_of, random_problems
 from tests.random_profiles import random_cluster, random_profile
+from tests.strategies import examples
 
 
-def random_problems(
-    seed: int,
-    schedules: Sequence[str] = ("1f1b", "gpipe"),
-    *,
-    most_layers: int = 6,
-    most_devices: int = 3,
-    splits_badly: bool = False,
-    buckets: bool = False,
-    host_sum_link: bool = False,
-    limit: int = 2**40,
-) -> tuple[Problem, ...]:
-    """The whole space of some schedules at one or two micro-batch sizes."""
-    random = Random(seed)
-    num_layers, shares = random.randint(1, most_layers), seed % 4 == 3
-    profile = random_profile(random, num_layers, splits_badly=splits_badly, shares=shares)
-    cluster = random_cluster(random, random.randint(1, most_devices))
-    if buckets:
-        profile, cluster = heavy(profile), heavy_duty(cluster)
-    if host_sum_link:
-        cluster = replace(cluster, intra_host_sum=Bandwidth(bytes_per_s=10**15 if buckets else 10**9, latency_ns=seed))
-    num_samples = 4 * random.randint(1, 2)
-    return build_space(
-        {"a": profile},
-        cluster,
-        minibatch_size=num_samples,
-        sizes=[size for size in random.sample([1, 2, 3, 4], 2) if num_samples % size == 0],
-        schedules=schedules,
-        limits=[min(device.memory_bytes, limit) for device in cluster.devices],
-        replicas=random.random() < 0.8,
-        recompute=random.random() < 0.7,
-    ).problems
-
-
-def heavy(profile: ModelProfile) -> ModelProfile:
-    """The profile with parameters of many megabytes, so that all-reduces take several buckets."""
-    layers = tuple(replace(layer, param_bytes=layer.param_bytes * 2**20) for layer in profile.layers)
-    return replace(profile, layers=layers)
-
-
-def heavy_duty(cluster: Cluster) -> Cluster:
-    """The cluster with memory for that, and links on which it takes as long as the layers."""
-    fast = replace(cluster.intra_host, bytes_per_s=10**15)
-    devices = tuple(replace(device, memory_bytes=2**32) for device in cluster.devices)
-    return replace(cluster, devices=devices, intra_host=fast, inter_host=fast, links=())
-
-
-def assert_exact(problems: Sequence[Problem], name: object) -> bool:
+def assert_exact(problems: Sequence[Problem], name: object = None) -> bool:
     want, found = exhaustive(problems), best_first(problems)
     assert (found and found.step_ns) == (want and want.step_ns), name
     assert found is None or found.lower_bound_ns == found.step_ns, name
     return want is not None
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_best_first_is_exact(block: int) -> None:
-    feasible = sum(assert_exact(random_problems(seed), seed) for seed in range(block * 30, block * 30 + 30))
-    assert feasible > 20
+def assert_all_exact(strategy: st.SearchStrategy[tuple[Problem, ...]], count: int) -> float:
+    """Compares the searches on so many cases; returns the share of them in which a plan fits."""
+    feasible: list[bool] = []
+
+    @examples(count)
+    @given(strategy)
+    def check(problems: tuple[Problem, ...]) -> None:
+        feasible.append(assert_exact(problems))
+
+    check()
+    return sum(feasible) / len(feasible)
 
 
-def test_best_first_is_exact_where_all_reduces_take_several_buckets() -> None:
-    assert sum(assert_exact(random_problems(seed, buckets=True), seed) for seed in range(30)) == 30
+@pytest.mark.parametrize("splits_badly", [False, True])
+def test_branch_and_bound_equals_exhaustive_search(splits_badly: bool) -> None:
+    assert assert_all_exact(problems_of(splits_badly=splits_badly), 60) > 0.6
+
+
+def test_branch_and_bound_is_exact_if_all_reduces_take_several_buckets() -> None:
+    assert assert_all_exact(problems_of(buckets=True), 30) == 1
 
 
 @pytest.mark.parametrize("buckets", [False, True])
-def test_best_first_is_exact_where_devices_sum_with_their_own_compute(buckets: bool) -> None:
-    problems = [random_problems(seed, buckets=buckets, host_sum_link=True) for seed in range(30)]
-    assert sum(assert_exact(found, seed) for seed, found in enumerate(problems)) > 20
+def test_branch_and_bound_is_exact_if_devices_sum_gradients_over_the_host(buckets: bool) -> None:
+    assert assert_all_exact(problems_of(buckets=buckets, host_sum_link=True), 30) > 0.6
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
-def test_best_first_is_exact_for_every_schedule(schedule: str) -> None:
-    for seed in range(20):
-        assert_exact(random_problems(seed, [schedule], most_layers=5, splits_badly=seed % 2 == 1), seed)
+def test_branch_and_bound_is_exact_for_every_schedule(schedule: str) -> None:
+    assert_all_exact(problems_of([schedule], max_layers=5), 20)
 
 
 @pytest.mark.parametrize("schedule", LOOPED)
-def test_best_first_is_exact_where_devices_have_two_stages(schedule: str) -> None:
+def test_branch_and_bound_is_exact_if_devices_have_two_stages(schedule: str) -> None:
     seen = 0
     for seed in range(40):
         problems = [p for p in random_problems(seed, [schedule], splits_badly=seed % 2 == 1) if p.roots]
@@ -130,22 +98,27 @@ def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
-def test_bounds_never_exceed_the_judge(schedule: str) -> None:
-    checked = 0
-    for seed in range(25):
-        mode = {"splits_badly": seed % 2 == 1, "buckets": seed % 5 == 0}
-        for problem in random_problems(seed, [schedule], most_layers=5, **mode):
+def test_bounds_never_exceed_the_simulated_step(schedule: str) -> None:
+    num_checked = 0
+
+    @examples(25)
+    @given(problems_of([schedule], max_layers=5, buckets=None))
+    def check(problems: tuple[Problem, ...]) -> None:
+        nonlocal num_checked
+        for problem in problems:
             for layout in layouts(problem):
                 if all(lack <= 0 for lack in problem.shortfall_bytes(layout).values()):
                     step_ns = problem.simulate(layout).step_ns
                     assert problem.step_ns(layout) == step_ns
-                    assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), (seed, layout.cuts)
-                    checked += 1
-    assert checked > 150
+                    assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), layout.cuts
+                    num_checked += 1
+
+    check()
+    assert num_checked > 150
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
-def test_bounds_never_exceed_the_judge_of_many_microbatches(schedule: str) -> None:
+def test_bounds_never_exceed_the_simulated_step_of_many_microbatches(schedule: str) -> None:
     checked = late = 0
     for seed in range(25):
         random = Random(seed)
@@ -207,10 +180,10 @@ def random_pipeline(random: Random, schedule: str) -> Problem:
     return problem
 
 
-def test_what_fits_a_slot_fits_by_the_judges_count() -> None:
+def test_what_fits_a_placement_fits_in_the_simulator() -> None:
     seen = [0, 0]
     for seed in range(60):
-        for problem in random_problems(seed, ["1f1b", "zb-h1", "2f2b"], most_layers=4, splits_badly=seed % 2 == 1):
+        for problem in random_problems(seed, ["1f1b", "zb-h1", "2f2b"], max_layers=4, splits_badly=seed % 2 == 1):
             for layout in layouts(problem):
                 pieces = problem.lower_bound.costs
                 places = [problem.cuts.index(cut) for cut in layout.cuts]
@@ -276,7 +249,7 @@ def test_the_space_leaves_no_plan_out(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
+def test_the_space_leaves_no_plan_out_if_hosts_are_equal(seed: int) -> None:
     random = Random(seed)
     profile, cluster = random_profile(random, 3), random_cluster(random, 4)
     device = replace(cluster.devices[0], speed=1.0, memory_bytes=2**40, overlaps_transfers=seed % 2 == 0)
@@ -308,7 +281,7 @@ def test_the_space_leaves_no_plan_out_where_hosts_are_alike(seed: int) -> None:
 def test_a_stopped_search_gives_an_honest_bound() -> None:
     stopped = 0
     for seed in range(60):
-        problems = random_problems(seed, most_layers=5)
+        problems = random_problems(seed, max_layers=5)
         best, found = exhaustive(problems), best_first(problems, max_nodes=3)
         if found is not None and best is not None:
             assert found.lower_bound_ns <= best.step_ns <= found.step_ns
@@ -328,7 +301,7 @@ def least_lack(problem: Problem, layout: Layout) -> int:
 def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:
     seen = 0
     for seed in range(60):
-        problems = random_problems(seed, most_layers=4, limit=100 + seed)
+        problems = random_problems(seed, max_layers=4, limit=100 + seed)
         found = least_infeasible(problems)
         assert found is not None
         least = min(least_lack(p, layout) for p in problems for layout in layouts(p))
@@ -339,7 +312,7 @@ def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:
     assert 10 < seen < 50
 
 
-def test_explore_gives_a_plan_that_the_judge_repeats() -> None:
+def test_the_planned_prediction_equals_the_simulation() -> None:
     seen = 0
     for seed in range(60):
         random = Random(seed)
@@ -380,7 +353,7 @@ def test_many_devices_are_no_obstacle() -> None:
     assert plan_step_time({"a": profile}, many, PlanOptions(minibatch_size=8)).certificate.proven_optimal
 
 
-def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
+def test_the_certificate_names_device_choices_left_out() -> None:
     profile = random_profile(Random(7), 5)
     device = replace(random_cluster(Random(1), 1).devices[0], memory_bytes=10**9)
     devices = tuple(replace(device, name=f"d{i}", speed=1.0 + i) for i in range(60))
@@ -391,7 +364,7 @@ def test_too_many_choices_of_devices_are_said_to_be_left_out() -> None:
     )
 
 
-def test_a_searched_order_is_never_slower_and_says_what_it_is() -> None:
+def test_a_searched_order_is_never_slower_and_is_labelled_search() -> None:
     searched = moved = 0
     for seed in range(25):
         random = Random(seed)

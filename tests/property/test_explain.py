@@ -99,7 +99,7 @@ def test_a_pipeline_wins_for_gnmt_8() -> None:
 
 
 @pytest.mark.parametrize("model", ["vgg16", "gnmt8"])
-def test_what_balances_time_alone_is_as_slow_as_is_said(model: str) -> None:
+def test_the_time_balanced_baseline_has_its_stated_step_time(model: str) -> None:
     """The least largest stage over all cuts, found one by one; its step time by the judge."""
     plan, profiles, _, words = planned(model)
     other = time_balanced_plan(plan, profiles)
@@ -124,7 +124,7 @@ def least_largest(times: list[int], counts: list[int]) -> float:
 
 
 @pytest.mark.parametrize("model", ["vgg16", "resnet50", "gnmt8"])
-def test_what_would_help_does(model: str) -> None:
+def test_suggested_changes_help(model: str) -> None:
     """With a tenth more speed of the devices named, or of the links, the same plan is as much faster as is said."""
     plan, profiles, options, _ = planned(model)
     cluster = plan.cluster

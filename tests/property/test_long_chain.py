@@ -10,7 +10,7 @@ from bapipe.planner.long_chain.bisection import MAX_EXACT_INTERVALS, solve_long_
 from bapipe.planner.long_chain.relaxation import range_min
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.oracles.exhaustive_layouts import exhaustive
-from tests.property.test_branch_and_bound import random_problems
+from tests.problems import random_problems
 
 
 def check(
@@ -39,12 +39,12 @@ def test_bounds_hold_and_most_plans_are_optimal(schedules: list[str]) -> None:
     assert sum(best == want for _, best, want in feasible) > 0.8 * len(feasible)
 
 
-def test_small_chains_are_solved_exactly_all_the_same() -> None:
+def test_small_chains_are_solved_exactly() -> None:
     found = [check(seed, ["1f1b", "gpipe"], best_first=True) for seed in range(12)]
     assert all(bound == best == want for bound, best, want in found)
 
 
-def test_bounds_hold_where_all_reduces_take_several_buckets() -> None:
+def test_bounds_hold_if_all_reduces_take_several_buckets() -> None:
     assert all(check(seed, ["1f1b", "gpipe"], buckets=True)[2] for seed in range(12))
 
 

@@ -8,8 +8,8 @@ from bapipe.graph.layer_graph import of_layers, topological_order
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
 from bapipe.planner.throughput.search import explore_throughput
-from tests.property.test_throughput import same_devices
 from tests.random_graphs import branching_profile
+from tests.random_profiles import same_devices
 
 
 def test_the_neighbourhood_grows_to_all_downsets() -> None:

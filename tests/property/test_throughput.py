@@ -17,23 +17,7 @@ from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, i
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile
-from tests.random_profiles import random_cluster, random_profile
-
-
-def same_devices(random: Random, num_devices: int) -> Cluster:
-    link = Bandwidth(bytes_per_s=random.randrange(10**8, 10**10), latency_ns=random.randrange(50))
-    speed, memory_bytes = random.choice([1.0, 1.0, 1.5, 0.3]), random.choice([10**6, random.randrange(50, 900)])
-    overlaps = random.random() < 0.6
-    return Cluster(
-        devices=tuple(
-            Device(
-                name=f"d{i}", host="h", kind="a", memory_bytes=memory_bytes, speed=speed, overlaps_transfers=overlaps
-            )
-            for i in range(num_devices)
-        ),
-        intra_host=link,
-        inter_host=link,
-    )
+from tests.random_profiles import random_cluster, random_profile, same_devices
 
 
 def least_load(profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, alike: bool) -> int | None:
@@ -160,7 +144,7 @@ def load_ns(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_the_load_is_the_least_of_all(alike: bool) -> None:
+def test_the_load_is_the_minimum_over_all_assignments(alike: bool) -> None:
     found = fitted = 0
     for seed in range(150):
         random = Random(seed)
@@ -181,7 +165,7 @@ def test_the_load_is_the_least_of_all(alike: bool) -> None:
     assert found > fitted > 80
 
 
-def test_a_plan_is_judged_fits_and_keeps_its_bytes() -> None:
+def test_a_plan_simulates_fits_and_round_trips() -> None:
     deep = 0
     for seed in range(60):
         random = Random(seed)

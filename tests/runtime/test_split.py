@@ -52,7 +52,7 @@ def test_a_skip_is_relayed_and_a_later_input_is_loaded() -> None:
     assert {example.device.type for example in parts.examples.values()} == {"meta"}
 
 
-def test_what_leaves_a_stage_is_contiguous_and_no_view() -> None:
+def test_stage_outputs_are_contiguous_and_no_views() -> None:
     module = Permuting()
     first = stage_module(_split(module, (2,), torch.zeros(1, 4, 6)), 0)
     x = torch.randn(2, 4, 6)
@@ -98,7 +98,7 @@ def test_a_plan_of_other_layers_is_refused() -> None:
         split(trace(model), _plan(model, (1,), ["0"]), [torch.zeros(1, 4)])
 
 
-def test_a_plan_against_the_flow_is_refused() -> None:
+def test_a_plan_whose_tensors_flow_backwards_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(InvalidModel, match=r"^tensor '0' is made in stage 1 but used by '1' in stage 0: stages must"):
         split(trace(model), _plan(model, (1,), ["1", "0"]), [torch.zeros(1, 4)])
@@ -141,7 +141,7 @@ def test_stages_that_share_running_statistics_are_refused() -> None:
         _split(Shared(), (1,), torch.zeros(1, 4))
 
 
-def test_a_size_is_found_again_after_a_cut() -> None:
+def test_a_size_found_before_a_cut_is_recovered_after_it() -> None:
     class Sized(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_a_size_that_is_no_multiple_of_the_batch_is_refused() -> None:
         stage_module(_split(Halved(), (1,), torch.zeros(1, 4)), 1)
 
 
-def test_what_changes_memory_that_another_stage_reads_is_refused() -> None:
+def test_changing_memory_that_another_stage_reads_is_refused() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -220,7 +220,7 @@ def _changed(plan: Plan, **fields: object) -> Plan:
     return Plan(**({name: getattr(plan, name) for name in plan.__struct_fields__} | fields))
 
 
-def test_own_layers_are_made_real_and_do_not_depend_on_the_rest() -> None:
+def test_layers_of_a_stage_materialize_independently_of_other_stages() -> None:
     def weights(cut: int, stages: tuple[int, ...]) -> dict[str, Tensor]:
         with torch.device("meta"):
             module = Residual()
@@ -237,7 +237,7 @@ def test_own_layers_are_made_real_and_do_not_depend_on_the_rest() -> None:
     assert torch.equal(whole["norm1.running_var"], torch.ones(4))
 
 
-def test_initialize_has_the_last_word_and_real_weights_are_kept() -> None:
+def test_initialize_overrides_meta_weights_and_real_weights_are_kept() -> None:
     def ones(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.fill_(1.0)
@@ -250,7 +250,7 @@ def test_initialize_has_the_last_word_and_real_weights_are_kept() -> None:
     assert module[2].weight.is_meta
 
 
-def test_a_recurrent_layer_is_made_real_and_dropped_again() -> None:
+def test_a_recurrent_layer_is_materialized_and_dropped() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()

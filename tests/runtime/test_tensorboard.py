@@ -49,7 +49,7 @@ def test_scalars(tmp_path: Path) -> None:
     }
 
 
-def test_steps_done_again_count_once(tmp_path: Path) -> None:
+def test_repeated_steps_count_once(tmp_path: Path) -> None:
     for losses in ({0: 4.0, 1: 3.0, 2: 9.0}, {1: 3.5, 2: 2.5}):
         with tensorboard_writer(tmp_path, 32) as writer:
             for step, loss in losses.items():
@@ -57,7 +57,7 @@ def test_steps_done_again_count_once(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
 
 
-def test_nothing_is_written_where_nothing_is_reported(tmp_path: Path) -> None:
+def test_nothing_is_written_if_nothing_is_reported(tmp_path: Path) -> None:
     with tensorboard_writer(tmp_path, 32):  # as on the other ranks of a torchrun job
         pass
     assert list(tmp_path.iterdir()) == []

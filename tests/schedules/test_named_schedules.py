@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from bapipe.errors import InvalidSchedule
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
@@ -19,6 +18,7 @@ from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
+from tests.builders import devices
 
 EVERY: dict[str, Callable[[int, int], Schedule]] = {
     **SCHEDULES,
@@ -37,14 +37,12 @@ RANKS_AND_MICROBATCHES = [(p, m) for p in range(1, 9) for m in range(1, 3 * p + 
 
 def run(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> Timeline:
     """Runs equal stages; transfers take no time or as long as given."""
-    link = Bandwidth(bytes_per_s=10**18, latency_ns=max(0, transfer_ns - 1))  # a byte takes 1 ns to round up to
-    devices = tuple(Device(name=f"d{r}", host="h", kind="a", memory_bytes=0) for r in range(len(schedule.order)))
+    latency_ns = max(0, transfer_ns - 1)  # a byte takes 1 ns to round up to
+    cluster = devices(len(schedule.order), memory_bytes=0, bytes_per_s=10**18, latency_ns=latency_ns)
     cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w)
     num_bytes = 1 if transfer_ns else 0
     stage = Stage(costs=(cost,), send_bytes=num_bytes, grad_bytes=num_bytes)
-    return simulate_schedule(
-        schedule, [stage] * schedule.num_stages, Cluster(devices=devices, intra_host=link, inter_host=link)
-    )
+    return simulate_schedule(schedule, [stage] * schedule.num_stages, cluster)
 
 
 def bubble_ns(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> int:
@@ -182,7 +180,9 @@ def test_stashes_of_interleaved(v: int) -> None:
         ("dualpipe-v", lambda p: 2 * p, lambda p: 2 * p + 1),
     ],
 )
-def test_stashes_alike_on_all_ranks(name: str, num_needed: Callable[[int], int], most: Callable[[int], int]) -> None:
+def test_stashes_are_equal_on_all_ranks(
+    name: str, num_needed: Callable[[int], int], most: Callable[[int], int]
+) -> None:
     """From `num_needed` micro-batches on; fewer keep no more."""
     for p, m in RANKS_AND_MICROBATCHES:
         got = stashes(EVERY[name](p, m))

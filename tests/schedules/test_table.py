@@ -59,7 +59,7 @@ def test_every_schedule_is_complete(name: str, num_stages: int, num_microbatches
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0X0", "-1F0", "00F0", "0F0 ", "0f0", "0F1.5", "0F99999999999"])
-def test_what_is_no_action(text: str) -> None:
+def test_malformed_actions_are_refused(text: str) -> None:
     with pytest.raises(InvalidSchedule):
         parse_action(text)
 

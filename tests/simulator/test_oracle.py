@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import decode_as
@@ -13,6 +14,7 @@ from bapipe.simulator.simulate import simulate
 from tests.oracles.hand_cases import CASES
 from tests.oracles.random_plans import random_case
 from tests.oracles.reference_simulator import judge as reference
+from tests.strategies import examples, plans_and_profiles
 
 Tree = dict[str, Any]
 
@@ -51,6 +53,13 @@ def test_random_plans_to_the_nanosecond(block: int) -> None:
     for seed in range(block * 1000, block * 1000 + 1000):
         plan, profiles = random_case(seed)
         assert judged(plan, profiles) == in_order(reference(plan, profiles)), seed
+
+
+@examples(300)
+@given(plans_and_profiles())
+def test_drawn_plans_to_the_nanosecond(case: tuple[Tree, dict[str, Tree]]) -> None:
+    plan, profiles = case
+    assert judged(plan, profiles) == in_order(reference(plan, profiles))
 
 
 def test_a_damaged_order_is_refused_by_both() -> None:

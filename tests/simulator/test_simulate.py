@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bapipe.errors import InvalidSchedule
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.cluster import Cluster
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
@@ -16,12 +16,12 @@ from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost, cost_on_lanes, fill_buckets
 from bapipe.simulator.tied_weights import TiedGradient
+from tests.builders import devices
 
 
 def cluster(num_devices: int, latency_ns: int = 0) -> Cluster:
-    link = Bandwidth(bytes_per_s=10**18, latency_ns=latency_ns)  # a byte takes a nanosecond to round up to
-    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=0) for i in range(num_devices))
-    return Cluster(devices=devices, intra_host=link, inter_host=link)
+    """Devices whose links take a nanosecond for any bytes, to which times are rounded up."""
+    return devices(num_devices, memory_bytes=0, bytes_per_s=10**18, latency_ns=latency_ns)
 
 
 def equal_stages(num: int, f: int, b: int, send: int = 0, stash: int = 0) -> list[Stage]:
@@ -75,7 +75,7 @@ def test_stashes_in_flight(p: int, m: int) -> None:
     assert [memory.stash for memory in peak_memory(one_f_one_b(p, m), stages)] == [min(p - s, m) for s in range(p)]
 
 
-def test_memory_is_told_apart_at_the_peak() -> None:
+def test_memory_at_the_peak_is_reported_by_kind() -> None:
     cost = StageCost(
         forward_ns=1, input_grad_ns=1, weight_grad_ns=1, param_bytes=100, optimizer_bytes=50, stash_bytes=7, workspace_bytes=3
     )  # fmt: skip
@@ -127,8 +127,8 @@ def test_a_slower_link_never_speeds_a_named_schedule_up() -> None:
 
 def side_by_side(num_devices: int, latency_ns: int = 0) -> Cluster:
     plain = cluster(num_devices, latency_ns)
-    devices = tuple(msgspec.structs.replace(device, side_by_side=True) for device in plain.devices)
-    return msgspec.structs.replace(plain, devices=devices)
+    parallel = tuple(msgspec.structs.replace(device, side_by_side=True) for device in plain.devices)
+    return msgspec.structs.replace(plain, devices=parallel)
 
 
 @pytest.mark.parametrize("p", range(1, 7))
@@ -173,7 +173,7 @@ def test_buckets_close_at_25_mib_and_end_with_a_gradient() -> None:
     assert fill_buckets([25 * mib, 25 * mib]) == ((1, 25 * mib), (2, 25 * mib))
 
 
-def test_a_backward_of_its_own_and_what_the_input_gradient_leaves() -> None:
+def test_a_separate_backward_time_and_the_stash_kept_for_w() -> None:
     """B takes 3 where I and W take 2 + 2; between I and W five more bytes are held."""
     cost = StageCost(
         forward_ns=1,
@@ -197,15 +197,13 @@ def test_a_backward_of_its_own_and_what_the_input_gradient_leaves() -> None:
 def test_gradients_that_stages_share_are_summed_after_both() -> None:
     """Two stages, one micro-batch: F, F, B, B, then a ring of two with 50 of 100 bytes each way, then the updates."""
     shared = (TiedGradient(owner="embedding", num_bytes=100),)
-    link = Bandwidth(bytes_per_s=10**9, latency_ns=7)
-    devices = tuple(Device(name=f"d{i}", host="h", kind="a", memory_bytes=0) for i in range(2))
     stages = [
         Stage(
             costs=(StageCost(forward_ns=10, input_grad_ns=10, weight_grad_ns=10, update_ns=ns),), tied_gradients=shared
         )
         for ns in (5, 3)
     ]
-    timeline = simulate_schedule(gpipe(2, 1), stages, Cluster(devices=devices, intra_host=link, inter_host=link))
+    timeline = simulate_schedule(gpipe(2, 1), stages, devices(2, memory_bytes=0, latency_ns=7))
     assert [(sync.stage, sync.num_bytes, sync.start_ns, sync.end_ns) for sync in timeline.syncs] == [
         (0, 100, 60, 60 + 2 * (7 + 50))
     ]

@@ -68,7 +68,7 @@ def test_an_operator_belongs_to_the_last_layer_that_feeds_it() -> None:
     ]
 
 
-def test_what_a_layer_changes_in_place_is_copied_at_a_cut() -> None:
+def test_a_tensor_changed_in_place_is_copied_at_a_cut() -> None:
     model = trace(Residual())
     stage = extract(model, ["relu#2"], ["b"], ["relu#2"])
     received = torch.tensor([-1.0, 1.0], requires_grad=True)
@@ -113,7 +113,7 @@ class Nothing(nn.Module):
         return self.a(x), x
 
 
-def test_a_nested_result_is_put_together_again() -> None:
+def test_a_nested_result_is_rebuilt() -> None:
     module, x = Nested(), torch.randn(2, 4)
     model = trace(module)
     assert model.outputs == ("b", "a")
@@ -225,7 +225,7 @@ class Masking(nn.Module):
         return self.b(self.a(x) * mask) * mask
 
 
-def test_what_only_inputs_feed_is_done_where_it_is_used() -> None:
+def test_layers_that_read_only_inputs_run_on_the_stage_that_uses_them() -> None:
     model = trace(Masking(), [torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)])
     assert [(layer.name, layer.inputs, layer.outputs) for layer in model.layers] == [
         ("a", ("x", "length"), ("a",)),
@@ -246,7 +246,7 @@ def test_what_only_inputs_feed_is_done_where_it_is_used() -> None:
         (nn.Linear(2, 2), "the model calls no module of torch.nn, so it has no layers to cut between"),
     ],
 )
-def test_what_cannot_be_traced(module: nn.Module, message: str) -> None:
+def test_untraceable_models_are_refused(module: nn.Module, message: str) -> None:
     with pytest.raises(InvalidModel) as caught:
         trace(module)
     assert str(caught.value).startswith(message)

@@ -173,7 +173,7 @@ def test_synthetic_images_of_a_class_share_a_pattern() -> None:
     assert nearest == [label.item() for _, label in items]
 
 
-def test_synthetic_depends_on_the_index_alone() -> None:
+def test_synthetic_data_depends_only_on_the_index() -> None:
     first, second = (images("synthetic", image_size=32, num_classes=5) for _ in range(2))
     assert len(first) == 10_000
     first[3]
@@ -217,7 +217,7 @@ def test_a_folder_may_hold_images_to_evaluate_on(tmp_path: Path) -> None:
     assert str(error.value) == f"data '{tmp_path / 'val'}' has class 'c', which {tmp_path / 'train'} has not"
 
 
-def test_a_part_of_an_item_is_had_alone(tmp_path: Path) -> None:
+def test_one_input_of_an_item_is_loaded_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "0.png").write_text("no image")
     assert images(str(tmp_path), image_size=32, num_classes=1).part(0, 1).item() == 0  # the file is not opened

@@ -15,7 +15,7 @@ from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset
 from bapipe.zoo.data.image_io import random_box, read_image
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented
-from tests.runtime.data.test_loader import Needs
+from tests.models.loading import Needs
 
 
 def test_boxes_lie_within_and_have_every_size() -> None:
@@ -50,7 +50,7 @@ def shown(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return 255 * (picture[0, 16] * 0.229 + 0.485), 255 * (picture[1, :, 16] * 0.224 + 0.456)
 
 
-def test_a_piece_is_what_the_image_shows_there(folder: Path) -> None:
+def test_a_crop_equals_that_region_of_the_image(folder: Path) -> None:
     mirrored = 0
     for seed in range(40):
         piece = read_image(folder / "a" / "0.png", 32, torch.Generator().manual_seed(seed))
@@ -65,12 +65,12 @@ def test_a_piece_is_what_the_image_shows_there(folder: Path) -> None:
     assert 10 < mirrored < 30
 
 
-def test_an_epoch_is_the_same_whenever_it_is_asked_for(folder: Path) -> None:
+def test_an_epoch_does_not_depend_on_when_it_is_requested(folder: Path) -> None:
     data = augmented(images(str(folder), image_size=32, num_classes=1), True, "it")
     asked = Needs(needs=("image",), needs_target=False, input_names=("image",), minibatch_size=4, microbatch_size=2)
 
     def first(epoch: int, of: PipelineDataset[Any]) -> torch.Tensor:
-        feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))  # type: ignore[arg-type]
+        feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))
         image = next(feed).inputs[0]
         assert image is not None
         return image

@@ -64,7 +64,7 @@ def numbers(data: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("most", "size"), [(None, 4), (7, 7), (1, 1)])
-def test_a_part_of_the_data_is_held_out(most: int | None, size: int) -> None:
+def test_some_samples_are_held_out(most: int | None, size: int) -> None:
     training, others = hold_out(items(range(40)), 3, most)
     assert len(numbers(others)) == size
     assert sorted(numbers(training) + numbers(others)) == list(range(40))
@@ -96,7 +96,7 @@ def test_all_of_the_data_cannot_be_held_out() -> None:
     )
 
 
-def test_parts_are_had_alone_where_the_data_can() -> None:
+def test_single_inputs_are_loaded_if_the_data_set_supports_it() -> None:
     class Parted(Items):
         def part(self, index: int, place: int) -> tuple[int, int]:
             return index, place

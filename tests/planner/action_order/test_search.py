@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.action_order.bounds import Job, preemptive_one_machine_ns
 from bapipe.planner.action_order.fuse_backward import fuse_backward
 from bapipe.planner.action_order.search import OrderSolution, search_order
@@ -12,6 +11,7 @@ from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Schedule, parse_action
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
+from tests.builders import devices
 from tests.random_pipelines import Pipeline, random_pipeline
 
 PLENTY = 10**9
@@ -24,12 +24,7 @@ def equal(p: int, m: int, f: int, i: int, w: int, stashes: int, wire_ns: int = 0
     stages = tuple(
         Stage(costs=(cost,), send_bytes=num_bytes * (s < p - 1), grad_bytes=num_bytes * (s < p - 1)) for s in range(p)
     )
-    wire = Bandwidth(bytes_per_s=10**9, latency_ns=max(0, wire_ns - 1))
-    cluster = Cluster(
-        devices=tuple(Device(name=f"d{s}", host="h", kind="a", memory_bytes=0) for s in range(p)),
-        intra_host=wire,
-        inter_host=wire,
-    )
+    cluster = devices(p, memory_bytes=0, latency_ns=max(0, wire_ns - 1))
     memory = [1000 * stashes + 2 * m * num_bytes] * p
     return Pipeline(stages, tuple((s,) for s in range(p)), cluster, m, memory)
 
@@ -95,7 +90,7 @@ def test_the_same_arguments_give_the_same_answer(seed: int) -> None:
     assert search(p, seed=seed) == search(p, seed=seed)
 
 
-def test_without_the_solver_the_answer_has_its_own_bound() -> None:
+def test_without_the_solver_the_bound_still_holds() -> None:
     p = equal(4, 8, 7, 11, 5, 3, wire_ns=2)
     with_solver = search(p)
     without = search(p, use_solver=False)
@@ -124,7 +119,7 @@ def test_refuses_replicas_and_strange_starts() -> None:
         search_order(p.stages, p.devices, p.cluster, num_microbatches=2, memory_bytes=[5])
 
 
-def test_join_makes_b_only_where_it_costs_nothing() -> None:
+def test_fusing_i_and_w_happens_only_if_it_costs_nothing() -> None:
     p = equal(2, 1, 10, 10, 10, 1)
     order = tuple(tuple(parse_action(f"{s}{phase}0") for phase in "FIW") for s in range(2))
     joined = fuse_backward(Schedule(devices=p.devices, num_microbatches=1, order=order), p.stages, p.cluster)

@@ -15,7 +15,7 @@ from bapipe.zoo.data.buckets import Bucketed
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import bucketed
 from bapipe.zoo.data.translation import PAD, translations
-from tests.runtime.data.test_loader import Needs
+from tests.models.loading import Needs
 
 
 def test_items_that_fill_no_mini_batch_go_to_the_next_form() -> None:
@@ -101,7 +101,7 @@ def test_made_up_sentences_have_lengths() -> None:
     assert data.lengths(5) == (int(length), int((after != PAD).sum())) == (int((source != PAD).sum()), int(length) + 1)
 
 
-def test_what_goes_on_from_any_place_is_the_same(data: Bucketed) -> None:
+def test_resuming_at_any_position_gives_the_same_batches(data: Bucketed) -> None:
     asked: Any = Needs(
         needs=("left",), needs_target=False, input_names=("left", "right", "last"), minibatch_size=2, microbatch_size=1
     )

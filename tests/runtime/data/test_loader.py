@@ -19,20 +19,9 @@ from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.rng import seed_step
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data
+from tests.models.loading import Needs
 
 OWN = "own:factory"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What `batches` asks of a pipeline and its plan."""
-
-    needs: tuple[str, ...]
-    needs_target: bool
-    input_names: tuple[str, ...] = ("left", "right")
-    microbatches: tuple[int, ...] = (0, 1)
-    minibatch_size: int = 4
-    microbatch_size: int = 2
 
 
 @dataclass(frozen=True)
@@ -68,14 +57,14 @@ def test_a_rank_loads_what_it_uses(
 ) -> None:
     asked = Needs(needs=needs, needs_target=needs_target, microbatches=microbatches)
     data = Watched()
-    batch = next(batches(asked, asked, as_pipeline_dataset(data), 3, Position()))  # type: ignore[arg-type]
+    batch = next(batches(asked, asked, as_pipeline_dataset(data), 3, Position()))
     assert len(data.loaded) == rows * len(places)
     assert {place for _, place in data.loaded} == places
     own = [row for m in microbatches for row in (2 * m, 2 * m + 1)]
     found = {0: batch.inputs[0], 1: batch.inputs[1], 2: batch.target}
     assert {place for place, tensor in found.items() if tensor is not None} == places
     items = as_pipeline_dataset(Items(9))
-    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, items, 3, Position()))  # type: ignore[arg-type]
+    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, items, 3, Position()))
     expected = {0: both.inputs[0], 1: both.inputs[1], 2: both.target}
     for place in places:
         one, other = found[place], expected[place]
