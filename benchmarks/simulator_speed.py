@@ -2,9 +2,10 @@
 
     python benchmarks/simulator_speed.py [--ranks 8] [--microbatches 64] [--seconds 1.0]
 
-`finish times` is what a search asks: when each rank finishes, for a compiled schedule. `timeline` is the complete result
-of `simulate_schedule`, with every action, transfer and byte, for a compiled schedule; `new schedule` also compiles it.
-Stages are uneven, and transfers take 5 to 15 % of an action. The figure is the best of the runs that the seconds allow.
+`finish times` is what a search asks: when each rank finishes, for a compiled schedule. `timeline` is the complete
+result of `simulate_schedule`, with every action, transfer and byte, for a compiled schedule; `new schedule` also
+compiles it. Stages are uneven, and transfers take 5 to 15 % of an action. The figure is the best of the runs that the
+seconds allow.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def measure(schedule: Schedule, stages: list[Stage], cluster: Cluster, seconds: 
         simulate_schedule(schedule, stages, cluster)
 
     return (
-        best_s(lambda: finish_ns(program, stages, where), seconds),
+        best_s(lambda: finish_ns(compiled, stages, cluster), seconds),
         best_s(lambda: simulate_schedule(schedule, stages, cluster), seconds),
         best_s(compile_and_simulate, seconds),
     )
