@@ -124,6 +124,7 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan
     The classic min-max dynamic programme over (stage, cut). None if devices have several stages, or if there are more
     layers than `MAX_LAYERS_TO_BALANCE`.
     """
+    # With several stages on a device, its load is their sum, which this programme does not know.
     devices = [device for stage in plan.stages for device in stage.devices]
     index, layers = plan.cluster.index, next(iter(profiles.values())).layers
     if len(set(devices)) < len(devices) or len(layers) > MAX_LAYERS_TO_BALANCE:
@@ -176,6 +177,7 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
         for rank in plan.prediction.ranks
         if rank.device in used
     }
+    # The device closest to its own limit, not the one that holds most.
     fullest = max(shares, key=lambda name: shares[name])
     recomputed = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
     numbers = f"s {', '.join(recomputed)}" if len(recomputed) > 1 else f" {''.join(recomputed)}"

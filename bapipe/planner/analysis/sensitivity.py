@@ -71,6 +71,7 @@ def _more_memory(
         replicas = options.replicas and SEARCH not in options.schedules
         changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
         _, found = find_best_layout(profiles, cluster, changed, stop=stop)
+        # A gain that the memory there is would give too is not an effect of memory.
         return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
 
     memory_bytes = [device.memory_bytes for device in plan.cluster.devices]
