@@ -95,8 +95,8 @@ def bert_large(
 def restored_loss(scores: Tensor, target: Tensor) -> Tensor:
     """Returns the cross entropy of the words to restore: the mean of each text, and of those the mean.
 
-    With as many words to restore in each text it is the mean over all of them, as in the paper. Where texts differ, a
-    mean over words would weigh them by what else is in their micro-batch.
+    If each text has equally many words to restore, it is the mean over all of them, as in the paper. Else a mean over
+    all words would depend on which texts share a micro-batch.
     """
     costs = functional.cross_entropy(scores.transpose(1, 2), target, ignore_index=IGNORED, reduction="none")
     return (costs.sum(1) / (target != IGNORED).sum(1).clamp(min=1)).mean()

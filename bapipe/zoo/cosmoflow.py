@@ -23,8 +23,8 @@ _LAST_SIZE = 2
 class CosmoFlow(nn.Module):
     """Maps volumes [n, 4, size, size, size] to the 4 parameters of their universe.
 
-    A pooling that halves follows each of the first convolutions, as many as it takes to come to cubes of side 2: so the
-    model has as many parameters at every size, and a larger volume has its time spent in the first layers.
+    Poolings that halve the volume follow the first convolutions until cubes of side 2 are left: the model has equally
+    many parameters for every volume, and spends most time for a larger one in the first layers.
     """
 
     def __init__(self, volume_size: int, width: int) -> None:

@@ -50,15 +50,15 @@ def is_path(text: str) -> bool:
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in path.split("."))
 
 
-def find(where: str, what: str) -> Callable[..., object]:
+def find(function_path: str, what: str) -> Callable[..., object]:
     """Returns the function at `module.path:function`; `what` is what messages call it."""
-    path, _, name = where.partition(":")
+    path, _, name = function_path.partition(":")
     try:
         module = importlib.import_module(path)
     except Exception as error:  # importing runs the module's own code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{path}.".startswith(f"{error.name}."):
             raise InvalidModel(
-                f"no module '{path}' for {what} '{where}': it must be installed, or lie in the current folder"
+                f"no module '{path}' for {what} '{function_path}': it must be installed, or lie in the current folder"
             ) from None
         raise InvalidModel(f"module '{path}' cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., object] | None = getattr(module, name, None)
@@ -84,7 +84,7 @@ def _check_arguments(factory: str, function: Callable[..., object], arguments: M
 
 
 def source_digest(factory: str) -> str:
-    """Returns the SHA-256 of the file that holds a factory; of nothing where it has none."""
+    """Returns the SHA-256 of the file that holds a factory; of no bytes if there is none."""
     with current_folder_importable():
         try:
             spec = importlib.util.find_spec(factory.partition(":")[0])
@@ -96,7 +96,7 @@ def source_digest(factory: str) -> str:
 
 @contextmanager
 def current_folder_importable() -> Iterator[None]:
-    """Adds the current folder to where modules are found, in processes started meanwhile too."""
+    """Adds the current folder to the module search path, also for processes that are started meanwhile."""
     folder = os.getcwd()
     if folder in sys.path:
         yield

@@ -1,7 +1,7 @@
 """GNMT (Wu et al. 2016, arXiv:1609.08144) in NVIDIA's version 2, the translation model of PipeDream and BaPipe.
 
-Four or more LSTMs read a sentence and as many write its translation. Attention is computed once, from what the first
-writing layer gives, and joins the inputs of all later ones.
+Four or more LSTMs encode a sentence, and equally many decode its translation. Attention is computed once, from the
+output of the first decoder layer, and is an input of all later ones.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ class Recurrent(nn.Module):
 class Bidirectional(nn.Module):
     """Two LSTMs over [n, length, hidden_size], one of which reads each sentence from its last word to its first.
 
-    At the position_ids of words it gives what one bidirectional LSTM gives for packed sequences. Packing would need the
+    At the positions of words it gives what one bidirectional LSTM gives for packed sequences. Packing would need the
     lengths as Python numbers, and so a model that can only be run, not traced or cut.
     """
 
@@ -147,7 +147,7 @@ def gnmt(
     source_length: int = 25,
     target_length: int = 25,
 ) -> Example:
-    """Returns GNMT with `num_pairs` LSTMs that read and as many that write, on sentences padded to given lengths.
+    """Returns GNMT with `num_pairs` LSTMs in the encoder and in the decoder each, on sentences padded to given lengths.
 
     Raises:
         ValueError: fewer than 2 pairs, a vocabulary without words, or no place for a target word and its end.
@@ -222,7 +222,7 @@ def initialize(layer: nn.Module) -> None:
 
 
 def _reverse(x: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sequences [n, length, size] with each one's words reversed, and its padding where it is."""
+    """Returns the sequences [n, length, size] with each one's words reversed; the padding stays behind them."""
     place, last = position_ids(x[:, :, 0]), lengths.unsqueeze(1) - 1
     order = torch.where(place > last, place, last - place)
     return x.gather(1, order.unsqueeze(2).expand_as(x))

@@ -68,12 +68,12 @@ def gpt2(
 
 
 def next_word_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean cross entropy over all words; every text has as many."""
+    """Returns the mean cross entropy over all words; all texts are equally long."""
     return functional.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 
 def initialize(layer: nn.Module, *, hidden_size: int, num_branches: int) -> None:
-    """Sets the parameters of one layer: normal(0.02), and less where a branch ends that is added (section 2.3).
+    """Sets the parameters of one layer: normal(0.02), and less in the last layer of a residual branch (section 2.3).
 
     Those are the layers with a bias that give `hidden_size` features. They are divided by the root of the number of
     branches, so that their sum does not grow with it.

@@ -7,7 +7,7 @@ from bapipe.zoo.checks import check_sizes
 
 
 class SelfAttention(nn.Module):
-    """Maps [n, length, hidden_size] to the same shape; every place looks at all, or at itself and those before.
+    """Maps [n, length, hidden_size] to the same shape; every position attends to all, or to itself and those before.
 
     Attention weights are not dropped out: what `scaled_dot_product_attention` does with them is decided when a model is
     traced, and would stay so in evaluation.
@@ -20,7 +20,7 @@ class SelfAttention(nn.Module):
         self.projection = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """`seen` [n, length] says which position_ids may be looked at; all where it is None."""
+        """`seen` [n, length] is True at the positions that may be attended to; None allows all."""
         heads = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if seen is None else seen.unsqueeze(1).unsqueeze(2)
         mixed = scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask, is_causal=self.causal)

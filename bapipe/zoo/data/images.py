@@ -22,7 +22,7 @@ _NUM_DIGITS = 10
 
 
 class Images(PipelineDataset[tuple[Tensor, Tensor]]):
-    """Pairs of an image, part 0, and its class, part 1; `held_out` are others to evaluate on, where there are any."""
+    """Pairs of an image, part 0, and its class, part 1; `held_out` are other pairs to evaluate on."""
 
     __slots__ = ()
 
@@ -107,7 +107,7 @@ class _Folder(Images):
     """Image files and their classes, read when asked for.
 
     Attributes:
-        files: paths, as text, of which a million go to a process far faster than as paths; and classes.
+        files: (path, class); paths are texts, because a million of them are pickled far faster than `Path` objects.
         epoch: which of many pieces of each image is drawn; None takes its centre.
     """
 

@@ -15,7 +15,7 @@ PAD, MASK = 0, 1
 """The words that the vocabulary of masked texts begins with."""
 
 IGNORED = -100
-"""Target where there is no word to restore; what torch's cross entropy ignores."""
+"""Target of words that are not to be restored; what torch's cross entropy ignores."""
 
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""

@@ -106,13 +106,13 @@ class _Pieces(Dataset[Pair]):
 
     def __getitem__(self, index: int) -> Pair:
         generator = _generator(index)
-        where = tuple(
+        cube = tuple(
             slice(start, start + size)
             for size, whole in zip(self.shape, self.classes.shape, strict=True)
             for start in (int(torch.randint(whole - size + 1, (), generator=generator)),)
         )
         noise = 0.1 * torch.randn(self.channels, *self.shape, generator=generator)
-        return (self.brightness[where] - self.mean) / self.deviation + noise, self.classes[where].long()
+        return (self.brightness[cube] - self.mean) / self.deviation + noise, self.classes[cube].long()
 
 
 def _generator(index: int) -> torch.Generator:
@@ -144,7 +144,7 @@ def _brain(shape: tuple[int, ...], channels: int, num_classes: int) -> _Pieces:
 
 
 def _nifti(name: str) -> Tensor:
-    """Returns a volume of bytes that the package nilearn ships, of which the header says the sides and the start."""
+    """Returns a volume of bytes that the package nilearn ships; its NIfTI header gives the sides and the start."""
     package = find_spec("nilearn")  # found but not imported: what it depends on need not be there
     folders = package.submodule_search_locations if package else None
     path = Path(folders[0], "datasets", "data", name) if folders else None

@@ -39,7 +39,7 @@ class Subwords:
 
 
 def trained(sentences: Sequence[str], size: int) -> Subwords:
-    """Returns at most `size` subwords for sentences, the same for the same; those kept from another time, or new ones.
+    """Returns at most `size` subwords for sentences: cached ones, if these sentences were seen before, or new ones.
 
     Padding, an unknown word, the beginning and the end of a sentence are words 0 to 3.
 

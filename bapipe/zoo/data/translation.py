@@ -215,7 +215,7 @@ def _padded(words: Tensor, length: int) -> Tensor:
 
 
 def _texts(spec: str) -> tuple[Texts, Texts, Path | None]:
-    """Returns what to train on, what to evaluate on, and a list of words where there is one."""
+    """Returns what to train on, what to evaluate on, and the path of a list of words, if there is one."""
     if spec.startswith(LOCALE):
         return _catalogues(spec), [], None
     root = Path(spec)
