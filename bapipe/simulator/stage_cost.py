@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
+from operator import or_
 from typing import Protocol
 
 from msgspec import UNSET
@@ -116,7 +117,7 @@ def build_stages(
         if device.kind not in views:
             check_layers(stages, profiles[device.kind])
             views[device.kind] = _ProfileView(profiles[device.kind], microbatch_size)
-    layers_before = list(accumulate((frozenset(stage.layers) for stage in stages), frozenset.union))
+    layers_before: list[frozenset[str]] = list(accumulate((frozenset(stage.layers) for stage in stages), or_))
     costed = tuple(
         _stage(stage, group, views, cut_bytes(views[group[0].kind].layers, before))
         for stage, group, before in zip(stages, devices, layers_before, strict=True)

@@ -70,7 +70,7 @@ def test_an_epoch_does_not_depend_on_when_it_is_requested(folder: Path) -> None:
     asked = Needs(needs=("image",), needs_target=False, input_names=("image",), minibatch_size=4, microbatch_size=2)
 
     def first(epoch: int, of: PipelineDataset[Any]) -> torch.Tensor:
-        feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))
+        feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))  # type: ignore[arg-type]
         image = next(feed).inputs[0]
         assert image is not None
         return image

@@ -57,14 +57,14 @@ def test_a_rank_loads_what_it_uses(
 ) -> None:
     asked = Needs(needs=needs, needs_target=needs_target, microbatches=microbatches)
     data = Watched()
-    batch = next(batches(asked, asked, as_pipeline_dataset(data), 3, Position()))
+    batch = next(batches(asked, asked, as_pipeline_dataset(data), 3, Position()))  # type: ignore[arg-type]
     assert len(data.loaded) == rows * len(places)
     assert {place for _, place in data.loaded} == places
     own = [row for m in microbatches for row in (2 * m, 2 * m + 1)]
     found = {0: batch.inputs[0], 1: batch.inputs[1], 2: batch.target}
     assert {place for place, tensor in found.items() if tensor is not None} == places
     items = as_pipeline_dataset(Items(9))
-    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, items, 3, Position()))
+    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, items, 3, Position()))  # type: ignore[arg-type]
     expected = {0: both.inputs[0], 1: both.inputs[1], 2: both.target}
     for place in places:
         one, other = found[place], expected[place]

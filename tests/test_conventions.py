@@ -1,0 +1,135 @@
+"""Conventions that every file keeps: docstrings, comments, where flags and torch's private names may stand."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import bapipe
+from bapipe.cli import app
+from tests import ROOT
+from tests.builders import chain, devices
+
+PACKAGE = ROOT / "bapipe"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+
+FILES_WITH_FLAGS = {"planner/branch_and_bound/infeasible.py"}
+"""Files below `cli/` whose strings still name command-line flags; the aim is none."""
+
+TORCH_PRIVATE = "torch_private.py"
+
+MIN_COMMENTS = {"action_order": 30, "analysis": 20, "branch_and_bound": 12, "long_chain": 20, "throughput": 30}
+"""Whole-line comments per 1,000 lines of each folder of the planner; to be raised, never lowered."""
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """Returns the ids of the nodes of strings that stand alone: docstrings of modules, classes, functions, attributes."""
+    return {
+        id(statement.value)
+        for node in ast.walk(tree)
+        if isinstance(body := getattr(node, "body", None), list)
+        for statement in body
+        if isinstance(statement, ast.Expr)
+    }
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Yields the strings of a file, parts of f-strings included, docstrings excluded."""
+    tree = ast.parse(path.read_text())
+    skipped = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.value
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_module_has_a_docstring(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring
+    assert path.name != "__init__.py" or len(docstring) > 40, "say what the package holds"
+
+
+def test_only_the_command_line_names_flags() -> None:
+    files = {
+        relative(path)
+        for path in FILES
+        if any(FLAG.search(text) and "pip install" not in text for text in strings(path))
+    }
+    assert {name for name in files if not name.startswith("cli/")} <= FILES_WITH_FLAGS
+
+
+def private_torch_names(path: Path) -> list[str]:
+    """Returns the dotted names of torch in a file with a part that begins with an underscore."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names.append(ast.unparse(node))
+    return [name for name in names if re.fullmatch(r"torch(\.\w+)*\._[A-Za-z].*", name)]
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    assert {relative(path) for path in FILES if private_torch_names(path)} <= {TORCH_PRIVATE}
+
+
+@pytest.mark.parametrize("folder", MIN_COMMENTS)
+def test_the_planner_is_commented(folder: str) -> None:
+    paths = (PACKAGE / "planner" / folder).glob("*.py")
+    lines = [line.strip() for path in paths for line in path.read_text().splitlines() if line.strip()]
+    num_comments = sum(line.startswith("#") for line in lines)
+    assert num_comments * 1000 >= MIN_COMMENTS[folder] * len(lines), f"{num_comments} comments"
+
+
+def test_no_function_hides_a_module() -> None:
+    assert [name for name in bapipe.__all__ if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()] == []
+
+
+def test_type_checkers_see_the_annotations() -> None:
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_actions_of_a_plan_are_parsed_once() -> None:
+    plan = bapipe.plan(chain([1, 1]), devices(2), minibatch_size=4)
+    assert plan.table is plan.table
+
+
+def test_the_certificate_of_a_throughput_plan_names_its_space() -> None:
+    plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, objective="throughput")
+    assert plan.certificate.space
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "formats" / "schemas").glob("*.json")), ids=lambda path: path.name)
+def test_descriptions_of_a_schema_are_prose(path: Path) -> None:
+    def descriptions(tree: Any) -> Iterator[str]:
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if key == "description" and isinstance(value, str):
+                yield value
+            elif isinstance(value, dict | list):
+                yield from descriptions(value)
+
+    for description in descriptions(json.loads(path.read_text())):
+        assert not re.search(r"Raises:|Args:|Returns:|Attributes:|\n\s", description)
+
+
+def test_every_option_has_a_sentence_of_help() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        for parameter in command.params:
+            text = getattr(parameter, "help", None)
+            if text is None or not parameter.opts[0].startswith("-"):  # arguments are described by their values
+                continue
+            assert re.fullmatch(r"[A-Z0-9`'(].*[.)]", text.strip(), flags=re.S), f"{name} {parameter.opts}: {text}"
