@@ -1,6 +1,6 @@
 """The simulator: the timeline and the memory of one step, to the nanosecond and the byte.
 
-The rules are those of docs/judging.md; every time and every byte that a plan reports comes from here.
+The rules are those of docs/simulator.md; every time and every byte that a plan reports comes from here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
