@@ -6,7 +6,7 @@ PartsProgress = Callable[[int, int, str], None]
 """(parts done, number of parts, what comes next)"""
 
 SearchProgress = Callable[[int, int, int], None]
-"""(plans judged, best step time, lower bound), both times in nanoseconds."""
+"""(plans simulated, best step time, lower bound), both times in nanoseconds."""
 
 LoadProgress = Callable[[float, float], None]
 """(best load so far, or the limit below which there is no plan; lower bound), both in nanoseconds."""

@@ -45,10 +45,10 @@ def planning_status() -> Iterator[SearchProgress]:
     printed_s = time.monotonic()
     with err.status("planning") as status:
 
-        def progress(judged: int, best_ns: int, bound_ns: int) -> None:
+        def progress(num_simulated: int, best_ns: int, bound_ns: int) -> None:
             nonlocal printed_s
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
-            text = f"planning: {judged} plans judged, best {report.ms(best_ns)}, gap at most {gap:.2%}"
+            text = f"planning: {num_simulated} plans simulated, best {report.ms(best_ns)}, gap at most {gap:.2%}"
             status.update(text)
             if not err.is_terminal and time.monotonic() - printed_s > 2:
                 printed_s = time.monotonic()

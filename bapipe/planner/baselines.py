@@ -23,7 +23,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class SimulatedCandidate:
     """A candidate's step time, and its largest memory and lack of memory over the devices."""
 
     step_ns: int
@@ -75,7 +75,9 @@ def baseline_alternatives(
         )
     found = []
     for name, candidates in kinds.items():
-        best = min((_judge(candidate, plan, profiles, limits) for candidate in candidates), key=lambda j: j.rank)
+        best = min(
+            (_simulate_candidate(candidate, plan, profiles, limits) for candidate in candidates), key=lambda j: j.rank
+        )
         found.append(
             Alternative(
                 name=name,
@@ -88,7 +90,9 @@ def baseline_alternatives(
     return tuple(found)
 
 
-def _judge(candidate: Candidate, plan: Solution, profiles: Mapping[str, ModelProfile], limits: Sequence[int]) -> Judged:
+def _simulate_candidate(
+    candidate: Candidate, plan: Solution, profiles: Mapping[str, ModelProfile], limits: Sequence[int]
+) -> SimulatedCandidate:
     index = plan.cluster.index
     table = distribute_replicas(
         SCHEDULES[candidate.schedule](len(candidate.stages), plan.minibatch_size // candidate.microbatch_size),
@@ -98,22 +102,22 @@ def _judge(candidate: Candidate, plan: Solution, profiles: Mapping[str, ModelPro
     costs = build_stages(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
     timeline = simulate_schedule(table, costs, plan.cluster)
     peaks = [memory.total for memory in timeline.memory]
-    return Judged(
+    return SimulatedCandidate(
         step_ns=timeline.step_ns,
         peak_bytes=max(peaks),
         lack_bytes=max(peak - limit for peak, limit in zip(peaks, limits, strict=True)),
     )
 
 
-def _why_not(judged: Judged, plan: Solution) -> str:
-    if judged.lack_bytes > 0:
-        return f"does not fit: a device lacks {judged.lack_bytes:,} bytes"
-    if judged.step_ns == plan.prediction.step_ns:
+def _why_not(simulated: SimulatedCandidate, plan: Solution) -> str:
+    if simulated.lack_bytes > 0:
+        return f"does not fit: a device lacks {simulated.lack_bytes:,} bytes"
+    if simulated.step_ns == plan.prediction.step_ns:
         return "as fast as this plan"
-    if judged.step_ns > plan.prediction.step_ns:
-        return in_words(judged.step_ns, plan.prediction.step_ns)
-    stopped = "" if judged.step_ns < plan.lower_bound_ns else ", or not reached before the search ended"
-    return f"{1 - judged.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
+    if simulated.step_ns > plan.prediction.step_ns:
+        return in_words(simulated.step_ns, plan.prediction.step_ns)
+    stopped = "" if simulated.step_ns < plan.lower_bound_ns else ", or not reached before the search ended"
+    return f"{1 - simulated.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
 
 
 def in_words(longer_ns: int, than_ns: int) -> str:
@@ -123,7 +127,7 @@ def in_words(longer_ns: int, than_ns: int) -> str:
 
 
 def equal_layer_stages(names: Sequence[str], devices: Sequence[str]) -> tuple[StagePlan, ...]:
-    """Returns stages of as many of the model's layers each; the loss goes with the last."""
+    """Returns stages with equal numbers of the model's layers; the loss goes with the last."""
     num_layers = len(names) - (names[-1] == LOSS)
     ends = [*(num_layers * (s + 1) // len(devices) for s in range(len(devices) - 1)), len(names)]
     return tuple(

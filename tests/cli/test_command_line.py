@@ -283,7 +283,7 @@ def test_another_profile_of_the_same_model_is_used_with_a_note(folder: Path) -> 
 
 
 def test_planning_needs_no_torch(folder: Path) -> None:
-    """Planning, judging and drawing work where torch cannot be imported."""
+    """Planning, simulating and drawing work if torch cannot be imported."""
     (folder / "block").mkdir()
     for name in ("torch", "ortools", "networkx"):
         (folder / "block" / f"{name}.py").write_text("raise ImportError('not installed')")

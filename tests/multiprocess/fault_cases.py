@@ -178,7 +178,7 @@ def _state(folder: Path) -> dict[str, Tensor]:
 
 
 def replanned(folder: Path) -> dict[str, object]:
-    """A run that goes on under other plans, beside one that keeps its plan."""
+    """A run that continues under other plans, compared with one that keeps its plan."""
     plans = [plan_of(quiet, (3,), (0, 1)), plan_of(quiet, (4,), ((0, 1), 2)), plan_of(quiet, (), (0,))]
     training = [
         TrainConfig(steps=steps, learning_rate=0.05, optimizer="adam", clip_norm=0.2, timeout_s=20.0)
@@ -219,7 +219,7 @@ def frozen(folder: Path) -> dict[str, object]:
 
 
 def cut_off(folder: Path) -> dict[str, object]:
-    """Two hosts, as namespaces, whose link is cut while they train; over a new one the run goes on to its end."""
+    """Two hosts, as namespaces, whose link is cut while they train; over a new one the run continues to its end."""
     reason = why_not()
     if reason is not None:
         return {"skipped": reason}

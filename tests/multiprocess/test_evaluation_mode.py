@@ -1,4 +1,4 @@
-"""What a pipeline computes in evaluation mode is what the whole model computes in it, and training goes on unchanged."""
+"""In evaluation mode a pipeline computes what the whole model computes, and training continues unchanged."""
 
 import pytest
 import torch

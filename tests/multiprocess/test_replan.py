@@ -1,4 +1,4 @@
-"""When a device is gone, training goes on with a plan for the others, as if nothing had happened."""
+"""When a device is lost, training continues with a plan for the remaining ones, with the same results."""
 
 import socket
 from pathlib import Path

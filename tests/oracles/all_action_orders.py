@@ -2,7 +2,7 @@
 
 `fastest_ns` appends one action at a time to any device, micro-batches in any order, B or I and W as it likes, and
 remembers the states it has seen. It knows no link that carries two kinds of transfer and no transfer that stops a
-device. `every_table` lists whole tables for the judge where those matter.
+device. `every_table` lists whole tables for the simulator where those matter.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The least step time over every pipeline of a chain, for all cuts and devices at once; apart from the searches.
+"""The minimal step time over every pipeline of a chain, for all cuts and devices at once; independent of the searches.
 
-A step is run on whole arrays, one entry a pipeline: every action and every transfer is a maximum and a sum of them.
-Where devices cannot overlap transfers that is only the earliest that a step may end; the pipelines are then judged one
+A step is run on whole arrays, one entry per pipeline: every action and every transfer is a maximum and a sum of them.
+If devices cannot overlap transfers, that is only a lower bound of the step time; the pipelines are then simulated one
 by one in the order of it, until it reaches the best one.
 """
 
@@ -68,7 +68,7 @@ def least_step(question: Question, sizes: Sequence[int], schedules: Sequence[str
     for bound_ns, (pipelines, i) in sorted(found, key=lambda pair: pair[0]):
         if best_one is not None and bound_ns >= best_one.step_ns:
             break
-        stages, table, step_ns = pipelines.judged(i)
+        stages, table, step_ns = pipelines.simulated(i)
         assert step_ns == bound_ns if overlaps else step_ns >= bound_ns
         if best_one is None or step_ns < best_one.step_ns:
             best_one = Answer(
@@ -142,8 +142,8 @@ class _Pipelines:
         self._keep_what_fits()
         self.step_ns: Array = self._run() if len(self.cuts) else np.zeros(0, dtype=np.int64)
 
-    def judged(self, i: int) -> tuple[tuple[StagePlan, ...], Schedule, int]:
-        """One of them as a plan's stages and its table, and its step time by the judge."""
+    def simulated(self, i: int) -> tuple[tuple[StagePlan, ...], Schedule, int]:
+        """One of them as a plan's stages and its table, and its simulated step time."""
         names = [layer.name for layer in self.question.profile.layers]
         cluster = self.question.cluster
         devices = tuple(tuple(int(d) for d in self.devices[i, a:b]) for a, b in pairwise(self.first))

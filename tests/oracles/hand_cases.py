@@ -1,4 +1,4 @@
-"""Tiny plans worked out by hand. `CASES`: name -> (plan, profiles, what a judge must say); run the file to check.
+"""Tiny plans worked out by hand. `CASES`: name -> (plan, profiles, what a simulator must return); run the file to check.
 
 Unless a case says otherwise: one host, every link 10^9 bytes/s (a byte a nanosecond), micro-batch size 1, one device
 kind "k". What is expected lists spans, transfers, syncs and updates in full; the order inside a list means nothing.
@@ -551,19 +551,19 @@ CASES["recompute, I and W apart"] = (
 )
 
 
-def check(judge):
-    """Assert that a judge says of every case what was worked out by hand."""
+def check(simulate):
+    """Assert that a simulator returns for every case what was worked out by hand."""
     for name, (case_plan, case_profiles, expected) in CASES.items():
-        found = judge(case_plan, case_profiles)
+        timeline = simulate(case_plan, case_profiles)
         for key, value in expected.items():
-            got = found[key]
+            got = timeline[key]
             if isinstance(value, list):
                 got, value = sorted(map(tuple, got)), sorted(value)
             assert got == value, f"{name}: {key}\n  judge {got}\n  hand  {value}"
 
 
 if __name__ == "__main__":
-    from tests.oracles.reference_simulator import judge
+    from tests.oracles.reference_simulator import simulate
 
-    check(judge)
+    check(simulate)
     print(f"{len(CASES)} cases as worked out by hand")

@@ -18,7 +18,7 @@ def case_of(rng, rng_of_lanes=None):
         "top": rng.choice([10, 40, 200]),  # the longest time
         "unit": rng.choice([1, 1, 1, 10**6]),  # bytes a nanosecond at the usual bandwidth
         "large": rng.random() < 0.4,  # gradients of several buckets
-        "even": rng.random() < 0.25,  # almost all times alike: the most ties
+        "even": rng.random() < 0.25,  # almost all times equal, for many ties
     }
     names = rng.sample(["cpu", "gpu", "fpga"], rng.randint(1, 3))
     cluster = random_cluster(rng, style, names)

@@ -1,4 +1,4 @@
-"""A slow, plain reference judge for plan/1, written apart from bapipe, from its rules alone.
+"""A second simulator for plan/1, slow and plain, written independently of bapipe from its rules alone.
 
 Everything is looked up again whenever it is needed: no heaps, no caches, no running totals. The heart is `play`, which
 stands on one instant after another and does there exactly what rule 4 says: what ends, transfers, actions, again until
@@ -21,7 +21,7 @@ FIGURES = (
 )
 
 
-def judge(plan, profiles):
+def simulate(plan, profiles):
     """Spans, transfers, all-reduces, updates, step and peak memory of a plan; ValueError if its table is illegal."""
     case = Case(plan, profiles)
     table = read_table(case)

@@ -1,4 +1,4 @@
-"""What was measured before a failure is kept, and the same command goes on from there."""
+"""Measurements made before a failure are saved, and the same command continues from there."""
 
 from pathlib import Path
 

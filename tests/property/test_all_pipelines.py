@@ -1,4 +1,4 @@
-"""The planner's step time is the least of every pipeline there is, for chains of up to 12 layers and 5 devices."""
+"""The planner's step time is the minimum over all pipelines, for chains of up to 12 layers and 5 devices."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""The exact search equals the exhaustive one, and its bounds never exceed what the judge says."""
+"""The exact search equals the exhaustive one, and its bounds never exceed the simulated step time."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -161,7 +161,7 @@ def random_pipeline(random: Random, schedule: str) -> Problem:
     stalls = random.random() < 0.5
     devices = tuple(replace(d, overlaps_transfers=not stalls, memory_bytes=2**32) for d in cluster.devices)
     cluster = replace(cluster, devices=devices)
-    if random.random() < 0.4:  # two hosts alike
+    if random.random() < 0.4:  # two equal hosts
         devices = tuple(replace(devices[0], name=f"d{i}", host=f"h{i // 3}") for i in range(6))
         cluster = replace(cluster, devices=devices, links=())
     if random.random() < 0.4:

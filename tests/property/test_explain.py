@@ -1,4 +1,4 @@
-"""What a plan's explanation says of measured models is what the judge says when it is tried."""
+"""A plan's explanation predicts for measured models what the simulator confirms when it is tried."""
 
 from functools import cache
 
@@ -100,7 +100,7 @@ def test_a_pipeline_wins_for_gnmt_8() -> None:
 
 @pytest.mark.parametrize("model", ["vgg16", "gnmt8"])
 def test_the_time_balanced_baseline_has_its_stated_step_time(model: str) -> None:
-    """The least largest stage over all cuts, found one by one; its step time by the judge."""
+    """The minimal largest stage time over all cuts, tried one by one, and its simulated step time."""
     plan, profiles, _, words = planned(model)
     other = time_balanced_plan(plan, profiles)
     assert other is not None
@@ -125,7 +125,7 @@ def least_largest(times: list[int], counts: list[int]) -> float:
 
 @pytest.mark.parametrize("model", ["vgg16", "resnet50", "gnmt8"])
 def test_suggested_changes_help(model: str) -> None:
-    """With a tenth more speed of the devices named, or of the links, the same plan is as much faster as is said."""
+    """With the named devices or links 10 % faster, the same plan is faster by the stated amount."""
     plan, profiles, options, _ = planned(model)
     cluster = plan.cluster
 

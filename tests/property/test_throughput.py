@@ -20,13 +20,15 @@ from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile, same_devices
 
 
-def least_load(profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, alike: bool) -> int | None:
+def minimal_load(
+    profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, homogeneous: bool
+) -> int | None:
     """The least largest load over everything there is, None where nothing fits."""
     best: int | None = None
     names = [layer.name for layer in profile.layers]
     count = len(cluster.devices)
     for num_stages in range(1, min(count, len(names)) + 1):
-        groups = list(device_groups(count, num_stages, gaps=not alike))
+        groups = list(device_groups(count, num_stages, gaps=not homogeneous))
         for of in product(range(num_stages), repeat=len(names)):
             if len(set(of)) < num_stages or not flows(profile, of):
                 continue
@@ -39,7 +41,7 @@ def least_load(profile: ModelProfile, cluster: Cluster, num_microbatches: int, s
                     for own, ranks in zip(layers, devices, strict=True)
                 ]
                 costs = build_stages(stages, {"a": profile}, cluster, size)
-                used = sum(map(len, devices)) if alike else None
+                used = sum(map(len, devices)) if homogeneous else None
                 load = largest_load(costs, devices, cluster, num_microbatches, used)
                 if load is not None and (best is None or load < best):
                     best = load
@@ -143,19 +145,19 @@ def load_ns(plan: Plan) -> int:
     return plan.prediction.load_ns
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_the_load_is_the_minimum_over_all_assignments(alike: bool) -> None:
+@pytest.mark.parametrize("homogeneous", [True, False])
+def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None:
     found = fitted = 0
     for seed in range(150):
         random = Random(seed)
         num_layers, num_devices = random.randint(1, 5), random.randint(1, 3)
         make = branching_profile if random.random() < 0.7 else random_profile
         profile = make(random, num_layers)
-        cluster = same_devices(random, num_devices) if alike else random_cluster(random, num_devices)
+        cluster = same_devices(random, num_devices) if homogeneous else random_cluster(random, num_devices)
         num_microbatches = random.choice([1, 2, 3, 4, 7])
         plan = plan_of(profile, cluster, num_microbatches, 2)
-        same = alike or is_homogeneous(cluster, [device.memory_bytes for device in cluster.devices])
-        want = least_load(profile, cluster, num_microbatches, 2, same)
+        same = homogeneous or is_homogeneous(cluster, [device.memory_bytes for device in cluster.devices])
+        want = minimal_load(profile, cluster, num_microbatches, 2, same)
         assert (plan.prediction.load_ns if plan else None) == want, seed
         found += 1
         fitted += plan is not None
@@ -187,7 +189,7 @@ def test_a_plan_simulates_fits_and_round_trips() -> None:
 
 
 def test_longer_steps_come_near_the_load() -> None:
-    """What is said of a full pipeline is what the judge sees when a step has many micro-batches."""
+    """The predicted steady state of a pipeline agrees with the simulator if a step has many micro-batches."""
     near = 0
     for seed in range(40):
         random = Random(seed)

@@ -46,7 +46,7 @@ def run(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> Tim
 
 
 def bubble_ns(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> int:
-    """Idle time of a rank, which is the same for all: each does as many F, I and W."""
+    """Idle time of a rank, which is the same for all: each runs equally many F, I and W."""
     stages_a_rank = schedule.num_stages // len(schedule.order)
     return run(schedule, f, i, w, transfer_ns).step_ns - stages_a_rank * schedule.num_microbatches * (f + i + w)
 

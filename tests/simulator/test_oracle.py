@@ -1,4 +1,4 @@
-"""The judge against a slow one written apart from it, from the rules alone, and against cases worked out by hand."""
+"""The simulator against a second, slow one written from the rules alone, and against cases worked out by hand."""
 
 import json
 from typing import Any
@@ -13,14 +13,14 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.simulator.simulate import simulate
 from tests.oracles.hand_cases import CASES
 from tests.oracles.random_plans import random_case
-from tests.oracles.reference_simulator import judge as reference
+from tests.oracles.reference_simulator import simulate as reference
 from tests.strategies import examples, plans_and_profiles
 
 Tree = dict[str, Any]
 
 
-def judged(plan: Tree, profiles: dict[str, Tree]) -> Tree:
-    """What bapipe says, in the reference's words."""
+def simulated(plan: Tree, profiles: dict[str, Tree]) -> Tree:
+    """The timeline of bapipe's simulator in the format of the second simulator."""
     known = {kind: decode_as(json.dumps(tree).encode(), ModelProfile) for kind, tree in profiles.items()}
     timeline = simulate(decode_as(json.dumps(plan).encode(), Plan), known)
     name = timeline.devices
@@ -37,32 +37,32 @@ def judged(plan: Tree, profiles: dict[str, Tree]) -> Tree:
     }
 
 
-def in_order(tree: Tree) -> Tree:
+def sorted_lists(tree: Tree) -> Tree:
     return {key: sorted(map(tuple, value)) if isinstance(value, list) else value for key, value in tree.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cases_worked_out_by_hand(name: str) -> None:
     plan, profiles, want = CASES[name]
-    found = judged(plan, profiles)
-    assert {key: found[key] for key in want} == in_order(want)
+    timeline = simulated(plan, profiles)
+    assert {key: timeline[key] for key in want} == sorted_lists(want)
 
 
 @pytest.mark.parametrize("block", range(20))
-def test_random_plans_to_the_nanosecond(block: int) -> None:
+def test_random_plans_agree_to_the_nanosecond(block: int) -> None:
     for seed in range(block * 1000, block * 1000 + 1000):
         plan, profiles = random_case(seed)
-        assert judged(plan, profiles) == in_order(reference(plan, profiles)), seed
+        assert simulated(plan, profiles) == sorted_lists(reference(plan, profiles)), seed
 
 
 @examples(300)
 @given(plans_and_profiles())
-def test_drawn_plans_to_the_nanosecond(case: tuple[Tree, dict[str, Tree]]) -> None:
+def test_generated_plans_agree_to_the_nanosecond(case: tuple[Tree, dict[str, Tree]]) -> None:
     plan, profiles = case
-    assert judged(plan, profiles) == in_order(reference(plan, profiles))
+    assert simulated(plan, profiles) == sorted_lists(reference(plan, profiles))
 
 
-def test_a_damaged_order_is_refused_by_both() -> None:
+def test_both_simulators_refuse_a_damaged_order() -> None:
     refused = 0
     for seed in range(300):
         plan, profiles = random_case(seed)
@@ -74,7 +74,7 @@ def test_a_damaged_order_is_refused_by_both() -> None:
         except ValueError:
             refused += 1
             with pytest.raises(BapipeError):
-                judged(plan, profiles)
+                simulated(plan, profiles)
         else:
-            assert judged(plan, profiles) == in_order(reference(plan, profiles)), seed
+            assert simulated(plan, profiles) == sorted_lists(reference(plan, profiles)), seed
     assert refused > 100

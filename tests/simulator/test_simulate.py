@@ -1,4 +1,4 @@
-"""The judge against closed forms; `test_oracle.py` holds it against rules written apart."""
+"""The simulator against closed forms; `test_oracle.py` compares it with a second simulator."""
 
 from dataclasses import replace
 from itertools import pairwise

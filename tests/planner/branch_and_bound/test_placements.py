@@ -1,4 +1,4 @@
-"""The graph of placements: as many pipelines as combinatorics says, and classes of devices that can be exchanged."""
+"""The graph of placements: the numbers of pipelines are those of combinatorics, and which devices are symmetric."""
 
 from itertools import product
 from math import comb

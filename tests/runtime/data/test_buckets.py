@@ -1,4 +1,4 @@
-"""Sentences of like lengths come together, none more is left out, and nothing but padding is cut off."""
+"""Sentences of similar lengths form mini-batches, no extra ones are left out, and only padding is cut off."""
 
 from collections import Counter
 from pathlib import Path
