@@ -142,7 +142,7 @@ def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
     drop = (
         f"{'drop' if len(culprits) < 2 else 'drop one of'} {', '.join(culprits)}" if culprits else "drop some of them"
     )
-    stages = "" if options.num_stages is None else f" with --stages {options.num_stages}"
+    stages = "" if options.num_stages is None else f" with `num_stages` {options.num_stages}"
     rules = ", ".join(f"'{text}'" for text in options.constraints)
     return f"no plan{stages} keeps the constraints {rules}: {drop}, or allow more stages or devices"
 
