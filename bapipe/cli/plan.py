@@ -38,12 +38,12 @@ from bapipe.cli.progress import err, note, out, planning_status, show_parts
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, fingerprint, read, read_any, write, write_bytes
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compare import compare as compare_strategies
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
-from bapipe.planner.options import Objective, PlanOptions
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front

@@ -56,6 +56,9 @@ class RankPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     memory: Memory
 
 
+Objective = Literal["step", "throughput"]
+"""What a plan minimizes: the time of one step, or the largest load of a device."""
+
 THROUGHPUT: Literal["throughput"] = "throughput"
 """The objective of plans that minimize the largest load of a device, whatever the time of a single step."""
 

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from bapipe.formats.cluster import Cluster
-
-Objective = Literal["step", "throughput"]
+from bapipe.formats.plan import Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ import msgspec
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import THROUGHPUT, Alternative, Plan, Prediction, StagePlan, certify
+from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, Prediction, StagePlan, certify
 from bapipe.formats.profile import ModelProfile, common_settings
-from bapipe.planner.options import Objective
 from bapipe.planner.searched_space import SearchedSpace, in_words
 from bapipe.schedules.table import Schedule
 
