@@ -34,6 +34,7 @@ class Chain:
         self._input_grad = _sums([m.input_grad_ns for m in measured])
         self._weight_grad = _sums([m.weight_grad_ns for m in measured])
         self._backward = _sums([m.whole_backward_ns for m in measured])
+        # A count: zero in an interval without any measured B, whose B is I + W then.
         self._num_measured_backward = _sums([m.backward_ns is not UNSET for m in measured])
         self._gradient_stash = _sums([m.left_by_input_grad_bytes for m in measured])
         self._stash = _sums([m.stash_bytes for m in measured])
@@ -46,6 +47,7 @@ class Chain:
         self._layer_params = [layer.param_bytes for layer in profile.layers]
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
+        # Caches: the layouts that a search simulates share most of their intervals.
         self._costs: dict[tuple[int, int, bool, bool], StageCost] = {}
         self._buckets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
 
@@ -54,7 +56,9 @@ class Chain:
         key = (start, stop, recompute, has_replicas)
         cost = self._costs.get(key)
         if cost is None:
+            # Rounded once per stage, not per layer, as the simulator does.
             forward_ns = at_speed(self._forward[stop] - self._forward[start], self._speed)
+            # Recomputation runs F before each B, or before each I.
             recompute_ns = forward_ns if recompute else 0
             input_grad_ns = at_speed(self._input_grad[stop] - self._input_grad[start], self._speed)
             backward_ns = self._measured_backward_ns(start, stop)
@@ -93,6 +97,7 @@ class Chain:
     def _gradient_done_ns(self, start: int, stop: int, recompute_ns: int) -> tuple[tuple[int, int], ...]:
         """Returns when the gradients of each bucket are done after the start of B, and of W; see `StageCost`."""
         done = []
+        # A bucket is complete after the backward of the last `end` layers, which come first in a backward.
         for end, _ in self.buckets(start, stop):
             weight_ns = at_speed(self._weight_grad[stop] - self._weight_grad[stop - end], self._speed)
             input_ns = at_speed(self._input_grad[stop] - self._input_grad[stop - end], self._speed)
@@ -106,6 +111,7 @@ def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: bool)
     has_replicas = len(chains) > 1
     return Stage(
         costs=tuple(chain.cost(start, stop, recompute=recompute, has_replicas=has_replicas) for chain in chains),
+        # The simulator, too, takes the sizes at a cut from the first replica's profile.
         send_bytes=chains[0].send_bytes[stop],
         grad_bytes=chains[0].grad_bytes[stop],
         bucket_bytes=tuple(num_bytes for _, num_bytes in chains[0].buckets(start, stop)) if has_replicas else (),
@@ -126,6 +132,7 @@ def _legal(profile: ModelProfile) -> list[bool]:
     """Returns for each cut whether it keeps layers together that cannot be separated. [layers + 1]"""
     legal = [True] * (len(profile.layers) + 1)
     for first, last in inseparable_layers(profile.layers):
+        # Cut c is before layer c, so these are the cuts inside the group of layers first to last.
         for cut in range(first + 1, last + 1):
             legal[cut] = False
     return legal

@@ -160,6 +160,7 @@ class CostToGoTable:
         successors = placement.successors
         if not successors:
             return None
+        # Per successor: one micro-batch, and all micro-batches on the busiest link. [N][2][B]
         sends = [self.costs.transfers(placement, successor, forward=True) for successor in successors]
         grads = [self.costs.transfers(placement, successor, forward=False) for successor in successors]
         # Micro-batch m crosses link m mod lcm(R, R').
@@ -177,6 +178,7 @@ class CostToGoTable:
             busy_grad_ns=per_class([every for _, every in grads]),
             num_earlier=per_class([[(self.num_microbatches - 1) // count] for count in num_links]),
             num_before_final=per_class([[num_before_final // count] for count in num_links]),
+            # The tables of the successors one below the other: N tables of [C, B] become [N * C, B].
             cost_to_go=CostToGo(*map(np.concatenate, zip(*map(self.of, successors), strict=True))),
         )
 
@@ -188,6 +190,8 @@ class CostToGoTable:
             return CostToGo(*[infinite] * len(CostToGo._fields))
         following = self._following(placement, transitions)  # [C, B]
         own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # of each interval's own e. [intervals]
+        # One minimization per sync class: over the completions whose largest e is in that class, this stage included
+        # (docs/algorithm.md, Cost-to-go).
         rows = []
         for sync_class in range(self.num_classes):
             at_ends = _Following(*(self._at_ends(values, own_class, sync_class) for values in following))
@@ -204,6 +208,8 @@ class CostToGoTable:
             return UNUSED
         at_ends: IntArray = values[sync_class].take(ends)
         if self.num_classes > 1:
+            # The stage alone reaches the class, so the maximum of e stays in it if what follows is in this class or any
+            # lower one.
             of_any_lower = np.minimum.reduce(values[: sync_class + 1]).take(ends)
             at_ends = np.where(own_class == sync_class, of_any_lower, at_ends)
         return at_ends
@@ -217,6 +223,7 @@ class CostToGoTable:
         """
         intervals = self.costs.intervals
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
+        # Time counts from the first F of this stage: A(s) = 0 in all bounds.
         own = bound_stage(
             placement,
             self.num_microbatches,
@@ -226,9 +233,11 @@ class CostToGoTable:
             self._stalls(placement, following),
             self.enabled,
         )
+        # Infinite: intervals that do not fit, that have an e of a higher class, or that nothing feasible can follow.
         feasible = stage.fits & in_class & (following.beyond < INF)
         # All r of this stage are over when it says so itself, or when the next stage has returned its last gradients.
         backward_done = np.maximum(own.backward_done_ns, f + r + following.returned)
+        # `following` counts from the end of F here, this stage from its start: hence f.
         last = f + following.last
         done = largest(
             [

@@ -42,6 +42,7 @@ def device_classes(
         distinctions: ranks for which this differs are in different classes.
         ns_per_sample: time of each rank for the same work.
     """
+    # A link that the cluster lists by itself distinguishes the devices at both of its ends from all others.
     linked = {end for link in cluster.links for end in (link.source, link.target)}
     num_on_host = Counter(device.host for device in cluster.devices)
     same_links = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
@@ -52,6 +53,7 @@ def device_classes(
         name = device.name if device.name in linked else None
         key = (device.kind, device.speed, device.overlaps_transfers, limits[rank], distinctions[rank], host, name)
         ranks_of.setdefault(key, []).append(rank)
+    # Ascending numbers of classes mean descending speed: replicas in this order are the fastest first.
     groups = sorted(ranks_of.items(), key=lambda group: (ns_per_sample[group[1][0]], group[1][0]))
     first_class: dict[Hashable, int] = {}
     symmetric_to = []
@@ -72,6 +74,8 @@ class ClassLinks:
         self._cluster, self._classes = cluster, classes
         for a, source in enumerate(classes):
             for b, target in enumerate(classes):
+                # All pairs of devices of two classes have equal links, so one pair stands for all; in one class the
+                # first and the last device are two different ones.
                 if a != b or len(source.ranks) > 1:
                     self._links[a, b] = cluster.link(source.ranks[0], target.ranks[-1])
 

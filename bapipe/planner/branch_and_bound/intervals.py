@@ -45,6 +45,7 @@ class IntervalIndex:
         self.cuts = tuple(cuts)
         self.num_boundaries = len(cuts)
         last = len(cuts) - 1
+        # For K = 3: begins 0 0 0 1 1 2, ends 1 2 3 2 3 3, row_offset 0 3 5 6.
         self.begins = np.repeat(np.arange(last), np.arange(last, 0, -1))
         self.ends = np.concatenate([np.arange(begin + 1, last + 1) for begin in range(last)])
         self.row_offset = np.concatenate([[0], np.cumsum(np.arange(last, 0, -1))])
@@ -55,13 +56,16 @@ class IntervalIndex:
 
     def sums(self, values: Sequence[int]) -> IntArray:
         """Returns the sum of a figure of the layers over each interval. [layers] -> [intervals]"""
+        # [layers + 1] -> [boundaries]
         at_boundaries = prefix_sums(values)[list(self.cuts)]
         sums: IntArray = at_boundaries[self.ends] - at_boundaries[self.begins]
         return sums
 
     def maxima(self, values: Sequence[int]) -> IntArray:
         """Returns the maximum of a figure of the layers over each interval. [layers] -> [intervals]"""
+        # A unit is the layers from one boundary to the next; no interval divides it. [layers] -> [units]
         unit_maxima = np.maximum.reduceat(np.array(values, dtype=np.int64), self.cuts[:-1])
+        # A running maximum from each begin on is in the order of the intervals with that begin.
         rows = [np.maximum.accumulate(unit_maxima[begin:]) for begin in range(len(unit_maxima))]
         return np.concatenate(rows)
 
@@ -95,6 +99,7 @@ class IntervalMemory:
         self.static_bytes += _tied_copy_bytes(intervals, profile)
         self.stash_bytes = intervals.sums([m.stash_bytes for m in measured])
         self.gradient_stash_bytes = intervals.sums([m.left_by_input_grad_bytes for m in measured])
+        # [layers + 1] -> [boundaries]. Activations come in at the begin of a stage, gradients at its end.
         send, grad = (np.array([side[cut] for cut in intervals.cuts], dtype=np.int64) for side in cut_bytes)
         self.input_bytes, self.output_grad_bytes = send[intervals.begins], grad[intervals.ends]
 
@@ -110,6 +115,7 @@ def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArra
         return inside
 
     for owner, users, copy in TiedWeights(profile.layers).copies():
+        # The layer that counts a tied parameter is elsewhere, but a layer that uses it is inside. [intervals]
         needs_copy = np.logical_or.reduce([contains(user) for user in users]) & ~contains(owner)
         num_bytes += np.where(needs_copy, 2 * copy.param_bytes + copy.optimizer_bytes, 0)
     return num_bytes
@@ -160,17 +166,21 @@ class IntervalTimes:
         # gradients.
         done_ns = np.zeros(intervals.num_boundaries, dtype=np.int64)
         done_from = np.zeros((intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [begin, end]
+        # The buckets were recorded from the last layer to the first; the loop goes through them in that order.
         full_buckets = iter(fill.full)
         for begin in reversed(range(intervals.num_boundaries - 1)):
             for _ in range(fill.num_full[begin]):
                 ends, num_bytes, ready_ns = next(full_buckets)
                 done_ns[ends] = np.maximum(done_ns[ends], ready_ns) + bucket_ns(num_bytes)
+            # Every layer from `begin` on has been seen: these are the final times of its intervals. [boundaries]
             done_from[begin] = done_ns
         full_done_ns = done_from[intervals.begins, intervals.ends]
+        # The bucket that remains unfilled comes after all full ones.
         last_done_ns = np.maximum(full_done_ns, fill.last_ready_ns) + bucket_ns(fill.last_bytes)
         all_done_ns: IntArray = np.where(fill.last_bytes > 0, last_done_ns, full_done_ns)
         if overlapped:
             return all_done_ns
+        # Not overlapped: all buckets were taken as ready at 0, which is the end of the last action.
         return all_done_ns + (self.backward_ns if full_backward else self.weight_grad_ns)
 
     def _fill_buckets(self, full_backward: bool, overlapped: bool) -> "_BucketFill":
@@ -186,6 +196,8 @@ class IntervalTimes:
         for layer in reversed(range(len(self.profile.layers))):
             param_bytes = self.profile.layers[layer].param_bytes
             if param_bytes:
+                # One bucket per end serves all begins, as buckets fill from the last layer. This layer is in
+                # the intervals that begin here or before and end later. [boundaries]
                 inside = stops > layer
                 num_bytes = np.where(inside, num_bytes + param_bytes, num_bytes)
                 first = np.full_like(stops, layer)
@@ -193,11 +205,13 @@ class IntervalTimes:
                 # The gradients of this layer are ready when its backward and that of all later layers are over.
                 layer_ready_ns = last_action_ns(first, stop)
                 ready_ns = np.where(inside, layer_ready_ns, ready_ns) if overlapped else ready_ns
+                # A bucket is full from `BUCKET_BYTES` on, as in the simulator (`stage_cost.fill_buckets`).
                 overflowing = np.flatnonzero(num_bytes >= BUCKET_BYTES)
                 if len(overflowing):
                     full.append((overflowing, num_bytes[overflowing], ready_ns[overflowing]))
                     num_full[begin] += 1
                     num_bytes[overflowing] = 0
+            # The first layer after boundary `begin`: what has not filled a bucket is the last one of [begin, end).
             if layer == intervals.cuts[begin]:
                 unfilled[0, begin], unfilled[1, begin] = num_bytes, ready_ns
                 begin -= 1

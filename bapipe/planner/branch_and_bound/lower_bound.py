@@ -180,6 +180,7 @@ class LowerBound:
         for placement in first:
             partial = PartialPlan((0,), (placement,), work_ns=(0,) * num_positions)
             bound_ns = self._root_bound_ns(partial, self.cost_to_go.of(placement))
+            # An infinite cost-to-go proves that these devices have no feasible completion.
             if bound_ns < INF:
                 yield bound_ns, partial
 
@@ -197,11 +198,13 @@ class LowerBound:
         if transitions is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
+        # All boundaries after `begin`, also those at which the stage does not fit. [ends]
         ends = np.arange(begin + 1, begin + 1 + len(stage.fits))
         num_successors = len(placement.successors)
         bounds = self._child_bounds_ns(partial, stage, transitions.select(slice(None), slice(begin + 1, None)))
         # A completion is in one of the sync classes. [N * C, ends] -> [N, ends]
         bounds = bounds.reshape(num_successors, self._cost_to_go_by_class.num_classes, len(ends)).min(axis=1)
+        # The children in the order of the flattened [N, ends] array: successor by successor.
         numbers = np.repeat(np.arange(num_successors), len(ends))
         return np.where(stage.fits, bounds, INF).ravel(), np.tile(ends, num_successors), numbers
 
@@ -211,6 +214,7 @@ class LowerBound:
         bounds = np.maximum(next_stage.step_ns, partial.bound_ns)
         if self._forwards_first:
             extended = self._extend(partial, stage, next_stage, None)
+            # Bound "forwards first" for the last stage: when all F are over, and what follows its first r.
             forwards_first_ns = extended.first_arrival_ns + extended.forwards_ns + extended.backwards_tail_ns
             bounds = np.maximum(bounds, forwards_first_ns)
         end = self.costs.intervals.num_boundaries - 1
@@ -219,6 +223,8 @@ class LowerBound:
     def extend(self, partial: PartialPlan, end: int, number: int) -> PartialPlan:
         """Returns the partial plan with the next stage ended at a boundary, then a successor given by number."""
         placement, begin = partial.placements[-1], partial.boundaries[-1]
+        # One interval, so all arrays have one entry. The class of the completion is not known yet, so `extend` takes
+        # the table without sync classes, which holds for every completion.
         stage = self.costs.candidates_from(placement, begin).select(end - begin - 1)
         transitions = None if placement.is_last else self.cost_to_go.transitions(placement)
         if transitions is not None:
@@ -228,6 +234,7 @@ class LowerBound:
         f, r = int(stage.forward_ns[0]), int(stage.critical_backward_ns[0])
         x, y = (0, 0) if transitions is None else (int(transitions.send_ns[0, 0]), int(transitions.grad_ns[0, 0]))
         work_ns, position = partial.work_ns, placement.position
+        # Bound "shared device": work adds up over the stages of a device.
         if position is not None:
             added_ns = work_ns[position] + self.num_microbatches * int(stage.microbatch_ns[0])
             work_ns = (*work_ns[:position], added_ns, *work_ns[position + 1 :])
@@ -249,6 +256,7 @@ class LowerBound:
             forwards_ns=_scalar(extended.forwards_ns),
             send_ns=x,
             grad_ns=y,
+            # A child cannot be faster than its parent's bound, so a weaker bound of its own is replaced by that.
             bound_ns=max(partial.bound_ns, _scalar(next_stage.step_ns)),
             round_trip_ns=partial.round_trip_ns + f + r + x + y,
             stages=(*partial.stages, placed),
@@ -262,12 +270,14 @@ class LowerBound:
         placement, e = partial.placements[-1], stage.finish_ns
         beyond: IntArray | int = 0
         busy_link: IntArray | int = 0
+        # From the start of the last F here to the end of the step, if a stage beyond is the last to finish.
         onward: IntArray = stage.forward_ns
         if transitions is not None:
             beyond, busy_link = transitions.beyond_ns, transitions.busy_link_ns
             onward = stage.forward_ns + transitions.send_ns + transitions.cost_to_go.last
         stalls = self._stalls(partial, transitions)
         own = bound_stage(placement, self.num_microbatches, stage, beyond, busy_link, stalls, self._enabled)
+        # L(s): delayed by the order of this stage, by the stages before, or by round trips between both (zigzag).
         last_start = np.maximum(partial.first_arrival_ns + own.last_start_ns, partial.last_arrival_ns)
         if ZIGZAG in self._enabled:
             here = stage.forward_ns + stage.critical_backward_ns
@@ -284,6 +294,7 @@ class LowerBound:
             # Replica k waits for micro-batch k: each stage before runs F of the micro-batches before it on a replica.
             fed = max((k // placed.num_replicas * placed.forward_ns for placed in partial.stages), default=0)
             terms.append((WORK, partial.first_arrival_ns + fed + work))
+        # Without any enabled bound the round trip of one micro-batch remains.
         step = largest(terms, self._enabled, otherwise=partial.first_arrival_ns + own.round_trip_ns)
         return _NextStage(own, last_start, clip_inf(step))
 
@@ -303,10 +314,12 @@ class LowerBound:
         gain = placed.max_in_flight - ahead
         if gain < 1 or ahead >= self.num_microbatches:
             return 0
+        # docs/algorithm.md, Zigzag: gain = g, rounds = k, extra = h, with M - 1 - a = k g + h.
         rounds, extra = divmod(self.num_microbatches - 1 - ahead, gain)
         between = (
             partial.round_trip_ns - placed.round_trip_before_ns
         )  # stages i to s - 1 and their transfers, both ways
+        # Clipped so that `rounds` of them stay at most `INF`.
         round_trip = np.minimum(between + here, INF // max(rounds, 1))
         waits = (ahead + extra) // placed.num_replicas * placed.forward_ns
         start: IntArray = partial.first_arrival_ns + waits + rounds * round_trip
@@ -323,12 +336,17 @@ class LowerBound:
         first_arrival = partial.first_arrival_ns + f + x
         # The last micro-batch leaves the stage after its F, and the link after the micro-batches before it.
         last_arrival = np.maximum(next_stage.last_start_ns + f + x, first_arrival + num_earlier * x)
+        # The tail: this stage finishes, or its gradient goes back and an earlier stage finishes.
         after = np.maximum(stage.finish_ns, partial.tail_ns)
         forwards = backwards_tail = np.zeros(1, dtype=np.int64)
         if self._forwards_first:
+            # q(s) of the bound "forwards first": micro-batches that this stage, and the link after it, pass on before
+            # z.
             num_before = self.cost_to_go.num_before_final(partial.placements[-1])
             num_before_on_link = 0 if transitions is None else transitions.num_before_final
             forwards = np.maximum(np.maximum(num_before * f, num_before_on_link * x), partial.forwards_ns)
+            # After the first r of the stage beyond: its gradient comes here, then r and the other r; or all other
+            # gradients on the link; or the whole backward work of a replica.
             backwards_tail = y + maximum(
                 [
                     r + self._after_first_backward_ns(partial, stage, next_stage),
@@ -343,6 +361,7 @@ class LowerBound:
     ) -> IntArray:
         """Bound "forwards first": what must follow the first r of the next stage, as only backwards remain."""
         placement = partial.placements[-1]
+        # The other n - 1 micro-batches of a replica; gradients block it if it cannot compute while it sends.
         num_others = -(-self.num_microbatches // placement.num_replicas) - 1
         sends = num_others * partial.grad_ns if self.costs.blocks_on_transfers(placement) else 0
         others = next_stage.own.other_backwards_ns
@@ -378,12 +397,14 @@ class LowerBound:
         work = partial.work_ns
         here = work[position] + self.num_microbatches * stage.microbatch_ns
         per_microbatch = np.minimum(stage.microbatch_ns + to_go.total_work, INF // self.num_microbatches)
+        # The busiest device has at least the mean of all: the total divided by the number of devices.
         total = sum(work) + self.num_microbatches * per_microbatch
         bound: IntArray = np.maximum(here, total // len(work))
         return bound
 
     def _root_bound_ns(self, partial: PartialPlan, to_go: CostToGo) -> int:
         """The bound of an empty plan: the cost-to-go from the start of the chain."""
+        # [0, 0]: the one sync class of this table, and the start of the chain.
         bound_ns = int(max(to_go.done[0, 0], to_go.returned[0, 0]))
         if SHARED_DEVICE in self._enabled and partial.work_ns:
             total_ns = min(INF, self.num_microbatches * int(to_go.total_work[0, 0]))

@@ -91,6 +91,7 @@ class PlacementGraph:
         self.symmetric_classes = tuple(symmetric_classes)
         self.permute_replicas = permute_replicas
         self._tables: dict[int, Schedule] = {}
+        # Small numbers in place of long tuples of actions: equal orders get equal numbers, which are fast to compare.
         self._ids: dict[Hashable, int] = {}
         self._order_ids: dict[tuple[int, int], int] = {}
         self._suffix_ids: dict[tuple[int, int], int] = {}
@@ -113,6 +114,8 @@ class PlacementGraph:
 
     def roots_multi_stage(self, devices: Sequence[int]) -> tuple[StagePlacement, ...]:
         """Returns the first placement of a schedule with several stages per device, on devices given by class."""
+        # The table says which device runs each stage, so every placement has one successor, and stages have no
+        # replicas.
         table = self.table(len(devices))
 
         def make(stage: int) -> StagePlacement:
@@ -125,6 +128,7 @@ class PlacementGraph:
                 is_last,
                 lambda: () if is_last else (make(stage + 1),),
                 position,
+                # Tensors between two stages of one device need no receive buffer.
                 receives_activations=stage > 0 and table.devices[stage - 1][0] != position,
                 receives_gradients=not is_last and table.devices[stage + 1][0] != position,
             )
@@ -134,9 +138,12 @@ class PlacementGraph:
     def _any_order(self, remaining: ClassCounts, num_used: int, num_stages: int | None) -> tuple[StagePlacement, ...]:
         """The placements of the next stage on any subset of the devices that remain of the `num_used` ones."""
         num_remaining = sum(remaining)
+        # All that the future depends on, besides the devices: the orders of the table from here on, and the stages that
+        # must follow. `num_used` is not part of it, so pipelines of different lengths share placements.
         state = (self._suffix_id(num_used, num_used - num_remaining), num_stages, "any order")
         max_replicas = self._max_replicas(num_remaining)
         placements = []
+        # group and after: devices of each class for this stage, and for all stages after it. [classes]
         for group in product(*(range(min(count, max_replicas) + 1) for count in remaining)):
             after = tuple(have - taken for have, taken in zip(remaining, group, strict=True))
             if not 0 < sum(group) <= max_replicas or not self._can_finish(sum(after), num_stages):
@@ -148,6 +155,7 @@ class PlacementGraph:
             symmetry_key = None
             if not self.permute_replicas:
                 symmetry_key = (*state, tuple(sorted(zip(self.symmetric_classes, group, after, strict=True))))
+            # Replica k takes micro-batches k, k + R, ...: which of several unlike devices is replica k matters.
             for devices in sorted(set(permutations(ascending))) if self.permute_replicas else [ascending]:
                 key = (*state, remaining, devices)
                 is_last = sum(after) == 0
@@ -163,6 +171,7 @@ class PlacementGraph:
         for size in range(1, self._max_replicas(len(remaining)) + 1):
             if self._can_finish(len(remaining) - size, num_stages):
                 is_last = size == len(remaining)
+                # Classes are numbered by speed: the fastest device takes micro-batch 0.
                 devices = tuple(sorted(remaining[:size]))
                 make_successors = partial(self._in_order, remaining[size:], num_used, _one_less(num_stages))
                 key = (*state, size)
@@ -181,6 +190,7 @@ class PlacementGraph:
     ) -> StagePlacement:
         """Returns the placement of a key: the one made before, if there is one."""
         if key not in self._placements:
+            # The stage's first rank in the table with one device per stage; it gives the stage its order.
             first = num_used - num_remaining
             self._placements[key] = StagePlacement(
                 devices,

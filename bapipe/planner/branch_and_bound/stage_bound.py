@@ -114,6 +114,7 @@ def bound_stage(
         enabled,
         otherwise=f + r,
     )
+    # Bound "return" if the device cannot compute while it sends: n - 1 gradients leave before the last one does.
     returned = largest(
         [
             (RETURN, own + (count - 1) * stalls.send_gradient_ns)
@@ -150,6 +151,7 @@ def _last_start_ns(
         # The first r needs a round trip; the others, and the F between them, follow it.
         start = np.maximum(start, round_trip + (late_forwards - 1) * (f + r))
     # Every depth-th micro-batch before the last one makes a round trip, one after another.
+    # docs/algorithm.md, Last micro-batch, third item.
     rounds, extra = divmod(num_microbatches - 1, depth)
     if rounds:
         start = np.maximum(start, rounds * np.minimum(round_trip, INF // rounds) + extra // num_replicas * f)

@@ -136,6 +136,7 @@ class StageCostTable:
 
     def candidates_from(self, placement: StagePlacement, begin: int) -> StageCandidates:
         """Returns the stages that begin at a boundary: entry j ends at boundary begin + 1 + j."""
+        # Best-first search and dives come back to the same placement and begin: keep the row.
         key = (placement, begin)
         if key not in self._rows:
             if len(self._rows) > MAX_CACHED_ROWS:
@@ -146,6 +147,7 @@ class StageCostTable:
     def candidates(self, placement: StagePlacement, rows: slice) -> StageCandidates:
         """Returns the stages with the intervals in `rows`."""
         replicas = [self.replica_cost(placement, k, rows) for k in self.distinct_replicas(placement)]
+        # Every replica must fit, so the one with the largest shortfall decides. [n]
         fits_plain = _max(replica.shortfall_bytes for replica in replicas) <= 0
         fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
         if self.may_recompute and not fits_plain.all() and placement.position is None:
@@ -161,6 +163,7 @@ class StageCostTable:
             replica.forward_ns + replica.critical_backward_ns + replica.deferred_ns + replica.forward_ns * recompute
             for replica in replicas
         ]
+        # Bound "work" of each replica: n (f + b), then all-reduces and update. [replicas][n]
         counts = [replica.num_microbatches for replica in replicas]
         work_ns = [
             count * each + replica.sync_ns for count, replica, each in zip(counts, replicas, microbatch_ns, strict=True)
@@ -168,6 +171,8 @@ class StageCostTable:
         return StageCandidates(
             fits=fits,
             recompute=recompute,
+            # f, r and e are minima over the replicas: a bound that uses them holds on whichever replica a micro-batch
+            # runs (docs/algorithm.md, Notation).
             forward_ns=_min(replica.forward_ns for replica in replicas),
             critical_backward_ns=_min(critical_ns),
             finish_ns=_min(replica.deferred_ns + replica.sync_ns for replica in replicas),
@@ -175,6 +180,7 @@ class StageCostTable:
                 (count, count * (replica.forward_ns + backward_ns))
                 for count, replica, backward_ns in zip(counts, replicas, critical_ns, strict=True)
             ),
+            # The work of one replica is not a minimum: the bounds "work" and "return" are stated for each replica.
             replica_work_ns=tuple((replica.index, own) for replica, own in zip(replicas, work_ns, strict=True)),
             max_backward_work_ns=_max(
                 own - count * replica.forward_ns for count, replica, own in zip(counts, replicas, work_ns, strict=True)
@@ -206,11 +212,13 @@ class StageCostTable:
         key = (placement.device_classes, successor.device_classes, num_microbatches, forward)
         if key not in self._transfers:
             counts = _microbatches_per_link(placement, successor)
+            # Gradients go back between the same pairs of devices, from the successor to the placement.
             directed = {pair: pair if forward else pair[::-1] for pair in counts}
             times = {
                 pair: self._cut_transfer_ns(self.links.between([a], [b])[0], forward)
                 for pair, (a, b) in directed.items()
             }
+            # One micro-batch may take the fastest link; all of them together wait for the busiest (bound "link").
             self._transfers[key] = _min(times.values()), _max(count * times[pair] for pair, count in counts.items())
         return self._transfers[key]
 
@@ -225,6 +233,7 @@ class StageCostTable:
 
         It is 0 at the start of the chain, where there is none.
         """
+        # The stage before is not known in the cost-to-go: take the fastest link to any device of the cluster.
         others = range(len(self.classes))
         own = placement.device_classes
         links = self.links.between(others, own) if forward else self.links.between(own, others)
@@ -248,6 +257,7 @@ class StageCostTable:
         The last one is the strongest for the work bound: it waits for the most micro-batches of the replicas before.
         """
         last_of = {
+            # Of equal keys the dict keeps the last k.
             (c, load.num_microbatches, load.memory_peaks): k
             for k, (c, load) in enumerate(zip(placement.device_classes, placement.schedule.replicas, strict=True))
         }
@@ -258,6 +268,7 @@ class StageCostTable:
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
         times, memory = self._times[c], self.memory[c]
         forward, backward = times.forward_ns[rows], times.backward_ns[rows]
+        # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
         if placement.schedule.has_split_backward:
             critical, deferred = times.input_grad_ns[rows], times.weight_grad_ns[rows]
@@ -273,9 +284,12 @@ class StageCostTable:
             static = static + load.num_microbatches * memory.input_bytes[rows]
         if placement.receives_gradients:
             static = static + load.num_microbatches * memory.output_grad_bytes[rows]
+        # What a micro-batch keeps from F to the end of its backward: the stash; if recomputed, the stage's input, and
+        # the stash only during the backward (docs/algorithm.md, Memory).
         limit, stash, kept_input = self.classes[c].limit_bytes, memory.stash_bytes[rows], memory.input_bytes[rows]
         gradient_stash = memory.gradient_stash_bytes[rows]
         peaks = load.memory_peaks
+        # Both lists: [peaks][n]
         plain = [in_flight * stash + late * gradient_stash for in_flight, _, late in peaks]
         recomputed = [
             in_flight * kept_input + in_backward * stash + late * gradient_stash
@@ -307,8 +321,10 @@ class StageCostTable:
                 self._all_reduce_done_ns[key] = times.all_reduce_done_ns(
                     placement.num_replicas, links, full_backward, overlapped
                 )
+            # `all_reduce_done_ns` counts from the start of the last action, `sync_ns` from its end.
             action_ns = times.backward_ns[rows] if full_backward else times.weight_grad_ns[rows]
             after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))
+        # Replicas may end with B or with W: the minimum holds for both.
         return _min(after_last)
 
 
@@ -322,6 +338,7 @@ def _microbatches_per_link(placement: StagePlacement, successor: StagePlacement)
     """
     num = placement.schedule.num_microbatches
     senders, receivers = placement.device_classes, successor.device_classes
+    # Each of the `period` pairs of replicas gets every period-th micro-batch: floor(num / period) or one more.
     period = int(np.lcm(len(senders), len(receivers)))
     if len(set(senders)) > 1 or len(set(receivers)) > 1:
         return {(senders[m % len(senders)], receivers[m % len(receivers)]): num // period for m in range(period)}

@@ -69,8 +69,11 @@ class StageSchedule:
 
 def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedule:
     """Returns the order of a stage shared among `num_replicas` replicas. O(actions)."""
+    # Micro-batch m runs on replica m mod R, in the order that the table has. [replicas][actions]
     orders = [[action for action in order if action.microbatch % num_replicas == k] for k in range(num_replicas)]
     in_flight = [_in_flight_at_backwards(own, num_replicas) for own in orders]
+    # If c forwards, from the k-th micro-batch's own on, come before its backward, then F of the (k + c)-th comes after
+    # it and F of the (k + c - 1)-th before it. For all k, d is the maximum of c, and a the minimum less 1.
     max_in_flight = max(max(counts, default=1) for counts in in_flight)
     # The last micro-batches of a replica have fewer forwards ahead only because there are no more: leave these out.
     min_in_flight = min(
@@ -121,6 +124,7 @@ def _memory_peaks(order: Sequence[Action]) -> tuple[MemoryPeak, ...]:
         elif phase is not Phase.WEIGHT_GRAD:
             num_in_backward += 1
             num_before_weight_grad += phase is Phase.INPUT_GRAD
+        # Memory is taken when an action begins: this is the state while it runs.
         states.add((num_in_flight, num_in_backward, num_before_weight_grad))
         if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):  # memory is freed when the action ends
             num_in_flight, num_in_backward = num_in_flight - 1, num_in_backward - 1
