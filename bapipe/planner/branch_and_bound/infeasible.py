@@ -26,11 +26,13 @@ def least_infeasible(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict
     """
     best: tuple[int, Problem, Layout, dict[int, int]] | None = None
     for problem in problems:
+        # The roots of a problem have placements in common, which one programme solves once.
         shortfalls = _ShortfallDP(problem)
         for root in problem.roots:
             layout = shortfalls.best_layout(root)
             if layout is None:
                 continue
+            # `Problem.layout` recomputes only stages that fit by it; one that never fits may still lack less.
             layout = _recompute_if_better(problem, layout)
             shortfall = problem.shortfall_bytes(layout)
             if best is None or max(shortfall.values()) < best[0]:
@@ -100,8 +102,11 @@ class _ShortfallDP:
             following[0, -1] = -INF  # no stage follows the last boundary
         else:
             following = np.array([self._to_go(other).shortfall_bytes for other in placement.successors])
+        # The choice of the successor depends on the end of the stage alone. [successors, boundaries] -> [boundaries]
         best_successor = np.argmin(following, axis=0)  # [boundaries]
+        # Bottleneck programme: the worse of this stage and of what follows its end. [intervals]
         shortfall = np.maximum(self.costs.shortfall_bytes(placement), following.min(axis=0)[intervals.ends])
+        # The minimum over the ends of each begin; a row of the intervals starts with the end begin + 1.
         begins = range(intervals.num_boundaries - 1)
         ends = [int(np.argmin(shortfall[intervals.row(begin)])) + begin + 1 for begin in begins]
         return _ShortfallToGo(
@@ -136,6 +141,7 @@ def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
     """Returns which constraint to drop: any of those without which there is a plan."""
     culprits = []
     for i, text in enumerate(options.constraints):
+        # Without one constraint at a time: several may contradict each other, and dropping any one of them helps.
         fewer = replace(options, constraints=(*options.constraints[:i], *options.constraints[i + 1 :]))
         if least_infeasible(search_space(profiles, cluster, fewer).problems) is not None:
             culprits.append(f"'{text}'")
@@ -168,6 +174,7 @@ def _advice(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, shortfall: Mapping[int, int]
 ) -> str:
     """Returns what would change without each of the options that restrict the search."""
+    # Each option alone, as the user would change it.
     changes = {}
     if not options.recompute:
         changes["recomputation"] = replace(options, recompute=True)

@@ -36,6 +36,7 @@ def move_cut(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterat
         for move in CUT_MOVES:
             boundaries = list(plan.boundaries)
             boundaries[k] += move
+            # Every stage keeps at least one layer.
             if boundaries[k - 1] < boundaries[k] < boundaries[k + 1]:
                 moved = complete_on(problem, plan.placements, boundaries, upper_bound_ns)
                 if moved is not None:
@@ -46,6 +47,7 @@ def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Ite
     """Yields the plans with a device moved, exchanged, added, or in a new stage, cut anew, whose bound is below."""
     if plan.work_ns:  # devices with several stages stay in their order
         return
+    # Several moves lead to the same groups; each is completed and bounded once.
     seen = set()
     num_available = [len(cls.ranks) for cls in problem.classes]
     for groups in _neighbours(_device_groups(problem, plan), num_available):
@@ -71,6 +73,8 @@ def placements_for(problem: Problem, groups: DeviceGroups) -> tuple[StagePlaceme
             path: list[StagePlacement] = []
             choices: Sequence[StagePlacement] = root.first_placements
             for devices in wanted:
+                # Groups have no order, so the first of the placements with these devices stands for all orders of its
+                # replicas.
                 match = next((each for each in choices if tuple(sorted(each.device_classes)) == devices), None)
                 if match is None:
                     break
@@ -90,6 +94,7 @@ def complete_on(
     """
     lower_bound = problem.lower_bound
     num_positions = len({placement.position for placement in placements} - {None})
+    # The same steps as in the search tree, so each prefix is bounded and the plan is dropped as soon as one is pruned.
     roots = [plan for bound_ns, plan in lower_bound.roots(placements[:1], num_positions) if bound_ns < upper_bound_ns]
     plan = roots[0] if roots else None
     stage = 0
@@ -97,6 +102,7 @@ def complete_on(
         bounds_ns, ends, numbers = lower_bound.children(plan)
         placement = plan.placements[-1]
         number = -1 if placement.is_last else placement.successors.index(placements[stage + 1])
+        # Only the children whose successor is the given placement. [children]
         eligible = numbers == number
         if boundaries is not None:
             eligible = eligible & (ends == boundaries[stage + 1])
@@ -113,6 +119,7 @@ def complete_on(
 
 def _neighbours(groups: DeviceGroups, num_available: Sequence[int]) -> Iterator[DeviceGroups]:
     """Yields the assignments of devices to stages that one move away from `groups`; some of them more than once."""
+    # Devices that the plan leaves unused. [classes]
     num_spare = [count - sum(group[c] for group in groups) for c, count in enumerate(num_available)]
     stages, classes = range(len(groups)), range(len(num_available))
     for source, target in permutations(stages, 2):

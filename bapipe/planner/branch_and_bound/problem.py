@@ -82,6 +82,8 @@ class Problem:
         self.placements, self.lower_bound, self.roots = placements, lower_bound, tuple(roots)
         # Profiles of several kinds of devices may disagree about the sizes of tensors at a cut.
         self.must_check_memory = len({chain.profile_name for chain in chains}) > 1
+        # Compiled schedules by their placements, and by numbers of replicas and devices: before the ranks of the
+        # cluster are put in, all placements with equal numbers share one.
         self._on_cluster: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}
         self._on_first_ranks: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
 
@@ -107,6 +109,7 @@ class Problem:
 
     def ranks(self, placements: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
         """Returns the ranks of each stage: within a class, ranks are used in ascending order."""
+        # Devices of a class are equal, so any of them would do; ascending ranks make the plan deterministic.
         unused = [iter(cls.ranks) for cls in self.classes]
         rank_at: dict[int, int] = {}
         ranks = []
@@ -114,6 +117,7 @@ class Problem:
             if placement.position is None:
                 ranks.append(tuple(next(unused[c]) for c in placement.device_classes))
                 continue
+            # Several stages per device: the first stage at a position takes a rank, the others follow it.
             if placement.position not in rank_at:
                 rank_at[placement.position] = next(unused[placement.device_classes[0]])
             ranks.append((rank_at[placement.position],))
@@ -145,6 +149,8 @@ class Problem:
         if (num_replicas, num_devices) not in self._on_first_ranks:
             schedule = self.placements.table(num_devices)
             if placements[0].position is None:
+                # Stage s takes the ranks [firsts[s], firsts[s + 1]) of the table with one device per stage: its
+                # replicas.
                 firsts = accumulate(num_replicas, initial=0)
                 schedule = merge_stages(schedule, [tuple(range(a, b)) for a, b in pairwise(firsts)], num_devices)
             self._on_first_ranks[num_replicas, num_devices] = schedule, compile_schedule(schedule)
@@ -162,6 +168,7 @@ class Problem:
     def shortfall_bytes(self, layout: Layout) -> dict[int, int]:
         """Returns how many bytes each rank in use needs beyond its limit, by the simulator; negative if it fits."""
         schedule, _ = self.compiled(layout.placements)
+        # By the simulator's own count: here devices with several stages are exact, too.
         peaks = peak_memory(schedule, self.stages(layout))
         limits = {rank: cls.limit_bytes for cls in self.classes for rank in cls.ranks}
         in_use = sorted({rank for ranks in schedule.devices for rank in ranks})
@@ -184,10 +191,12 @@ class Problem:
         """Returns the simulator's step time, without the rest of the timeline."""
         schedule, compiled = self.compiled(layout.placements)
         stages = self.stages(layout)
+        # Gradients of tied weights are summed across stages: only the whole timeline has these all-reduces.
         if any(stage.tied_gradients for stage in stages):
             return self.simulate(layout).step_ns
         done_ns = finish_ns(compiled, stages, self.cluster)
         for stage, ranks in zip(stages, schedule.devices, strict=True):
+            # A step ends with all-reduces and updates, which are not among the actions of the schedule.
             synced_ns = _synced_ns(stage, ranks, schedule, done_ns, self.cluster)
             for cost, rank in zip(stage.costs, ranks, strict=True):
                 done_ns[rank] = max(done_ns[rank], synced_ns) + cost.update_ns
@@ -205,6 +214,7 @@ def _synced_ns(stage: Stage, ranks: Sequence[int], schedule: Schedule, done_ns: 
     last: list[LastBackward | None] = []
     for cost, rank in zip(stage.costs, ranks, strict=True):
         phase = schedule.order[rank][-1].phase if schedule.order[rank] else None
+        # The last action of the stage on a replica is its last B, or W: buckets become ready while it runs.
         last.append(None if phase is None else (done_ns[rank] - cost.ns(phase), phase))
     return reduce_buckets(stage, ranks, last, cluster)[-1][1]
 

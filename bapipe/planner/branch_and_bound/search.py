@@ -54,6 +54,7 @@ def best_first(
     search = _BestFirst(problems, progress)
     if incumbent is not None:
         search.incumbent, search.upper_bound_ns = incumbent, incumbent.step_ns
+    # Without an incumbent `stop` is ignored: a time limit should not end the search without any plan.
     while search.is_open and search.num_nodes < max_nodes and not (search.incumbent is not None and stop()):
         search.expand_best()
     return search.result()
@@ -107,12 +108,15 @@ class _BestFirst:
             return
         partial = node.partial
         assert partial is not None
+        # Lazy successor generation: the next sibling takes the place of this child in the queue, then the child is
+        # made.
         if node.siblings is not None:
             self._push_child(node.problem, partial, node.siblings, node.number + 1)
             partial = node.problem.lower_bound.extend(partial, *node.siblings.choice(node.number))
         if partial.is_complete:
             self._try_and_improve(node.problem, partial, bound_ns)
             return
+        # Branching: all children are bounded at once, and those that cannot beat the incumbent are dropped.
         children = _Children(*node.problem.lower_bound.children(partial), self.upper_bound_ns)
         self._push_child(node.problem, partial, children, 0)
         self._since_dive += 1
@@ -130,12 +134,14 @@ class _BestFirst:
         for bound_ns, partial in empty_plans:
             self._num_pushed += 1
             heappush(self.queue, (bound_ns, 0, self._num_pushed, _Node(problem, partial=partial)))
+        # Without an incumbent nothing can be pruned, so the first one is made before any expansion.
         if empty_plans and self.incumbent is None:
             bound_ns, partial = min(empty_plans, key=lambda entry: entry[0])
             self._dive(problem, partial, bound_ns)
 
     def _push_child(self, problem: Problem, partial: PartialPlan, children: "_Children", number: int) -> None:
         """Pushes one child; its next sibling is pushed when it is popped."""
+        # Siblings ascend by bound: if this one cannot beat the incumbent, neither can those after it.
         if number < len(children.bounds_ns) and children.bounds_ns[number] < self.upper_bound_ns:
             self._num_pushed += 1
             entry = (int(children.bounds_ns[number]), -len(partial.boundaries), self._num_pushed)
@@ -147,6 +153,7 @@ class _BestFirst:
             bounds_ns, ends, numbers = problem.lower_bound.children(partial)
             self.num_nodes += 1
             best = int(np.argmin(bounds_ns))
+            # All children are pruned: the dive ends without a plan.
             if bounds_ns[best] >= self.upper_bound_ns:
                 return
             partial = problem.lower_bound.extend(partial, int(ends[best]), int(numbers[best]))
@@ -155,6 +162,7 @@ class _BestFirst:
     def _try_and_improve(self, problem: Problem, partial: PartialPlan, bound_ns: int) -> None:
         """Simulates a complete plan; a new incumbent is improved by local search to a local optimum."""
         improved = (problem, partial) if self._try_incumbent(problem, partial) else None
+        # A plan that attains the bound of the node that it came from is optimal below that node.
         while improved is not None and bound_ns < self.upper_bound_ns:
             improved = self._first_improvement(*improved)
         if self.progress and self.incumbent:
@@ -174,6 +182,7 @@ class _BestFirst:
     def _try_incumbent(self, problem: Problem, partial: PartialPlan) -> bool:
         """Simulates a complete plan; returns whether it fits and became the incumbent."""
         layout = problem.layout(partial.boundaries, partial.placements)
+        # At most F, I and W of each micro-batch in each stage.
         num_actions = 3 * len(layout.placements) * problem.num_microbatches
         factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
         self.num_nodes += num_actions * factor // ACTIONS_PER_NODE
