@@ -1,7 +1,7 @@
 """Every error bapipe raises on purpose; the command line prints them without a traceback.
 
 BapipeError
-  + InvalidFile      a file that does not say what it must
+  + InvalidFile      a file with missing or wrong contents
   + InvalidSchedule  an order of actions that cannot run
   + Infeasible       no plan fits the memory of the devices (exit code 3)
   + InvalidModel     a model that cannot be built, traced or cut, or is not the one a plan was made for
@@ -10,7 +10,7 @@ BapipeError
 
 
 class BapipeError(Exception):
-    """What a user can cause and mend; the message says what was wrong, what was wanted and what to try."""
+    """An error that a user can cause and fix; the message says what was wrong, what was wanted and what to try."""
 
 
 class InvalidFile(BapipeError, ValueError):

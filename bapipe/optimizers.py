@@ -1,10 +1,10 @@
-"""The optimizers that profiles know: what each is in `torch.optim`, and how much state it keeps."""
+"""The optimizers that profiles support: their classes in `torch.optim`, and the size of their state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MOMENTUM = 0.9
-"""Momentum of `sgd-momentum`, and of SGD when nothing else is said."""
+"""Momentum of `sgd-momentum`, and the default of SGD."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

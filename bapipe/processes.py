@@ -44,7 +44,7 @@ class LocalProcess:
     """A process that was started here.
 
     Attributes:
-        pipe: what its function sends.
+        pipe: receives the messages that its function sends.
         is_open: whether more may come through the pipe: until the process has ended.
         log: a file with its stderr, if that is not the parent's.
     """

@@ -1,4 +1,4 @@
-"""What it brings to train sentences of like lengths together: samples a second with several lengths.
+"""The gain from batching sentences of similar lengths: samples per second with several bucket lengths.
 
     python benchmarks/buckets.py [--hidden-size 256] [--steps 30] [--lengths 1 2 4 8] [--data locale:de]
 

@@ -2,17 +2,17 @@
 
     python benchmarks/fidelity.py [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--device cuda] [--json]
 
-For each model and micro-batch size, with one thread on a CPU, or on CUDA where asked for:
+For each model and micro-batch size, with one thread on a CPU, or on CUDA if asked for:
 
-- layers / step: what F + B of the layers add up to, relative to F + B of the model without anything watching it; the
-  two take turns, and both figures are medians.
-- ± and most: half the width of the 95 % confidence interval of a layer's median, relative to it: the mean over layers,
-  weighted by their time, and the widest of those that take a two-hundredth or more.
-- (I + W) / B: what it costs to run I and W apart.
-- stash: what the profile says is kept from F to B, relative to what the allocator has given out after F.
-- peak: parameters, gradients, optimizer state, and the most that a layer's workspace and the stash of it and the layers
-  before it take, relative to the same state plus the most that the allocator has given out in F and B.
-- judge: the same with the whole stash and the largest workspace, which is what plans reckon with: never less.
+- layers / step: what F + B of the layers add up to, relative to F + B of the model without instrumentation; the
+  two are measured alternately, and both figures are medians.
+- ± and max: half the width of the 95 % confidence interval of a layer's median, relative to it: the mean over layers,
+  weighted by their time, and the maximum among those that take 0.5 % or more.
+- (I + W) / B: the cost of running I and W separately.
+- stash: the predicted bytes from F to B, relative to the bytes that the allocator has given out after F.
+- peak: parameters, gradients, optimizer state, and the maximum of a layer's workspace plus the stash of it and those
+  before it, relative to the same state plus the maximum that the allocator has given out in F and B.
+- planned: the same with the whole stash and the largest workspace, as plans assume: never less.
 - time to measure all sizes, tracing and memory included.
 """  # fmt: skip
 
@@ -45,56 +45,56 @@ MODELS: dict[str, tuple[dict[str, object], str]] = {
     "gnmt8": ({"source_length": 12, "target_length": 12}, "1,4"),
     "gpt2": ({"num_layers": 6}, "1,4"),
 }
-"""Arguments, and micro-batch sizes where none are given."""
+"""Arguments, and micro-batch sizes if none are given."""
 
 
 def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes that the allocator has given out at the end of `run`, and at most, beyond what it had before."""
+    """Bytes that the allocator has given out at the end of `run`, and at its peak, beyond those before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         kept = run()
-        held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        allocated_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         del kept
-        return held - before, most - before
+        return allocated_bytes - before, peak_bytes - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         kept = run()
     events = profiler.profiler.kineto_results.events()
-    held = most = 0
+    allocated_bytes = peak_bytes = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated_bytes += event.nbytes()
+            peak_bytes = max(peak_bytes, allocated_bytes)
     del kept
-    return held, most
+    return allocated_bytes, peak_bytes
 
 
 def memory(
     profile: ModelProfile, module: nn.Module, batch: tuple[Tensor, ...], loss: Callable[..., Tensor], size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes: (predicted, allocated) of the stash, and (predicted, what plans reckon with, allocated) of the peak."""
+    """Bytes: (predicted, allocated) of the stash, and (predicted, assumed by plans, allocated) of the peak."""
     measured = profile.at(size)
     cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, (), TiedWeightCost())
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to
     stash, _ = allocated(lambda: loss(module(*inputs), target), target.device)
-    _, most = allocated(lambda: loss(module(*inputs), target).backward(), target.device)
+    _, peak_bytes = allocated(lambda: loss(module(*inputs), target).backward(), target.device)
     parameters = sum(p.nbytes for p in module.parameters())
     state = parameters + sum(p.grad.nbytes for p in module.parameters() if p.grad is not None) + cost.optimizer_bytes
-    held = 2 * cost.param_bytes + cost.optimizer_bytes
+    fixed = 2 * cost.param_bytes + cost.optimizer_bytes
     stashed = accumulate(m.stash_bytes for m in measured)
-    peak = held + max(before + m.workspace_bytes for before, m in zip(stashed, measured, strict=True))
-    reckoned = held + cost.stash_bytes + cost.workspace_bytes
+    peak = fixed + max(before + m.workspace_bytes for before, m in zip(stashed, measured, strict=True))
+    assumed = fixed + cost.stash_bytes + cost.workspace_bytes
     module.zero_grad()
-    loaded = sum(x.nbytes for x in batch)  # the batch is in the stash where a layer saves it, and was there before F
-    return (cost.stash_bytes, stash + loaded), (peak, reckoned, state + most + loaded)
+    loaded = sum(x.nbytes for x in batch)  # the batch is in the stash if a layer saves it, and was there before F
+    return (cost.stash_bytes, stash + loaded), (peak, assumed, state + peak_bytes + loaded)
 
 
 def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[dict[str, Any]]:
-    """One row a micro-batch size."""
+    """One row per micro-batch size."""
     example = build(resolve(name), MODELS[name][0])
     start = time.monotonic()
     profile = measure_model(
@@ -152,12 +152,12 @@ def main() -> None:
         "F + B ms",
         "layers / step",
         "± %",
-        "most %",
+        "max %",
         "passes",
         "(I + W) / B",
         "stash",
         "peak",
-        "judge",
+        "planned",
     )
     table = Table(*heads, box=SIMPLE_HEAD)
     for row in rows:
@@ -169,10 +169,11 @@ def main() -> None:
         )  # fmt: skip
     Console(width=120).print(table)
     for name in given.models:
-        own = [row for row in rows if row["model"] == name]
+        rows_of_model = [row for row in rows if row["model"] == name]
+        first, num_sizes = rows_of_model[0], len(rows_of_model)
         print(
-            f"{name}: {own[0]['measured_in_s']:.0f} s for {len(own)} micro-batch sizes, {own[0]['layers']} layers of "
-            f"{own[0]['kinds']} kinds"
+            f"{name}: {first['measured_in_s']:.0f} s for {num_sizes} micro-batch sizes, {first['layers']} layers of "
+            f"{first['kinds']} kinds"
         )
 
 

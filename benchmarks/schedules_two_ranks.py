@@ -1,11 +1,11 @@
-"""Every named schedule and a searched order on two CPU ranks: does the judge rank them as reality does?
+"""Every named schedule and a searched order on two CPU ranks: does the simulator rank them as measurements do?
 
     python benchmarks/schedules_two_ranks.py FOLDER [--minibatch-size 32] [--microbatch-size 8] [--minutes 4]
 
-VGG-16 on 64x64 images, one thread a rank. Each schedule runs the best cut for it. The folder keeps the profile, the
-link, and what was measured: each call measures on, those first that were measured least, until its minutes are over,
-and prints what all calls have found. Figures are medians over the runs of a schedule of each run's typical step.
-Kendall's tau is 1 where both orders agree, -1 where they are opposite.
+VGG-16 on 64x64 images, one thread per rank. Each schedule runs with its best cut. The folder keeps the profile, the
+link and the measurements: each call adds measurements for its minutes, first of the schedules with the fewest runs,
+and prints the results of all calls. Figures are medians over a schedule's runs of each run's typical step.
+Kendall's tau is 1 if both orders agree, -1 if they are opposite.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def inputs(folder: Path, microbatch_size: int) -> tuple[ModelProfile, Cluster]:
 
 def report(plans: dict[str, bapipe.Plan], measured: dict[str, list[int]]) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for column in ("schedule", "runs", "predicted ms", "measured ms", "least", "most", "error"):
+    for column in ("schedule", "runs", "predicted ms", "measured ms", "min", "max", "error"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     pairs = []
     for name, times in sorted(measured.items(), key=lambda item: median(item[1])):

@@ -2,11 +2,11 @@
 
     python benchmarks/searched_orders.py [--ranks 8] [--microbatches 16] [--instances 10] [--effort 40] [--costs uneven]
 
-Random pipelines of one stage a rank, whose ranks may hold min(p, m) + 2 stashes beside their receive buffers.
+Random pipelines with one stage per rank; a rank has memory for min(p, m) + 2 stashes besides its receive buffers.
 `--costs even`: F, I and W of each stage lie within the spread around 10 ms, and transfers take 1 to 5 % of that, as
 activations of a few MB do between hosts. `--costs uneven`: F is log-normal around 10 ms with the spread as its sigma, I
 takes 0.7 to 1.3 and W 0.4 to 1.3 times as long, and the transfers of a cut take 1 to 20 % of 10 ms.
-What is simulated here is the judge's; no process runs.
+All times are simulated; no process runs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MS = 10**6
 
 
 def even(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], Cluster]:
-    """Stages of 100 bytes a stash, and ranks in a row; a transfer takes its latency."""
+    """Stages with stashes of 100 bytes, and ranks in a row; a transfer takes its latency."""
 
     def around() -> int:
         return round(10 * MS * random.uniform(1 - spread, 1 + spread))
@@ -46,7 +46,7 @@ def even(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], Cl
 
 
 def uneven(random: Random, num_ranks: int, spread: float) -> tuple[list[Stage], Cluster]:
-    """Stages of 100 bytes a stash, and ranks in a row; a transfer takes a nanosecond a byte."""
+    """Stages with stashes of 100 bytes, and ranks in a row; a transfer takes one nanosecond per byte."""
     stages = []
     for _ in range(num_ranks):
         f = 10 * MS * random.lognormvariate(0, spread)
@@ -111,8 +111,8 @@ def main() -> None:
     console = Console(width=100)
     console.print(table)
     console.print(
-        f"gain: mean {mean(gains):.1%}, least {min(gains):.1%}, most {max(gains):.1%}; gap: mean {mean(gaps):.2%}, "
-        f"most {max(gaps):.2%}; seconds: mean {mean(seconds):.1f}, most {max(seconds):.1f}"
+        f"gain: mean {mean(gains):.1%}, min {min(gains):.1%}, max {max(gains):.1%}; gap: mean {mean(gaps):.2%}, "
+        f"max {max(gaps):.2%}; seconds: mean {mean(seconds):.1f}, max {max(seconds):.1f}"
     )
 
 

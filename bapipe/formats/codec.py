@@ -107,7 +107,7 @@ def _text(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file of another kind; raises BapipeError where there is none."""
+    """Returns the text of a file of another kind; raises BapipeError if it cannot be read."""
     try:
         return _text(path).decode()
     except UnicodeDecodeError:
@@ -128,7 +128,7 @@ def write(path: Path, value: File) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises BapipeError where `path` could not be written, before hours of work find out."""
+    """Raises BapipeError if `path` could not be written, before hours of work are lost."""
     if path.is_dir():
         raise BapipeError(f"{path}: cannot be written: it is a folder")
     if not path.parent.is_dir():

@@ -109,7 +109,7 @@ def parse_constraints(texts: Sequence[str]) -> Constraints:
 
 
 def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluster) -> None:
-    """Raises BapipeError where constraints name what is not there, or contradict one another."""
+    """Raises BapipeError if constraints name unknown layers or devices, or contradict one another."""
     names = [layer.name for layer in profile.layers]
     for name in [name for pair in (*rules.together, *rules.separate) for name in pair] + [name for name, _ in rules.on]:
         if name not in names:

@@ -41,11 +41,11 @@ def groupings(profiles: Profiles, cluster: Cluster) -> tuple[Grouping, ...]:
     if isinstance(profiles, Mapping):
         return (_grouping(profiles, cluster),)
     of_kind = _by_threads(listed(profiles))
-    own = {kind: known[min(known)] for kind, known in of_kind.items()}
-    found = [_grouping(own, cluster)]
+    finest = {kind: known[min(known)] for kind, known in of_kind.items()}
+    found = [_grouping(finest, cluster)]
     for kind, known in of_kind.items():
         for num in sorted(known)[1:]:
-            found.append(_grouping({**own, kind: known[num]}, _merge_devices(cluster, kind, num, min(known))))
+            found.append(_grouping({**finest, kind: known[num]}, _merge_devices(cluster, kind, num, min(known))))
     return tuple(found)
 
 
@@ -105,7 +105,7 @@ def _grouping(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Groupin
 
 
 def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) -> Cluster:
-    """Returns the cluster with devices of a kind taken together, as many as have so many threads, host by host."""
+    """Returns the cluster with devices of a kind merged, host by host, into devices of this many threads."""
     num, rest = divmod(threads, own_threads)
     hosts = {device.host for device in cluster.devices if device.kind == kind}
     cores = {host: sum(d.kind == kind and d.host == host for d in cluster.devices) for host in hosts}
@@ -125,8 +125,10 @@ def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) 
 def _merged(cluster: Cluster, kind: str, num: int) -> Iterator[Device]:
     groups: dict[str, tuple[Device, ...]] = {}
     for host in dict.fromkeys(device.host for device in cluster.devices):
-        own = [device for device in cluster.devices if device.kind == kind and device.host == host]
-        groups |= {own[i].name: tuple(own[i : i + num]) for i in range(0, len(own), num)}
+        devices_of_host = [device for device in cluster.devices if device.kind == kind and device.host == host]
+        groups |= {
+            devices_of_host[i].name: tuple(devices_of_host[i : i + num]) for i in range(0, len(devices_of_host), num)
+        }
     for device in cluster.devices:
         if device.kind != kind:
             yield device

@@ -13,7 +13,7 @@ Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
 """One profile, several for different device kinds, or profiles by kind."""
 
 ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
-"""About what gloo reaches over loopback at 1 to 10 MB on a small machine; for plans made where no link was measured."""
+"""About what gloo reaches over loopback at 1 to 10 MB on a small machine; for plans without a measured link."""
 
 
 def listed(profiles: Profiles) -> tuple[ModelProfile, ...]:

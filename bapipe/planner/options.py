@@ -9,14 +9,14 @@ from bapipe.formats.plan import Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What a user fixes or allows, beside the profiles and the cluster.
+    """What a user fixes or allows, besides the profiles and the cluster.
 
     Attributes:
         schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
-            searched for a faster one, starting from the named schedules (all of one stage a device where no other is
+            searched for a faster one, starting from the named schedules (all with one stage per device if no other is
             given); stages then have one device each.
         num_stages, microbatch_size: fixed if given.
-        memory_limit_bytes: a limit on the bytes of every device, beside its own memory.
+        memory_limit_bytes: a limit on the bytes of every device, besides its memory.
         memory_margin: the share of the memory to leave free.
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.

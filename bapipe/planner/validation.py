@@ -56,7 +56,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
 
 
 def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
-    """Raises InvalidFile where figures are too large to add up over a step."""
+    """Raises InvalidFile if figures are too large to add up over a step."""
     figures = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
     for i, measurement in enumerate(profile.measurements):
         for name in figures:
@@ -70,7 +70,7 @@ def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
 
 
 def _check_connected(profile: ModelProfile) -> None:
-    """Raises InvalidFile where layers have nothing to do with the others: no tensor, no parameters, no model input."""
+    """Raises InvalidFile if layers have nothing to do with the others: no tensor, no parameters, no model input."""
     place = {layer.name: i for i, layer in enumerate(profile.layers)}
     joined = [(i, *(place[other] for other in layer.shares)) for i, layer in enumerate(profile.layers)]
     users: dict[str, list[int]] = {}
@@ -81,12 +81,12 @@ def _check_connected(profile: ModelProfile) -> None:
 
 
 def _check_links(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
-    """Raises InvalidFile where a link would take years for a step."""
+    """Raises InvalidFile if a link would take years for a step."""
     if len(cluster.devices) == 1:
         return
     named: list[tuple[str, Bandwidth]] = [("$.intra_host", cluster.intra_host), ("$.inter_host", cluster.inter_host)]
-    for i, own in enumerate(cluster.links):
-        named.append((f"$.links[{i}]", Bandwidth(bytes_per_s=own.bytes_per_s, latency_ns=own.latency_ns)))
+    for i, named_link in enumerate(cluster.links):
+        named.append((f"$.links[{i}]", Bandwidth(bytes_per_s=named_link.bytes_per_s, latency_ns=named_link.latency_ns)))
     sums = [
         sum(num_bytes for layer in m.layers for num_bytes in layer.output_bytes) // m.microbatch_size + 1
         for profile in profiles.values()
@@ -110,16 +110,16 @@ def _check_sum(
 ) -> None:
     known = [0 if value is msgspec.UNSET else value for value in values]
     if sum(known) * minibatch_size >= MAX_TOTAL:
-        most = max(known)
+        largest = max(known)
         raise InvalidFile(
-            f"the profile of {profile.model} on {profile.device.kind}: {most:,} is too much to add up over a "
+            f"the profile of {profile.model} on {profile.device.kind}: {largest:,} is too much to add up over a "
             f"mini-batch of {minibatch_size}; check the unit",
-            f"{where}[{known.index(most)}].{name}",
+            f"{where}[{known.index(largest)}].{name}",
         )
 
 
 def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> None:
-    """Raises BapipeError where a device would take years."""
+    """Raises BapipeError if a device would take years."""
     last = profile.measurements[-1]
     step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
     if step_ns / device.speed >= MAX_TOTAL:

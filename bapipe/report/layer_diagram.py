@@ -25,7 +25,7 @@ class LayerRow:
     """A layer and the cut after it.
 
     Attributes:
-        rails: one character for each lane of tensors alive beside the layer.
+        rails: one character for each lane of tensors alive next to the layer.
         lanes: the tensor in each lane after the layer, None if the lane is free.
         forward_backward_ns: F + B of the layer.
         cut_bytes: bytes of the tensors that cross a cut after the layer, for one micro-batch.

@@ -59,7 +59,7 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Returns the plan beside other strategies that train the same mini-batch."""
+    """Returns the plan compared with other strategies that train the same mini-batch."""
     table = empty_table("alternatives", "strategy", "ms per step>", "samples/s>", "peak MiB>", "against this plan")
     peak = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
     rows = [

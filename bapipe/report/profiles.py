@@ -45,7 +45,7 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
 
 
 def shape_table(profile: ModelProfile) -> Table:
-    """Returns the bytes that cross a cut after each layer, beside the rails of the tensors that are alive there."""
+    """Returns the bytes that cross a cut after each layer, next to the rails of the tensors that are alive there."""
     size = max(m.microbatch_size for m in profile.measurements)
     rows = layer_diagram.layer_rows(profile)
     max_cut_bytes = max(row.cut_bytes for row in rows)

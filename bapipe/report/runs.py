@@ -1,4 +1,4 @@
-"""A training run: losses, evaluations, and its measurements beside the prediction."""
+"""A training run: losses, evaluations, and its measurements compared with the prediction."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from bapipe.runtime.train_result import Evaluation, TrainResult
 
 
 def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
-    """Yields the losses of a run, and its prediction beside its measurements."""
+    """Yields the losses of a run, and its measurements compared with the prediction."""
     yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
     if result.evaluations:
         first, last = result.evaluations[0], result.evaluations[-1]

@@ -54,7 +54,7 @@ def memory_legend() -> list[tuple[str, str]]:
 
 
 def gantt_svg(timeline: Timeline) -> str:
-    """Returns a row for each rank that works, two if it runs F beside B, and a row for each stage's all-reduces."""
+    """Returns a row per rank that works, two if it runs F and B side by side, and one per stage with all-reduces."""
     x = _scale(timeline)
     shapes: list[str] = []
     middle_of_rank: dict[int, float] = {}  # where the lines of transfers begin and end
@@ -81,7 +81,7 @@ def gantt_svg(timeline: Timeline) -> str:
             if sync.stage == stage
         ]
         y += ROW_HEIGHT + GAP
-    # Transfers first: what comes later is drawn on top of them.
+    # Transfers first: later elements are drawn on top of them.
     return _svg([*transfers, *shapes, *_axis(timeline, x, y)], y + AXIS_HEIGHT)
 
 
@@ -142,7 +142,7 @@ def _memory_bands(memory: Sequence[Memory], times: Sequence[float], y: float, ma
     """Yields the bands of one chart whose base line is at `y`, each on top of the one before.
 
     Args:
-        memory: what is in use from each of `times` to the next; one fewer than `times`.
+        memory: bytes in use from each of `times` to the next; one fewer than `times`.
     """
     base = [0.0] * len(memory)
     for band, colour in MEMORY_COLOURS.items():

@@ -208,7 +208,7 @@ class ScheduleExecutor:
         return recompute
 
     def _wrap_forward(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
-        """Adds the inputs that a later stage loads, which torch would pass to all stages alike; and times F."""
+        """Adds the inputs that a later stage loads, which torch would pass to all stages; and times F."""
         original = torch_stage.forward_one_chunk
 
         def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:

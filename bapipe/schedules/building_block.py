@@ -1,4 +1,4 @@
-"""V-shaped schedules from a building block: when one micro-batch runs where, the next one running six slots later.
+"""V-shaped schedules from a building block: the slots of one micro-batch, repeated six slots later for the next.
 
 A block is drawn in slots of equal F, I and W (Qi et al. 2024, arXiv:2405.15362). Micro-batch 0 on two ranks of two
 stages each, one slot from rank to rank:
@@ -20,7 +20,7 @@ PERIOD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The shape of one micro-batch's way: F down the V and back up, then I down and back up.
+    """The shape of one micro-batch's path: F down the V and back up, then I down and back up.
 
     The slots of each rank must differ modulo `PERIOD`, so that all micro-batches fit together.
 
@@ -51,7 +51,7 @@ def v_shaped(num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
     """
     last = 2 * num_ranks - 1
     planned = [_repeat(rank, last - rank, num_microbatches, block.slots(rank, num_ranks)) for rank in range(num_ranks)]
-    limit = max(_most_in_flight(actions) for actions in planned)
+    limit = max(_max_in_flight(actions) for actions in planned)
     return Schedule(
         devices=tuple((min(s, last - s),) for s in range(2 * num_ranks)),
         num_microbatches=num_microbatches,
@@ -60,7 +60,7 @@ def v_shaped(num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
 
 
 def _repeat(first: int, second: int, num_microbatches: int, slots: Sequence[int]) -> list[Action]:
-    """The actions of a rank in the order of their slots; each W in the next empty slot after its I, oldest first."""
+    """Returns a rank's actions in the order of their slots; each W in the next empty slot after its I, oldest first."""
     f, i = Phase.FORWARD, Phase.INPUT_GRAD
     steps = list(zip(slots, [(first, f), (second, f), (second, i), (first, i)], strict=True))
     at = {slot + PERIOD * m: Action(*step, m) for slot, step in steps for m in range(num_microbatches)}
@@ -77,17 +77,17 @@ def _repeat(first: int, second: int, num_microbatches: int, slots: Sequence[int]
     return [*order, *waiting]
 
 
-def _most_in_flight(order: Sequence[Action]) -> int:
-    held = most = 0
+def _max_in_flight(order: Sequence[Action]) -> int:
+    in_flight = peak = 0
     for action in order:
-        held += action.phase is Phase.FORWARD
-        most = max(most, held)
-        held -= action.phase is Phase.WEIGHT_GRAD
-    return most
+        in_flight += action.phase is Phase.FORWARD
+        peak = max(peak, in_flight)
+        in_flight -= action.phase is Phase.WEIGHT_GRAD
+    return peak
 
 
 def _squeeze(planned: Sequence[Sequence[Action]], limit: int, last: int) -> tuple[tuple[Action, ...], ...]:
-    """Runs all ranks slot by slot, in the planned order but for what can fill the start and the end.
+    """Runs all ranks slot by slot, in the planned order, except for those that fill idle slots at the start and end.
 
     A rank that waits runs one of its first `limit` forwards if one is ready: they fit in memory whatever the order.
     A rank without forwards runs any I that is ready, else any W.
@@ -111,7 +111,7 @@ def _squeeze(planned: Sequence[Sequence[Action]], limit: int, last: int) -> tupl
 
 
 def _choose(todo: Sequence[Action], early: Sequence[Action], done: set[Action], last: int) -> Action | None:
-    """What a rank runs in this slot; None if it waits."""
+    """Returns the action that a rank runs in this slot; None if it waits."""
     if any(action.phase is Phase.FORWARD for action in todo):
         candidates = [*todo[:1], *early]
     else:

@@ -1,6 +1,6 @@
 """The schedule as data: which device runs which action in which order.
 
-Compute only. Transfers follow from the order and from where the stages are, so they are never stored.
+Compute only. Transfers follow from the order and the ranks of the stages, so they are never stored.
 The text of an action (`2F0`: stage 2, forward, micro-batch 0) is the one torch uses.
 """
 
@@ -38,10 +38,10 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Returns the action that `text`, such as `2F0`, stands for.
+    """Returns the action that `text`, such as `2F0`, denotes.
 
     Raises:
-        InvalidSchedule: it stands for none.
+        InvalidSchedule: it denotes none.
     """
     match = _ACTION.fullmatch(text)
     if match is None:
@@ -75,7 +75,7 @@ class Schedule:
 
 @lru_cache(maxsize=1 << 14)
 def dependencies(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Returns what must end before an action can start: groups of actions, of each of which one must have ended.
+    """Returns groups of actions; an action can start when one action of each group has ended.
 
     F waits for F of the stage before. B and I wait for their own F, and for B or I of the stage after. W waits for I.
     The first of these is the one on the same stage.
@@ -85,11 +85,11 @@ def dependencies(action: Action, num_stages: int) -> tuple[tuple[Action, ...], .
         return ((Action(stage - 1, phase, microbatch),),) if stage > 0 else ()
     if phase is Phase.WEIGHT_GRAD:
         return ((Action(stage, Phase.INPUT_GRAD, microbatch),),)
-    own_forward = (Action(stage, Phase.FORWARD, microbatch),)
+    same_stage_forward = (Action(stage, Phase.FORWARD, microbatch),)
     if stage == num_stages - 1:
-        return (own_forward,)
+        return (same_stage_forward,)
     later = (Action(stage + 1, Phase.BACKWARD, microbatch), Action(stage + 1, Phase.INPUT_GRAD, microbatch))
-    return own_forward, later
+    return same_stage_forward, later
 
 
 def is_ready(action: Action, num_stages: int, done: AbstractSet[Action]) -> bool:
@@ -98,7 +98,7 @@ def is_ready(action: Action, num_stages: int, done: AbstractSet[Action]) -> bool
 
 
 def check(schedule: Schedule) -> None:
-    """Raises InvalidSchedule unless the table is complete and every action is where it belongs.
+    """Raises InvalidSchedule unless the table is complete and every action is on its rank, in a legal order.
 
     Complete: every stage does F and then B (or I and then W) of every micro-batch once. The last stage does its F in
     ascending micro-batch order on each of its devices, because torch's runtime finds losses by their order of arrival.
@@ -111,8 +111,8 @@ def check(schedule: Schedule) -> None:
 def _is_legal(schedule: Schedule) -> bool:
     """Returns whether `check` passes, in one pass over the actions.
 
-    The state of a micro-batch on a stage is 0 at first, 1 after F, 2 after I, and 3 after B or W. That states follow
-    one another so is what `dependencies` says of one stage.
+    The state of a micro-batch on a stage is 0 at first, 1 after F, 2 after I, and 3 after B or W. This order of
+    states is the rule of `dependencies` for one stage.
     """
     num, last, devices = schedule.num_microbatches, schedule.num_stages - 1, schedule.devices
     state_before = dict(zip(Phase, (0, 1, 1, 2), strict=True))

@@ -39,7 +39,7 @@ def trace(
             keep their defaults. Without examples every argument is an input, only torch.fx is tried, and sizes cannot
             be used across a cut.
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
-        operator_layers: makes each operator outside modules a layer, named `op:` and the operator.
+        operator_layers: whether each operator outside modules is a layer, named `op:` and the operator.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, or returns values that are not tensors.

@@ -14,7 +14,7 @@ class TracedLayer:
     """A layer: one call of a module and the operators attached to it.
 
     Attributes:
-        name: path of the module, `path#2` where it is called a second time.
+        name: path of the module, `path#2` if it is called a second time.
         kind: class of the module.
         inputs, outputs: names of the tensors that enter and that other layers, or the caller, use.
     """

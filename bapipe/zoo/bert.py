@@ -17,8 +17,8 @@ _DROPOUT = 0.1
 class BERT(nn.Module):
     """Maps tokens [n, length], the segment 0 or 1 of each, and which are words, to scores [n, length, vocabulary_size].
 
-    It has the head that restores words, and not the one that judges whether two sentences follow one another, nor the
-    pooling layer which only that one uses. The output weights are those of the embedding.
+    It has the head that restores masked words, not the one that predicts whether a sentence follows another, nor the
+    pooling layer that only the latter uses. The output weights are those of the embedding.
     """
 
     def __init__(

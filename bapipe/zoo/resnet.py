@@ -17,7 +17,7 @@ _EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """Convolutions 1 x 1, 3 x 3, 1 x 1 beside a shortcut; the 3 x 3 one strides, as in torchvision (ResNet v1.5)."""
+    """Convolutions 1 x 1, 3 x 3, 1 x 1 with a shortcut; the 3 x 3 one strides, as in torchvision (ResNet v1.5)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

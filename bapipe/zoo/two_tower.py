@@ -85,7 +85,7 @@ def two_tower(
     """Returns a model of two towers of `num_layers` transformer blocks each, which learns to answer questions.
 
     The loss is the cross entropy of the answers. One that contrasts pictures with the texts of others would depend on
-    what else is in a micro-batch, and so not be that of the mini-batch.
+    the other samples of a micro-batch, and so differ from that of the mini-batch.
 
     Raises:
         ValueError: heads that do not divide the hidden size, patches that do not divide the image, or a length that

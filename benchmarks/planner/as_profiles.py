@@ -1,10 +1,10 @@
-"""Third-party workloads as profiles, so that bapipe's judge can time any plan of them.
+"""Third-party workloads as profiles, so that bapipe's simulator can time any plan of them.
 
-PipeDream's files say F and B of every layer, and are read as `bapipe import` reads them. The graphs of dnn-partitioning
+PipeDream's files have F and B of each layer, and are read as `bapipe import` reads them. The graphs of dnn-partitioning
 say which nodes are a forward's and which a backward's, and how long a transfer takes. Nodes that must share a device
 are a layer, together with those after it whose forward shares no tensor with any. Transfers take what the file says at
 1 GB/s (in LayerGraphs, which give seconds beside milliseconds, 1,000 times as much), and what a node holds stands for
-its parameters. Graphs of inference have no backward. Piper's file says F + B of a sample on one device, of which a
+its parameters. Graphs of inference have no backward. Piper's file has F + B per sample on one device, of which a
 third is taken as F, and the bytes of every transfer.
 """
 

@@ -134,7 +134,7 @@ def joined(workload: Workload, groups: Iterable[Sequence[int]]) -> Workload:
 def reduced(workload: Workload, limit: float) -> Workload:
     """Returns the workload with nodes joined that a best plan below the limit can keep together.
 
-    - A tensor that takes longer than the limit is never cut where at most one end is a CPU.
+    - A tensor that takes longer than the limit is never cut if at most one end is a CPU.
     - A node v whose only predecessor (or only successor) is u moves to u's stage: that stage gains v's compute and the
       tensors v shares with others, and loses those that only u and v see. Where this is no gain for the stage it moves
       to, it is none for any other stage either.
@@ -296,7 +296,7 @@ def membership(boundaries: Sequence[int], num_nodes: int) -> Any:
 
 
 def solve(workload: Workload) -> Answer:
-    """Returns the best contiguous split, proven wherever there are at most `MAX_DOWNSETS` downsets.
+    """Returns the best contiguous split, proven if there are at most `MAX_DOWNSETS` downsets.
 
     First over the cuts of a depth-first order; then over all downsets, for one that is better.
     """

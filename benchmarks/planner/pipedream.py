@@ -194,7 +194,7 @@ class Pipelines:
 
 
 def solve(workload: Workload, num_devices: int, bytes_per_s: float) -> Answer:
-    """Returns the plan of least time, over all downsets where there are at most `MAX_DOWNSETS`."""
+    """Returns the fastest plan, over all downsets if there are at most `MAX_DOWNSETS`."""
     order = prefixes(depth_first_order(workload.graph))
     pipelines = Pipelines(workload, order, num_devices, bytes_per_s)
     total = sum(workload.compute_s)

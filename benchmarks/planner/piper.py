@@ -1,12 +1,12 @@
-"""Piper's objective (Tarnawski et al. 2021): seconds a sample of the slowest stage, tensor-parallel options, memory.
+"""Piper's objective (Tarnawski et al. 2021): seconds per sample of the slowest stage, tensor-parallel options, memory.
 
 A stage of d replicas on t devices each takes (edges / d + 4 (d-1) parameters / (d N)) / bandwidth + compute / d. Its
 devices hold A y + B bytes for y = ceil(replicas of this and later stages / d) micro-batches in flight. Every node runs
 as it is, or recomputes its activations: more time, another A and B.
 
-For a limit, of all ways to run what follows a boundary those count that no other beats in both devices and replicas:
-the more replicas, the more micro-batches are in flight before them. A table of the fewest devices for each number of
-replicas holds them.
+For a limit, among all plans of the nodes after a boundary, only the Pareto front in devices and replicas counts:
+the more replicas, the more micro-batches are in flight before them. It is a table of the minimal number of devices for
+each number of replicas.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ from bapipe.graph.layer_graph import Graph
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
 GROWTH = (1.03, 1.1, 1.3, 1.5, 2.0, 16.0, 4096.0)
-"""By what the limit is raised, one after another, until a plan is below it."""
+"""Factors by which the limit is raised, one after another, until a plan is below it."""
 
 NEAR = 1.002
-"""The interval is halved until a plan is so near its lower end; then the next one need only be better."""
+"""The interval is halved until a plan is this close to its lower end; then the next one need only be better."""
 
 MANY = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Devices, bytes each may hold, micro-batches in a batch, and bytes a second."""
+    """Devices, memory per device, micro-batches in a batch, and bytes per second."""
 
     num_devices: int
     memory: float
@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plan found, None where nothing fits, and a time that none is below."""
+    """The best plan found, None if nothing fits, and a lower bound of the time."""
 
     seconds: float
     bound: float
@@ -267,7 +267,7 @@ def _recomputed(stages: Stages, degree: int, stage: int, flight: int) -> set[int
 
 
 def solve(workload: Workload, setting: Setting) -> Answer | None:
-    """Returns the plan of least time, proven; None where nothing fits."""
+    """Returns the fastest plan, proven; None if nothing fits."""
     stages = Stages(workload, setting)
     bound = float(stages.work[-1]) / setting.num_devices
     best, after = None, np.zeros(len(stages.sets), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""How much slower a step is under a simpler rule's cuts than under the best known ones, by the judge.
+"""How much slower a simulated step is with a simpler rule's cuts than with the best known ones.
 
     python -m benchmarks.planner.regret FOLDER
 
@@ -6,15 +6,15 @@ FOLDER holds the workloads that `benchmarks.planner` names; `benchmarks.planner.
 Each is cut into 2, 4 and 8 stages for 1F1B with 8 micro-batches, PipeDream's models over links of 1 and of 12 GB/s, the
 others over links as their files say, by
 
-    even layers         as many layers a stage
-    equal parameters    the least largest number of parameters
-    min-max time        the least largest F + B, transfers left out; also the least sum(F + B) + (M-1) max(F + B)
-    min-max with cuts   the least largest of F + B and the transfers, there and back, at either end
-    1F1B-AS, ...        the least value of a closed form for equal stages, taken at the largest F + B and the largest
+    even layers         equal numbers of layers per stage
+    equal parameters    the smallest maximum number of parameters
+    min-max time        the smallest max F + B, transfers left out; also the minimum of sum(F + B) + (M-1) max(F + B)
+    min-max with cuts   the smallest maximum of F + B and of the transfers, there and back, at either end
+    1F1B-AS, ...        the minimum of a closed form for equal stages, taken at the largest F + B and the largest
                         one-way transfer SR: BaPipe's 1F1B-AS (M+N-1)(F+B), 1F1B-SO and 1F1B-SNO, which add
                         2SR(N-1) and 2SR(N+M-2-ceil((M-1)/N)); GPipe's sum f + (M-1) max f + sum b + (M-1) max b
 
-Regret is step time / best known step time - 1; the best known is the least of bapipe's plan for as many stages, whose
+Regret is step time / best known step time - 1; the best known is the minimum of bapipe's plan for as many stages, whose
 gap to its bound is in the table, and of every rule. The rules cut the layers in the order of the file.
 """
 
@@ -46,11 +46,11 @@ from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 
 MICROBATCHES = NUM_MICROBATCHES
 
-MOST_SECONDS = 5.0
-"""How long a plan is searched for; most take far less, and the others say their gap."""
+MAX_SECONDS = 5.0
+"""Time limit of a search; most take far less, and the table has the gaps of the others."""
 
-MOST_TRIED = 64
-"""About how many values the largest F of GPipe's form is tried at, evenly among all those that it may have."""
+MAX_TRIED = 64
+"""About how many values of max f are tried for GPipe's closed form, evenly among all possible ones."""
 
 Edges = Sequence[int]
 """(0, ..., number of layers): stage s holds the layers edges[s] to edges[s+1], the last one left out."""
@@ -63,7 +63,7 @@ def cluster(num_devices: int, gigabytes: float) -> Cluster:
 
 
 def step_ns(profile: ModelProfile, where: Cluster, edges: Edges) -> int:
-    """Returns what the judge says of 1F1B with these cuts."""
+    """Returns the simulated step time of 1F1B with these cuts."""
     stages = [
         StagePlan(layers=tuple(layer.name for layer in profile.layers[a:b]), devices=(device.name,))
         for (a, b), device in zip(pairwise(edges), where.devices, strict=True)
@@ -72,8 +72,8 @@ def step_ns(profile: ModelProfile, where: Cluster, edges: Edges) -> int:
     return simulate_schedule(SCHEDULES["1f1b"](len(stages), MICROBATCHES), costs, where).step_ns
 
 
-def least_largest(costs: Any, num_stages: int) -> tuple[float, Edges]:
-    """Returns the cuts with the least largest cost, and that cost; `costs[a, b]` is that of the layers a to b."""
+def min_max_cuts(costs: Any, num_stages: int) -> tuple[float, Edges]:
+    """Returns the cuts with the smallest maximum cost, and that cost; `costs[a, b]` is that of the layers a to b."""
     best, origin = costs[0].copy(), []
     for _ in range(num_stages - 1):
         table = np.maximum(best[:, None], costs)
@@ -86,7 +86,7 @@ def least_largest(costs: Any, num_stages: int) -> tuple[float, Edges]:
 
 
 class Line:
-    """A profile's layers in a line: what lies between any two of them, in nanoseconds; infinite where nothing does."""
+    """A profile's layers in a line: the costs of every interval of them, in nanoseconds; infinite if it is empty."""
 
     def __init__(self, profile: ModelProfile, link: Bandwidth) -> None:
         count = len(profile.layers)
@@ -110,53 +110,53 @@ def even_layers(line: Line, num_stages: int) -> Edges:
 
 
 def equal_parameters(line: Line, num_stages: int) -> Edges:
-    return least_largest(line.params, num_stages)[1]
+    return min_max_cuts(line.params, num_stages)[1]
 
 
 def min_max_time(line: Line, num_stages: int) -> Edges:
-    return least_largest(line.f + line.b, num_stages)[1]
+    return min_max_cuts(line.f + line.b, num_stages)[1]
 
 
 def min_max_with_cuts(line: Line, num_stages: int) -> Edges:
     ends = np.maximum(line.sent, line.back)
-    return least_largest(np.maximum(line.f + line.b, np.maximum(ends[:, None], ends[None, :])), num_stages)[1]
+    return min_max_cuts(np.maximum(line.f + line.b, np.maximum(ends[:, None], ends[None, :])), num_stages)[1]
 
 
 def closed_form(work: int, transfers: Callable[[int], int]) -> Callable[[Line, int], Edges]:
-    """The least (M+N-work)(F+B) + transfers(N) SR: for each SR, the least largest F + B over cuts that take no more."""
+    """Minimizes (M+N-work)(F+B) + transfers(N) SR: for each SR, the smallest max F + B over cuts with no larger SR."""
 
     def rule(line: Line, num_stages: int) -> Edges:
         times, best = line.f + line.b, (np.inf, even_layers(line, num_stages))
-        turns, moves = MICROBATCHES + num_stages - work, transfers(num_stages)
-        least, edges = least_largest(times, num_stages)
-        if moves == 0:
+        num_rounds, num_transfers = MICROBATCHES + num_stages - work, transfers(num_stages)
+        min_time, edges = min_max_cuts(times, num_stages)
+        if num_transfers == 0:
             return edges
-        for most in np.unique(line.sent):
-            if turns * least + moves * most >= best[0]:
+        for limit in np.unique(line.sent):
+            if num_rounds * min_time + num_transfers * limit >= best[0]:
                 break
-            allowed = line.sent <= most
+            allowed = line.sent <= limit
             costs = np.where(allowed[:, None] & allowed[None, :], times, np.inf)
-            value, edges = least_largest(costs, num_stages)
-            best = min(best, (turns * value + moves * most, edges), key=lambda pair: pair[0])
+            value, edges = min_max_cuts(costs, num_stages)
+            best = min(best, (num_rounds * value + num_transfers * limit, edges), key=lambda pair: pair[0])
         return best[1]
 
     return rule
 
 
 def gpipe_form(line: Line, num_stages: int) -> Edges:
-    """The sums are the same for all cuts: the least max f + max b.
+    """Minimizes max f + max b; the sums are the same for all cuts.
 
-    Its max f lies between the least there is, and what max f may be where max b is least.
+    Its max f lies between the minimum of max f over all cuts and the max f of the cuts with the smallest max b.
     """
-    lowest, edges = least_largest(line.f, num_stages)
-    least_b, edges_of_b = least_largest(line.b, num_stages)
+    lowest, edges = min_max_cuts(line.f, num_stages)
+    least_b, edges_of_b = min_max_cuts(line.b, num_stages)
     highest = max(line.f[a, b] for a, b in pairwise(edges_of_b))
     found = [(highest + least_b, edges_of_b), (lowest + max(line.b[a, b] for a, b in pairwise(edges)), edges)]
     values = np.unique(line.f[(line.f >= lowest) & (line.f <= highest)])
-    for most in values[:: -(-len(values) // MOST_TRIED) or 1]:
-        value, edges = least_largest(np.where(line.f <= most, line.b, np.inf), num_stages)
+    for limit in values[:: -(-len(values) // MAX_TRIED) or 1]:
+        value, edges = min_max_cuts(np.where(line.f <= limit, line.b, np.inf), num_stages)
         if np.isfinite(value):
-            found.append((most + value, edges))
+            found.append((limit + value, edges))
     return min(found, key=lambda pair: pair[0])[1]
 
 
@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def best_plan(profile: ModelProfile, where: Cluster) -> Plan:
-    """Returns bapipe's plan with one stage a device, searched for at most `MOST_SECONDS`."""
+    """Returns bapipe's plan with one stage per device, searched for at most `MAX_SECONDS`."""
     size = profile.microbatch_sizes[0]
     return bapipe.plan(
         profile,
@@ -225,7 +225,7 @@ def best_plan(profile: ModelProfile, where: Cluster) -> Plan:
         schedules=["1f1b"],
         replicas=False,
         recompute=False,
-        time_limit_s=MOST_SECONDS,
+        time_limit_s=MAX_SECONDS,
     )
 
 

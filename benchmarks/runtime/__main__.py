@@ -1,10 +1,10 @@
-"""Plans of bapipe on two CPU ranks beside torch's own ways to train: is the plan kept, and is it the fastest?
+"""Plans of bapipe on two CPU ranks, compared with hand-written torch: is the prediction right, is the plan fastest?
 
     python -m benchmarks.runtime [FOLDER] [--model vgg16 resnet50 gnmt8] [--rounds 4] [--steps 2] [--json FILE]
 
-One thread a rank, except where one process takes both cores. All ways run in the same two processes and take turns,
-several rounds of a few steps; the first step of a turn does not count. Figures are medians over all others, and their
-least and most. The layers are measured first; FOLDER keeps that, and what it holds already is not measured again.
+One thread per rank, unless one process takes both cores. All configurations run alternately in the same two processes,
+several rounds of a few steps; the first step of a round does not count. The table shows the median, the minimum and
+the maximum of all others. The layers are profiled first; profiles that FOLDER already contains are not measured again.
 """
 
 import argparse
@@ -38,23 +38,23 @@ def report(raced: Raced, promised: Promised, found: Outcome, console: Console) -
         title_justify="left",
         box=SIMPLE_HEAD,
     )
-    table.add_column("way")
-    for column in ("predicted ms", "measured ms", "least", "most", "of the promise", "of the fastest"):
+    table.add_column("configuration")
+    for column in ("predicted ms", "measured ms", "min", "max", "predicted / measured", "fastest / this"):
         table.add_column(column, justify="right")
     fastest = min(median(times) for times in found.step_ns.values())
-    for way, times in found.step_ns.items():
-        predicted, measured = promised.step_ns.get(way), median(times)
+    for name, times in found.step_ns.items():
+        predicted, measured = promised.step_ns.get(name), median(times)
         table.add_row(
-            way,
+            name,
             "" if predicted is None else f"{predicted / 1e6:,.0f}",
             *(f"{ns / 1e6:,.0f}" for ns in (measured, min(times), max(times))),
             "" if predicted is None else f"{predicted / measured:.1%}",
             f"{fastest / measured:.1%}",
         )
     console.print(table)
-    for way, plan in promised.plans.items():
-        console.print(f"{way}: {in_words(plan)}", highlight=False)
-    console.print(f"the runtime, torch's included, computes for {found.overhead:.2%} of a step of two stages\n")
+    for name, plan in promised.plans.items():
+        console.print(f"{name}: {in_words(plan)}", highlight=False)
+    console.print(f"the overhead of the runtime, torch's part included, is {found.overhead:.2%} of a two-stage step\n")
 
 
 def figures(promised: Promised, found: Outcome) -> dict[str, object]:

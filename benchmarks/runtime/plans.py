@@ -1,4 +1,4 @@
-"""What bapipe promises for a model: its layers measured, and plans made of them."""
+"""bapipe's plans for a model and their predicted step times: profiles its layers, then plans."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ BY_HAND = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promised:
-    """Plans by the name of their way, and the step time that the judge predicts of every way it knows.
+    """Plans by the name of their configuration, and the predicted step times of all that can be simulated.
 
     Attributes:
-        by_hand: the plan of one stage a rank, which torch's own schedules run too.
+        by_hand: the plan with one stage per rank, which torch's own schedules run too.
     """
 
     plans: dict[str, Plan]
@@ -53,7 +53,7 @@ def promise(raced: Raced, num_ranks: int, folder: Path, tell: Callable[[str], No
         if plan.order != choice.order or plan.stages != choice.stages:
             plans[name] = plan
     step_ns = {name: plan.prediction.step_ns for name, plan in plans.items()}
-    step_ns |= {name: _judged(piped, schedule, one) for name, schedule in BY_HAND.items()}
+    step_ns |= {name: _simulated_step_ns(piped, schedule, one) for name, schedule in BY_HAND.items()}
     return Promised(plans=plans, by_hand=plans.get(PIPELINE, choice), step_ns=step_ns)
 
 
@@ -89,8 +89,8 @@ def _profile(
     return read(path, ModelProfile)
 
 
-def _judged(plan: Plan, schedule: str, profile: ModelProfile) -> int:
-    """Returns what the judge says of a plan's stages under another schedule."""
+def _simulated_step_ns(plan: Plan, schedule: str, profile: ModelProfile) -> int:
+    """Returns the simulated step time of a plan's stages under another schedule."""
     ranks = tuple((rank,) for rank in range(len(plan.stages)))
     table = SCHEDULES[schedule](len(plan.stages), plan.num_microbatches)
     table = distribute_replicas(table, ranks, len(plan.cluster.devices))

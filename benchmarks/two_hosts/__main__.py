@@ -1,12 +1,12 @@
-"""VGG-16 on two hosts: the plan for each link, what it promises and keeps, and by how much it beats data parallelism.
+"""VGG-16 on two hosts: the plan for each link, its predicted and measured step, and its speedup over data parallelism.
 
     python -m benchmarks.two_hosts FOLDER [--links 1gbit 100mbit] [--width 24] [--minibatch-size 32] [--steps 8]
 
 Two network namespaces of this machine are the hosts; `tc` limits the link between them. The cluster is what `bapipe
 cluster --probe` measures under torchrun in both. Data parallelism is run by bapipe and by torch's
-DistributedDataParallel. What FOLDER holds, profile, clusters and step times, is not measured again. Needs root, or says
-why it does nothing. The hosts share this machine's memory, so the layers are measured while a neighbour trains. A new
-connection takes a dozen steps to find the pace of a slow link, so the plan runs five times as many as the others.
+DistributedDataParallel. Profile, clusters and step times in FOLDER are not measured again. Without root it only says
+why it does nothing. The hosts share the machine's memory bandwidth, so layers are profiled with one co-runner. A new
+connection takes a dozen steps to reach the rate of a slow link, so the plan runs five times as many as the others.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Way:
 
 
 def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Plan:
-    """The plan with all layers on both devices, at its best micro-batch size, judged anew."""
+    """The plan with all layers on both devices, at its best micro-batch size, simulated."""
     names = tuple(layer.name for layer in profile.layers)
     devices = tuple(device.name for device in plan.cluster.devices)
     stages = (bapipe.StagePlan(layers=names, devices=devices),)

@@ -1,4 +1,4 @@
-"""The profiles in `profiles/` are whole, and what they hold was measured."""
+"""The profiles in `profiles/` are complete, and their figures are plausible."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ FOLDER = ROOT / "profiles"
 FILES = sorted(FOLDER.rglob("*.json"))
 
 
-def test_there_are_some() -> None:
+def test_the_converted_profiles_are_committed() -> None:
     assert {"v100/vgg16.json", "v100/gnmt8.json"} <= {str(path.relative_to(FOLDER)) for path in FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_they_are_whole(path: Path) -> None:
+def test_every_profile_is_complete(path: Path) -> None:
     profile = codec.read(path, ModelProfile)
     for size in profile.microbatch_sizes:
         layers = profile.at(size)

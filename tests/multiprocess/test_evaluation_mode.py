@@ -58,7 +58,7 @@ def test_a_model_that_is_another_in_evaluation_mode_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_numbers_of_samples_are_refused() -> None:
     module, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), torch.randn(6, 6)
     plan = make_plan([layer.name for layer in trace(module, [x]).layers], (1,), (0, 0), [["0F0", "1F0", "1B0", "0B0"]],
                      6, 1)  # fmt: skip

@@ -97,13 +97,13 @@ def test_a_loss_that_is_no_number_ends_every_rank(seen: dict[str, Any]) -> None:
     assert [text.partition(": ")[2] for text in seen["not_a_number"]] == [said, said]
 
 
-def test_of_the_ranks_of_a_job_one_says_why(seen: dict[str, Any]) -> None:
+def test_one_rank_of_a_job_reports_the_cause(seen: dict[str, Any]) -> None:
     first, second = seen["raised"]
     assert second == "RunFailed: rank 1 (cpu1) failed at step 0: RuntimeError: first line"
     assert first.startswith("RunFailed told: rank 0 (cpu0) lost another rank at step 0: ")
 
 
-def test_under_torchrun_it_comes_back(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
     script, root = Path(__file__).with_name("torchrun_case.py"), ROOT
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -113,7 +113,7 @@ def test_another_optimizer_than_the_profiled_is_refused() -> None:
     )
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_options_are_refused() -> None:
     with pytest.raises(BapipeError, match=r"^torch.optim has no optimizer 'adamm'; did you mean 'adam'\?$"):
         optimizer_factory("adamm", 0.1, {})
     with pytest.raises(

@@ -62,7 +62,7 @@ def join_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_it_goes_on_when_a_rank_is_killed_and_when_a_job_has_fewer_ranks(
+def test_training_continues_if_a_rank_is_killed_or_a_job_has_fewer_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bapipe.torch_device.num_devices", lambda kind: 2)  # also where the tests may use one core only

@@ -125,10 +125,10 @@ def _every_order(s: int, last: bool, num: int) -> list[tuple[Action, ...]]:
     found = set()
     for splits in product([(F, B), (F, I, W)], repeat=num):
         slots = [m for m, phases in enumerate(splits) for _ in phases]
-        for turns in set(permutations(slots)):
+        for sequence in set(permutations(slots)):
             did = [0] * num
             order = []
-            for m in turns:
+            for m in sequence:
                 order.append(Action(s, splits[m][did[m]], m))
                 did[m] += 1
             forwards = [a.microbatch for a in order if a.phase is F]

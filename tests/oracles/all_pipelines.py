@@ -48,7 +48,7 @@ class Answer:
 
 
 def least_step(question: Question, sizes: Sequence[int], schedules: Sequence[str]) -> Answer | None:
-    """Returns the fastest of all pipelines, None where none fits."""
+    """Returns the fastest of all pipelines, None if none fits."""
     overlaps = all(device.overlaps_transfers for device in question.cluster.devices)
     found: list[tuple[int, Any]] = []
     num_pipelines = num_fitting = 0

@@ -559,7 +559,7 @@ def check(simulate):
             got = timeline[key]
             if isinstance(value, list):
                 got, value = sorted(map(tuple, got)), sorted(value)
-            assert got == value, f"{name}: {key}\n  judge {got}\n  hand  {value}"
+            assert got == value, f"{name}: {key}\n  simulated {got}\n  by hand   {value}"
 
 
 if __name__ == "__main__":

@@ -180,16 +180,16 @@ def random_pipeline(random: Random, schedule: str) -> Problem:
     return problem
 
 
-def test_what_fits_a_placement_fits_in_the_simulator() -> None:
+def test_stages_fit_exactly_if_they_fit_in_the_simulator() -> None:
     seen = [0, 0]
     for seed in range(60):
         for problem in random_problems(seed, ["1f1b", "zb-h1", "2f2b"], max_layers=4, splits_badly=seed % 2 == 1):
             for layout in layouts(problem):
-                pieces = problem.lower_bound.costs
+                candidates = problem.lower_bound.costs
                 places = [problem.cuts.index(cut) for cut in layout.cuts]
                 fits = all(
-                    pieces.candidates_from(slot, start).fits[stop - start - 1]
-                    for slot, (start, stop) in zip(layout.placements, pairwise(places), strict=True)
+                    candidates.candidates_from(placement, start).fits[stop - start - 1]
+                    for placement, (start, stop) in zip(layout.placements, pairwise(places), strict=True)
                 )
                 assert fits == all(lack <= 0 for lack in problem.shortfall_bytes(layout).values())
                 seen[fits] += 1

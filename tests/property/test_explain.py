@@ -109,18 +109,18 @@ def test_the_time_balanced_baseline_has_its_stated_step_time(model: str) -> None
         for layer, m in zip(profiles["cuda"].layers, profiles["cuda"].at(plan.microbatch_size), strict=True)
     }
     loads = [sum(measured[name] for name in stage.layers) / len(stage.devices) for stage in other.stages]
-    assert max(loads) == least_largest(list(measured.values()), [len(stage.devices) for stage in plan.stages])
+    assert max(loads) == min_max_load(list(measured.values()), [len(stage.devices) for stage in plan.stages])
     slower = simulate(other, profiles).step_ns / plan.prediction.step_ns - 1
     assert words[3].endswith(f"and a step would be {slower:.1%} slower.")
 
 
-def least_largest(times: list[int], counts: list[int]) -> float:
+def min_max_load(times: list[int], counts: list[int]) -> float:
     if len(counts) == 1:
         return sum(times) / counts[0]
     ends = range(1, len(times) - len(counts) + 2)
     if len(counts) == 2:
         return min(max(sum(times[:end]) / counts[0], sum(times[end:]) / counts[1]) for end in ends)
-    return min(max(sum(times[:end]) / counts[0], least_largest(times[end:], counts[1:])) for end in ends)
+    return min(max(sum(times[:end]) / counts[0], min_max_load(times[end:], counts[1:])) for end in ends)
 
 
 @pytest.mark.parametrize("model", ["vgg16", "resnet50", "gnmt8"])

@@ -260,19 +260,19 @@ def test_too_many_downsets_leave_a_bound_that_holds() -> None:
     assert gaps > 10
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_memory_is_named_if_nothing_fits() -> None:
     random = Random(3)
     profile = random_profile(random, 4, sizes=(1,))
     link = Bandwidth(bytes_per_s=10**9, latency_ns=0)
     device = Device(name="d0", host="h", kind="a", memory_bytes=20)
     cluster = Cluster(devices=(device,), intra_host=link, inter_host=link)
-    held = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers)
+    needed = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers)
     measured = profile.measurements[0].layers
-    held += sum(m.stash_bytes for m in measured) + max(m.workspace_bytes for m in measured)
+    needed += sum(m.stash_bytes for m in measured) + max(m.workspace_bytes for m in measured)
     with pytest.raises(Infeasible) as caught:
         explore_throughput({"a": profile}, cluster, minibatch_size=2, microbatch_sizes=[1], limits=[20])
     assert str(caught.value) == (
-        f"no plan for throughput fits in memory; the closest, with micro-batches of 1, lacks {held - 20:,} bytes on "
+        f"no plan for throughput fits in memory; the closest, with micro-batches of 1, lacks {needed - 20:,} bytes on "
         "each device, which may hold 20. Try more devices, smaller micro-batches, or a smaller mini-batch"
     )
 

@@ -59,7 +59,7 @@ def stashes(schedule: Schedule) -> Sequence[int]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_legal_and_never_below_the_bounds(name: str) -> None:
-    """The judge checks the table; a step holds a rank's work after its first inputs, and a micro-batch's whole way."""
+    """The simulator checks the table; a step is no shorter than a rank's work after its first input, or one micro-batch."""
     for p, m in RANKS_AND_MICROBATCHES:
         schedule = EVERY[name](p, m)
         assert len(schedule.order) == p

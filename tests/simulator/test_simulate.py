@@ -52,7 +52,7 @@ def test_uneven_gpipe_meets_its_closed_form(times: list[tuple[int, int]], m: int
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 @pytest.mark.parametrize("latency", [1, 4])
-def test_small_latencies_add_to_gpipe_once_a_cut(p: int, latency: int) -> None:
+def test_small_latencies_add_to_gpipe_once_per_cut(p: int, latency: int) -> None:
     m, f, b = 2 * p, 100, 100
     timeline = simulate_schedule(gpipe(p, m), equal_stages(p, f, b, send=1), cluster(p, latency))
     assert timeline.step_ns == (m + p - 1) * (f + b) + 2 * (p - 1) * (latency + 1)
@@ -60,8 +60,8 @@ def test_small_latencies_add_to_gpipe_once_a_cut(p: int, latency: int) -> None:
 
 @pytest.mark.parametrize("p", [3, 4, 6])
 @pytest.mark.parametrize("latency", [0, 3])
-def test_small_latencies_add_to_1f1b_between_its_turns(p: int, latency: int) -> None:
-    """c [2(p-1)m/p + 2(p-2)] where p divides m, with c the one-way transfer."""
+def test_small_latencies_add_to_1f1b_by_a_closed_form(p: int, latency: int) -> None:
+    """c [2(p-1)m/p + 2(p-2)] if p divides m, with c the one-way transfer."""
     m, f, b, c = 2 * p, 1000, 1000, latency + 1
     timeline = simulate_schedule(one_f_one_b(p, m), equal_stages(p, f, b, send=1), cluster(p, latency))
     assert timeline.step_ns == (m + p - 1) * (f + b) + c * (2 * (p - 1) * m // p + 2 * (p - 2))

@@ -68,7 +68,7 @@ def test_errors(arguments: dict[str, object], message: str) -> None:
     assert str(error.value) == f"factory '{TWO_TOWER}' failed: ValueError: {message}"
 
 
-def test_questions() -> None:
+def test_synthetic_questions_and_answers() -> None:
     data = visual_questions("synthetic", image_size=8, length=6, num_answers=4)
     assert len(data) == 10_000
     shown = [0, 0]

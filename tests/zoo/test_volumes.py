@@ -231,7 +231,7 @@ def test_unknown_data(shape: tuple[int, ...], real: str) -> None:
     )
 
 
-def test_universes() -> None:
+def test_synthetic_volumes_have_the_mean_of_their_parameters() -> None:
     data = synthetic_volumes("synthetic", volume_size=16)
     assert len(data) == 10_000  # type: ignore[arg-type]
     for index in range(5):

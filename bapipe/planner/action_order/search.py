@@ -45,7 +45,7 @@ class OrderSolution:
     """The best order found, and how good it is.
 
     Attributes:
-        schedule: None where no order fits memory.
+        schedule: None if no order fits memory.
         step_ns: its simulated step time; None without a schedule.
         lower_bound_ns: no legal table that fits is faster, whatever the order of its micro-batches and whether it uses
             B or I and W; None without a schedule.

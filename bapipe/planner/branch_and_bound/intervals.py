@@ -21,7 +21,7 @@ from bapipe.simulator.stage_cost import BUCKET_BYTES
 from bapipe.simulator.tied_weights import TiedWeights
 
 IntArray = NDArray[Any]
-"""Nanoseconds, bytes, counts or numbers: int64, and where a sum could overflow, Python integers."""
+"""Nanoseconds, bytes, counts or numbers: int64, and if a sum could overflow, Python integers."""
 
 BoolArray = NDArray[Any]
 
@@ -152,7 +152,7 @@ class IntervalTimes:
         Args:
             links: those among the devices; a ring is as slow as the slowest.
             full_backward: whether B is the last action, not W.
-            overlapped: whether the links carry a bucket while B or W goes on.
+            overlapped: whether the links carry a bucket while B or W runs.
         """
         intervals = self.intervals
         if (full_backward, overlapped) not in self._bucket_fills:

@@ -41,7 +41,7 @@ MAX_NEIGHBOURS = 800
 """Boundaries of one neighbourhood search, if a graph has more downsets than that."""
 
 MIN_IMPROVEMENT = 0.9998
-"""The neighbourhood search goes on while it lowers the load below this share of what it was."""
+"""The neighbourhood search continues while it lowers the load below this share of the previous one."""
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers, and ranks of the devices."""
@@ -155,7 +155,7 @@ def explore_throughput(
     max_downsets: int = MAX_DOWNSETS,
     max_neighbours: int = MAX_NEIGHBOURS,
 ) -> Solution:
-    """Returns the solution whose most loaded device has the least to do in a step.
+    """Returns the solution with the smallest maximum load of a device in a step.
 
     The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage, every micro-batch
     size given. Layers that share parameters stay together. Its order is 1F1B deep enough to keep every device busy.

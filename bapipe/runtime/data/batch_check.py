@@ -1,4 +1,4 @@
-"""What a rank is given for a mini-batch, checked against what its stages expect."""
+"""Checks the tensors that a rank is given for a mini-batch against those that its stages expect."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

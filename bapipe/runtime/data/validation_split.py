@@ -10,7 +10,7 @@ from bapipe.runtime.materialize import layer_seed
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
 
 _ITEMS_PER_HELD_OUT_ITEM = 10
-"""One item out of this many is held out of data that has no `held_out`."""
+"""One in this many items is held out for evaluation, if the data set has no `held_out`."""
 
 
 def hold_out(

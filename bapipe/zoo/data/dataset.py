@@ -74,7 +74,7 @@ class PipelineDataset(Dataset[Item]):
 
 
 class WrappedDataset(PipelineDataset[Any]):
-    """A data set that does what another does; subclasses change some of it."""
+    """A data set that delegates to another; subclasses override some methods."""
 
     def __init__(self, dataset: PipelineDataset[Any]) -> None:
         self.dataset = dataset

@@ -44,8 +44,8 @@ def images(spec: str, *, image_size: int, num_classes: int) -> Images:
     """Returns pairs of a normalised image [3, image_size, image_size] and its class, an int64 scalar.
 
     `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (made up, the same everywhere), or a
-    folder with one subfolder of images a class, classes in the order of their names. A folder with a `train` and a
-    `val` folder of this kind has what is in `val` as its `held_out`. Either part of a pair can be had alone, see
+    folder with one subfolder of images per class, classes in the order of their names. In a folder with a `train` and a
+    `val` folder of this kind, the images in `val` are its `held_out`. Either part of a pair can be loaded alone, see
     `bapipe.zoo.example.Example`.
 
     Raises:
@@ -80,7 +80,7 @@ class _Digits(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Synthetic(Images):
-    """Normal noise and uniform classes, each with a pattern of its own in the noise; item i depends on i alone."""
+    """Normal noise and uniform classes, each with its own pattern in the noise; item i depends on i alone."""
 
     image_size: int
     num_classes: int

@@ -111,7 +111,7 @@ class _NextTokenTexts(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MaskedTexts(Dataset[MaskedItem]):
-    """Of each text the first part, at least half, is kept; what is drawn depends on the number of the text alone."""
+    """Each text is cut after at least half of its words; the random choices depend on the number of the text alone."""
 
     texts: _Texts
     vocabulary_size: int

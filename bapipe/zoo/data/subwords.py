@@ -1,4 +1,4 @@
-"""A vocabulary of subwords, trained on the text it is for, and kept for the next time."""
+"""A vocabulary of subwords, trained on the text it is for, and cached."""
 
 import hashlib
 import io
@@ -33,7 +33,7 @@ class Subwords:
         return tuple(self._processor.encode(text))
 
     def decode(self, words: Sequence[int]) -> str:
-        """Returns the sentence that subwords are of; what is none of them is shown as unknown."""
+        """Returns the sentence that the subwords spell; other numbers are shown as unknown."""
         text: str = self._processor.decode([word if word < len(self) else _UNKNOWN for word in words])
         return text
 
