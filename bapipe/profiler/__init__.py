@@ -6,7 +6,7 @@ takes this path:
 1. `measure`: traces the module, and for each micro-batch size prepares it (`prepare`) and times layers and memory; the
    optimizer is timed once (`optimizer_step`). It puts the figures together to a `ModelProfile`.
 2. `layer_times` and `layer_memory`: passes of the whole model, in which layers report when they begin (`instrument`);
-   `layer_timers` takes the times. `split_backward` splits B into I and W.
+   `timers` takes the times. `split_backward` splits B into I and W.
 3. `isolated`: instead of 2, one layer at a time, for models that do not fit on a device. `layer_calls` runs layers one
    after another, and says which are equal, so that they are measured together.
 

@@ -14,8 +14,8 @@ from bapipe.errors import BapipeError
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
 from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage_key
 from bapipe.profiler.layer_memory import LayerMemory, measure_memory_use, pending_gradient_bytes
-from bapipe.profiler.layer_timers import LayerTimer, make_layer_timer
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
+from bapipe.profiler.timers import LayerTimer, make_layer_timer
 from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight
 
 T = TypeVar("T")

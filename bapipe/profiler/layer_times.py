@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, layer_error
 from bapipe.profiler.layer_calls import equal_layer_groups
-from bapipe.profiler.layer_timers import (
+from bapipe.profiler.timers import (
     LayerTimer,
     instrumentation_overhead_ns,
     make_layer_timer,

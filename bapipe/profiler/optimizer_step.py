@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from bapipe.profiler.layer_timers import now_ns, synchronize
+from bapipe.profiler.timers import now_ns, synchronize
 
 _NUM_ROUNDS = 5
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bapipe.profiler.layer_memory import allocated_bytes
-from bapipe.profiler.layer_timers import CudaLayerTimer, instrumentation_overhead_ns
+from bapipe.profiler.timers import CudaLayerTimer, instrumentation_overhead_ns
 from bapipe.torch_device import framework_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

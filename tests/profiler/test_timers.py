@@ -2,7 +2,7 @@
 
 import torch
 
-from bapipe.profiler.layer_timers import CpuLayerTimer, instrumentation_overhead_ns, make_layer_timer, minor_page_faults
+from bapipe.profiler.timers import CpuLayerTimer, instrumentation_overhead_ns, make_layer_timer, minor_page_faults
 
 
 def test_each_stamp_begins_an_interval_that_the_next_one_ends() -> None:
