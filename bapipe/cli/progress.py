@@ -26,7 +26,7 @@ def show_parts(parts: Iterable[Any]) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a remark to stderr, beside the command's result."""
+    """Prints a remark to stderr, apart from the command's result."""
     err.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -138,7 +138,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_bytes(path: Path, text: bytes) -> None:
-    """Writes `text` to `path` atomically, by renaming a finished file beside it.
+    """Writes `text` to `path` atomically, by renaming a finished file in the same folder.
 
     Raises:
         BapipeError: the folder does not exist, or cannot be written to.

@@ -4,7 +4,7 @@ A timeline is one process of the trace. Its threads are, for rank r of n:
 
     2r            the actions and updates of rank r, named after its device
     2r + 1        what rank r sends, named "DEVICE sends"
-    10,000 + r    backwards of rank r if it runs them beside its forwards, named "DEVICE backwards"
+    10,000 + r    backwards of rank r if it runs them side by side with its forwards, named "DEVICE backwards"
     2n + s        the all-reduces of stage s
 
 Memory is a counter "memory DEVICE" with one value for each part, set when an action begins. Times are microseconds.

@@ -1,4 +1,4 @@
-"""What a good engineer writes with torch alone: DDP, one process of several threads, and torch's own schedules."""
+"""Hand-written torch code for comparison: DDP, one process of several threads, and torch's own schedules."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

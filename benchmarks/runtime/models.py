@@ -1,4 +1,4 @@
-"""The models that are raced, with inputs small enough for two cores."""
+"""The models of the benchmark, with inputs small enough for two cores."""
 
 from dataclasses import dataclass, field
 

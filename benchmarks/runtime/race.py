@@ -1,4 +1,4 @@
-"""The ways to train a model, taking turns on the same ranks."""
+"""Runs every configuration of a model alternately on the same ranks, and measures its steps."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """What every rank gets.
+    """The arguments of every rank.
 
     Attributes:
-        plans: what bapipe runs, by the name of the way.
+        plans: the plans that bapipe runs, by the name of their configuration.
         by_hand: the plan whose cut and micro-batches torch's own schedules run too.
-        rounds, steps: how many timed steps of each way, and in how many turns.
+        rounds, steps: number of rounds, and of timed steps of each configuration per round.
     """
 
     raced: Raced
@@ -43,10 +43,10 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        step_ns: of each way, every timed step: the time of its slowest rank from a common start.
+        step_ns: by configuration, of every timed step the time of its slowest rank from a common start.
         overhead: the share of a step of `Race.by_hand` in which the main thread of the busiest rank computes something
             else than layers, loss and update: bapipe's runtime and torch's.
         timelines: of each plan that the first rank takes part in, of its last step.
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def race(given: Race, tell: Callable[[str], None]) -> Outcome:
-    """Runs every way in turn, round by round, in one process a rank."""
+    """Runs all configurations one after another, round by round, with one process per rank."""
     names = tuple(f"cpu{rank}" for rank in range(NUM_RANKS))
     return launch(_race_on, names, given, kind="cpu", on_message=lambda _, message: tell(message))[0]
 
@@ -69,25 +69,25 @@ def _race_on(rank: Rank, given: Race) -> Outcome:
             rank.report(text)
 
     pipes = {name: _pipeline(given.raced, plan) for name, plan in given.plans.items()}
-    ways = {name: _stepping(pipe, given.plans[name]) for name, pipe in pipes.items()} | _by_hand(given)
+    steps = {name: _stepping(pipe, given.plans[name]) for name, pipe in pipes.items()} | _by_hand(given)
     inputs, target = batch_like(given.raced.build(), given.raced.minibatch_size)
-    step_ns: dict[str, list[int]] = {name: [] for name in ways}
+    step_ns: dict[str, list[int]] = {name: [] for name in steps}
     for done in range(given.rounds + 1):
-        tell(f"round {done} of {given.rounds}" if done else "the first step of each way")
-        for name, step in ways.items():
-            for again in range(given.steps + 1 if done else 1):
+        tell(f"round {done} of {given.rounds}" if done else "the first step of each configuration")
+        for name, step in steps.items():
+            for i in range(given.steps + 1 if done else 1):
                 elapsed_ns = _timed(step, inputs, target)
-                if again:  # the first one finds the caches full of another way's tensors
+                if i:  # in the first one the caches hold another configuration's tensors
                     step_ns[name].append(elapsed_ns)
     timelines = {name: pipe.timeline() for name, pipe in pipes.items() if pipe is not None}
     piped = next(pipe for name, pipe in pipes.items() if given.plans[name] is given.by_hand)
     assert piped is not None
-    overhead = _overhead(piped, ways[next(n for n, p in given.plans.items() if p is given.by_hand)], inputs, target)
+    overhead = _overhead(piped, steps[next(n for n, p in given.plans.items() if p is given.by_hand)], inputs, target)
     return Outcome(step_ns=step_ns, overhead=overhead, timelines=timelines)
 
 
 def _pipeline(raced: Raced, plan: Plan) -> Pipeline | None:
-    """Returns this rank's part of a plan, None where it has none."""
+    """Returns this rank's part of a plan, None if it has none."""
     num = len(check_runnable(plan))
     group = None if num == NUM_RANKS else dist.new_group(list(range(num)))
     if dist.get_rank() >= num:
@@ -112,14 +112,14 @@ def _num_threads(plan: Plan) -> int:
 
 
 def _by_hand(given: Race) -> dict[str, Step]:
-    build, own = given.raced.build, given.raced.minibatch_size // NUM_RANKS // given.by_hand.microbatch_size
-    ways = pipelines(build(), given.by_hand, LEARNING_RATE)
+    build, num_accumulated = given.raced.build, given.raced.minibatch_size // NUM_RANKS // given.by_hand.microbatch_size
+    steps = pipelines(build(), given.by_hand, LEARNING_RATE)
     parallel = ddp(build(), LEARNING_RATE)
-    ways["DDP"] = parallel(1)
-    if own > 1:
-        ways["DDP, accumulating"] = parallel(own)
-    ways[f"one process, {NUM_RANKS} threads"] = one_process(build(), LEARNING_RATE, NUM_RANKS)
-    return ways
+    steps["DDP"] = parallel(1)
+    if num_accumulated > 1:
+        steps["DDP, accumulating"] = parallel(num_accumulated)
+    steps[f"one process, {NUM_RANKS} threads"] = one_process(build(), LEARNING_RATE, NUM_RANKS)
+    return steps
 
 
 def _timed(step: Step, inputs: tuple[Tensor, ...], target: Tensor) -> int:
@@ -132,7 +132,7 @@ def _timed(step: Step, inputs: tuple[Tensor, ...], target: Tensor) -> int:
 
 
 def _overhead(pipe: Pipeline, step: Step, inputs: tuple[Tensor, ...], target: Tensor, num_steps: int = 3) -> float:
-    """Stamps are of the processor time of the main thread from here on; waiting takes none."""
+    """Returns the runtime's share of a step. Stamps become processor times of the main thread, without waits."""
     pipe._clock.stamp = time.thread_time_ns  # type: ignore[method-assign]
     shares = []
     for _ in range(num_steps):

@@ -41,7 +41,7 @@ CLI = ["-c", "from bapipe.cli import main; main()"]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train, the plan that promises its step, and the steps after the warm-up."""
+    """A configuration, the plan with its predicted step, and the measured steps after the warm-up."""
 
     name: str
     plan: bapipe.Plan
@@ -105,7 +105,7 @@ def by_torch(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list
 
 
 def ways(hosts: TwoHosts, rate: str, profile: bapipe.ModelProfile, given: argparse.Namespace) -> list[Way]:
-    """The best plan for a link, and data parallelism run in two ways, each measured."""
+    """The best plan for a link, and data parallelism run by bapipe and by DDP, each measured."""
     hosts.limit(rate, BURST[rate])
     cluster = probed(hosts, given.folder / f"cluster-{rate}.json")
     best = bapipe.plan(profile, cluster, minibatch_size=given.minibatch_size)
@@ -162,7 +162,7 @@ def main() -> None:
             link = found[0].plan.cluster.link(0, 1)
             title = f"{rate}: probed {link.bytes_per_s / 1e6:.1f} MB/s, {link.latency_ns / 1e3:.0f} us"
             table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-            for column in ("way", "micro-batches"):
+            for column in ("configuration", "micro-batches"):
                 table.add_column(column)
             for column in ("predicted ms", "measured ms", "error", "predicted ratio", "measured", "error"):
                 table.add_column(column, justify="right")

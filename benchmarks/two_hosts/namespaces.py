@@ -24,7 +24,7 @@ class TwoHosts:
     key: str
 
     def limit(self, rate: str, burst: str) -> None:
-        """Limits both ways of the link, as `tc` writes rates: 100mbit, 1gbit; a burst goes through unlimited."""
+        """Limits both directions of the link, as `tc` writes rates: 100mbit, 1gbit; a burst goes through unlimited."""
         for host in HOSTS:
             _do("ip", "netns", "exec", self._space(host), "tc", "qdisc", "replace", "dev", self._end(host), "root",
                 "tbf", "rate", rate, "burst", burst, "latency", "50ms")  # fmt: skip

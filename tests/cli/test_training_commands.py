@@ -197,7 +197,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.parametrize("blow", ["kill a rank", "ctrl-c"])
-def test_a_run_ends_whole(folder: Path, blow: str) -> None:
+def test_a_run_ends_with_all_its_ranks(folder: Path, blow: str) -> None:
     run = subprocess.Popen(
         [*COMMAND, "run", "plan.json", "--steps", "1000000"],
         cwd=folder,

@@ -167,7 +167,7 @@ def test_errors(name: str, arguments: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (16, 16, 16)])
-def test_balls(shape: tuple[int, ...]) -> None:
+def test_synthetic_balls_have_their_classes(shape: tuple[int, ...]) -> None:
     data = segmentation_pairs("synthetic", shape=shape, channels=2, num_classes=3)
     assert len(data) == 10_000  # type: ignore[arg-type]
     items = [data[i] for i in range(100)]
@@ -191,7 +191,7 @@ def test_digits_in_noise() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nilearn") is None, reason="needs the brain that nilearn ships")
-def test_brain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brain_images_and_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(size: int, num_classes: int = 3) -> torch.utils.data.Dataset[tuple[Tensor, Tensor]]:
         return segmentation_pairs("brain", shape=(size, size, size), channels=1, num_classes=num_classes)
 

@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas beside this file: `python -m bapipe.formats.schemas`."""
+"""Writes the JSON Schemas into this file's folder: `python -m bapipe.formats.schemas`."""
 
 from pathlib import Path
 

@@ -54,7 +54,7 @@ def test_zero_bubble_steps_are_found_and_proven(p: int, m: int, f: int, i: int, 
     assert (found.status, found.step_ns) == ("optimal", m * (f + i + w) + bubble)
 
 
-def test_a_whole_answer() -> None:
+def test_the_complete_order_of_a_small_problem() -> None:
     found = search(equal(2, 2, 10, 10, 10, 2))
     assert found.schedule is not None
     assert [" ".join(map(str, actions)) for actions in found.schedule.order] == [
@@ -109,7 +109,7 @@ def test_one_stash_is_enough_and_none_is_not() -> None:
     assert (found.status, found) == ("infeasible", OrderSolution())
 
 
-def test_refuses_replicas_and_strange_starts() -> None:
+def test_replicas_and_starts_of_other_sizes_are_refused() -> None:
     p = equal(2, 2, 1, 1, 1, 2)
     with pytest.raises(ValueError, match=r"stage 0 has devices \(0, 1\); an order is searched for one device a stage"):
         search_order(p.stages, ((0, 1), (1,)), p.cluster, num_microbatches=2, memory_bytes=p.memory_bytes)
