@@ -25,7 +25,7 @@ FILES_WITH_FLAGS = {"planner/branch_and_bound/infeasible.py"}
 
 TORCH_PRIVATE = "torch_private.py"
 
-MIN_COMMENTS = {"action_order": 30, "analysis": 20, "branch_and_bound": 12, "long_chain": 20, "throughput": 30}
+MIN_COMMENTS = {"action_order": 30, "analysis": 30, "branch_and_bound": 30, "long_chain": 30, "throughput": 30}
 """Whole-line comments per 1,000 lines of each folder of the planner; to be raised, never lowered."""
 
 

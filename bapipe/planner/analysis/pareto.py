@@ -54,6 +54,7 @@ def pareto(
     found: list[ParetoPoint] = []
     limit = max(options.limits(cluster))
     for _ in range(MAX_ROUNDS):
+        # The margin is in the first limit already, so it must not be taken twice.
         given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
         problems = search_space(profiles, cluster, given).problems
         best: list[ParetoPoint] = []
@@ -67,6 +68,7 @@ def pareto(
         if not best:
             break
         found += best
+        # The largest peak of this round does not fit in the next one, so each round excludes a plan of the one before.
         limit = int(min(limit, max(point.peak_bytes for point in best)) * MEMORY_SHARE_PER_ROUND)
         if limit <= 0:
             break
@@ -84,6 +86,7 @@ def _point(plan: Plan, num_devices: int) -> ParetoPoint:
 
 
 def _front(points: list[ParetoPoint]) -> list[ParetoPoint]:
+    # Equal points would keep each other: the first of them stays.
     kept: dict[tuple[int, int, int], ParetoPoint] = {}
     for point in points:
         kept.setdefault((point.step_ns, point.peak_bytes, point.num_devices), point)

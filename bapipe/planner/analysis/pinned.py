@@ -41,6 +41,7 @@ def certify_pinned(
     if short:
         raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without `pin` for one that does")
     check_inputs(profiles, plan.cluster, options)
+    # The bound is that of the whole space, so the gap says what planning could gain at most.
     space, found = find_best_layout(profiles, plan.cluster, options, stop=stop, progress=progress)
     change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
     best = Alternative(
@@ -53,6 +54,7 @@ def certify_pinned(
     return msgspec.structs.replace(
         plan,
         prediction=timeline.prediction(plan.minibatch_size),
+        # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
         certificate=certify(
             timeline.step_ns, min(timeline.step_ns, found.lower_bound_ns), f"pinned; {in_words(space)}"
         ),

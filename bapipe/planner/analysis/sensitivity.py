@@ -59,6 +59,7 @@ def _more_memory(
 
     A hand-made plan need not be the best one for its own memory: only steps shorter than every known one count.
     """
+    # Step times of plans for the memory there is: the plan itself, and for a pinned plan the best that was found.
     known = [plan.prediction.step_ns, *(other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)]
 
     def planned_ns(memory_bytes: Sequence[int], limit: int | None) -> int:

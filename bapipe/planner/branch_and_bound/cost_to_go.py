@@ -274,7 +274,10 @@ class CostToGoTable:
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Bound "forwards first": forwards, backwards_done and backwards_returned of `CostToGo`. All [intervals]"""
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
+        # docs/algorithm.md, Forwards first: q(s) f(s) is what this stage adds to U; the maximum over the stages counts.
         forwards = np.maximum(self.num_before_final(placement) * f, following.forwards)
+        # The first r here follows the way back from the last stage, then n - 1 more; or the next stage is the slower
+        # one.
         returned = np.maximum(own.round_trip_ns + own.other_backwards_ns, f + r + following.backwards_returned)
         done = maximum([returned + e, own.round_trip_ns - r + stage.max_backward_work_ns, f + following.backwards_done])
         return forwards, done, returned

@@ -50,6 +50,7 @@ def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
     )
     flags = []
     for ranks in problem.ranks(layout.placements):
+        # Replicas of a stage recompute together; the worst of them decides.
         worst = max(plain[rank] for rank in ranks)
         flags.append(worst > 0 and max(recomputed[rank] for rank in ranks) < worst)
     return replace(layout, recompute=tuple(flags))
@@ -200,6 +201,8 @@ def _advice(
 def _too_large_layer(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
     """Returns a sentence about the largest layer if it alone exceeds every memory limit, else nothing."""
     layers = next(iter(profiles.values())).layers
+    # Parameters count twice, for themselves and for their gradients; activations are left out, so the sentence is
+    # certain.
     largest = max(layers, key=lambda layer: 2 * layer.param_bytes + layer.optimizer_state_bytes)
     num_bytes, max_limit = 2 * largest.param_bytes + largest.optimizer_state_bytes, max(options.limits(cluster))
     if num_bytes <= max_limit:

@@ -120,6 +120,7 @@ class _BestFirst:
         children = _Children(*node.problem.lower_bound.children(partial), self.upper_bound_ns)
         self._push_child(node.problem, partial, children, 0)
         self._since_dive += 1
+        # The node just expanded had the smallest bound of all: the fastest plans may be below it.
         if self._since_dive >= NODES_BETWEEN_DIVES:
             self._since_dive = 0
             self._dive(node.problem, partial, bound_ns)

@@ -117,15 +117,19 @@ def build_space(
     links = ClassLinks(cluster, classes)
     kinds = {cls.device.kind: profiles[cls.device.kind] for cls in classes}
     intervals: IntervalIndex | None = None
+    # A stage has at most one replica per micro-batch, and there are at most as many stages as layers.
     max_useful_devices = min(len(cluster.devices), minibatch_size * _num_layers(profiles))
     any_order = _num_device_groups(classes, max_useful_devices) <= MAX_DEVICE_GROUPS
     problems = []
+    # Problems of one micro-batch size share chains and costs; the intervals serve all sizes, as legal cuts do not
+    # depend on the size.
     for size in reversed(sizes):
         chains = _chains(kinds, classes, size)
         intervals = intervals or IntervalIndex(constraints.cuts(next(iter(kinds.values())), chains[0].legal))
         costs = _stage_costs(kinds, classes, links, intervals, size, chains, recompute, constraints)
         num_microbatches = minibatch_size // size
         total_rate = _rate([len(cls.ranks) for cls in classes], classes)
+        # All work spread evenly over all devices: the scale for the thresholds between sync classes.
         ideal_step_ns = int(num_microbatches * _min_work_ns(kinds, size) / total_rate)
         for schedule in schedules:
             placements = PlacementGraph(
@@ -174,6 +178,7 @@ def _runs_forwards_first(schedule: str) -> bool:
 def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int) -> tuple[int, ...]:
     stage_counts: set[int] = set()
     for placements in {problem.schedule: problem.placements for problem in problems}.values():
+        # One stage per device, any number of devices; or several stages per device, in numbers that the table fixes.
         if placements.schedule in SCHEDULES:
             stage_counts |= set(range(1, min(num_devices, max_stages) + 1))
         else:
@@ -185,6 +190,7 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int
 
 
 def _order_text(any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
+    # These words are part of the certificate in plan files.
     if len(cluster.devices) == 1:
         return ""
     if not any_order:
@@ -207,6 +213,7 @@ def _roots(
     if num_stages is not None and num_stages > max_stages:
         return []
     num_microbatches = placements.num_microbatches
+    # A replica beyond the number of micro-batches would have none to run.
     max_devices = max_stages * (num_microbatches if placements.replicas else 1)
     work_ns = _min_work_ns(kinds, size)
     roots = []
@@ -220,15 +227,18 @@ def _roots(
                 Root(num_devices=sum(used), first_placements=first, bound_ns=bound_ns, num_positions=num_positions)
             )
 
+    # Several stages per device: the order of the devices is the only choice, so each order is a root.
     if placements.schedule not in SCHEDULES:
         for devices, used in _device_orders(classes, max_stages, any_order):
             if placements.table(len(devices)).num_stages in _allowed_stage_counts(num_stages, max_stages):
                 add(used, placements.roots_multi_stage(devices), len(devices))
+    # A root per number of devices of each class; its placements divide them among stages in every way.
     elif any_order:
         for used in product(*(range(len(cls.ranks) + 1) for cls in classes)):
             if 0 < sum(used) <= max_devices and (num_stages is None or sum(used) >= num_stages):
                 add(used, placements.roots_any_order(used, num_stages))
     else:
+        # Too many choices: the first devices of the cluster, consecutive ones for each stage.
         line = _classes_by_rank(classes)
         for count in _device_counts(len(line)):
             if count <= max_devices and (num_stages is None or count >= num_stages):
@@ -238,6 +248,7 @@ def _roots(
 
 def _rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:
     """The sum of the speeds of so many devices of each class."""
+    # Exact rational numbers: a bound must not exceed its true value by rounding.
     speeds = (count * Fraction(str(cls.device.speed)) for count, cls in zip(used, classes, strict=True))
     return sum(speeds, start=Fraction(0))
 
@@ -273,6 +284,7 @@ def _device_orders(
     orders: list[tuple[ClassSequence, ClassCounts]] = []
     of_count: list[tuple[ClassSequence, ClassCounts]] = [((), (0,) * len(classes))]
     for count in range(1, min(len(line), max_stages // 2) + 1):
+        # Each order of one device less is continued by every class that has a device left.
         if any_order and of_count:
             of_count = [
                 ((*devices, c), (*used[:c], used[c] + 1, *used[c + 1 :]))
@@ -291,6 +303,7 @@ def _num_device_groups(classes: Sequence[DeviceClass], max_devices: int) -> int:
     num_groups = 1
     for cls in classes:
         n = min(len(cls.ranks), max_devices)
+        # Pairs (taken, remaining) with taken + remaining <= n.
         num_groups *= (n + 1) * (n + 2) // 2
     return num_groups
 
@@ -345,6 +358,7 @@ def _stage_costs(
     memory: dict[str, IntervalMemory] = {}
     for cls in classes:
         kind, speed = cls.device.kind, cls.device.speed
+        # Bytes depend on the kind of device, times also on its speed.
         if kind not in memory:
             memory[kind] = IntervalMemory(intervals, kinds[kind], size, max_bytes)
         if (kind, speed) not in times:

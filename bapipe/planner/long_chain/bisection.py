@@ -79,11 +79,13 @@ def solve_long_chain(
     search.raise_bound()
     search.hill_climb()
     best = search.result()
+    # No plan could be constructed. If the relaxation has none either, that proves that nothing fits.
     if best is None:
         if not search.may_fit:
             return None
         max_nodes = max_actions // ACTIONS_PER_FALLBACK_NODE
         return best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress)
+    # Step 4: close the remaining gap. Both bounds hold for all plans, so the larger one is returned.
     if best.step_ns > MAX_GAP * best.lower_bound_ns and search.num_intervals <= max_exact_intervals and not stop():
         max_nodes = max_actions // ACTIONS_PER_CLOSING_NODE
         improved = best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress, incumbent=best)
@@ -175,6 +177,7 @@ class _LongChainSearch:
         layout = problem.layout(boundaries, placements)
         if not problem.fits(layout):
             return None
+        # F and B of each micro-batch in each stage, in units of the longest-path engine.
         factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
         self.num_actions += 2 * len(placements) * problem.num_microbatches * factor
         return problem.step_ns(layout)
@@ -227,6 +230,7 @@ class _LongChainSearch:
 
         def is_feasible(limit_ns: int) -> bool:
             at = next((at for at, (_, relaxation) in enumerate(relaxations) if relaxation.is_feasible(limit_ns)), None)
+            # No problem of this size has a plan within the limit: the next nanosecond is a bound.
             if at is None:
                 self.bounds_ns[costs] = max(self.bounds_ns[costs], limit_ns + 1)
                 return False
@@ -237,8 +241,10 @@ class _LongChainSearch:
                 self.step_ns(i, path)
             return True
 
+        # Without a time limit only memory restricts the stages; this also gives a first path to simulate.
         if self.best_ns is None and not is_feasible(INF >> 2):
             return
+        # Another size has a bound of `sufficient_ns`; a larger bound here would not raise the minimum over the sizes.
         if sufficient_ns is not None and not is_feasible(sufficient_ns - 1):
             return
         high_ns = sufficient_ns if sufficient_ns is not None else self.best_ns
@@ -246,6 +252,7 @@ class _LongChainSearch:
             low_ns = self.bounds_ns[costs]
             if high_ns is not None and high_ns - low_ns <= low_ns // BOUND_PRECISION:
                 break
+            # Bisection; without an upper end the limit grows by a quarter until the relaxation is feasible.
             limit_ns = 5 * low_ns // 4 if high_ns is None else (low_ns + high_ns) // 2
             if is_feasible(limit_ns):
                 high_ns = limit_ns
@@ -269,6 +276,7 @@ class _LongChainSearch:
         """Returns the path after every cut in turn has been moved wherever that helps."""
         boundaries, placements = path
         best_ns = self.step_ns(i, path)
+        # No farther than the mean length of a stage.
         max_move = max(1, boundaries[-1] // len(placements))
         for cut in range(1, len(placements)):
             for move in [sign * size for size in CUT_MOVES if size <= max_move for sign in (-1, 1)]:
@@ -285,6 +293,7 @@ class _BalancedCuts:
     """Cuts between stages on given placements that make the longest stage as short as possible, found by bisection."""
 
     def __init__(self, problem: Problem, feasible: FeasibleIntervals, placements: Sequence[StagePlacement]) -> None:
+        # A relaxation of a single pipeline: each placement has one successor.
         following = {placement: (successor,) for placement, successor in pairwise(placements)}
         self._relaxation = Relaxation(problem, feasible, placements[:1], lambda placement: following.get(placement, ()))
         total_ns = int(feasible.microbatch_sums(placements[0])[-1])

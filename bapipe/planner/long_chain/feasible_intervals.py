@@ -72,6 +72,7 @@ class FeasibleIntervals:
         self._transfers: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._time_ends: dict[IntervalLimits, tuple[IntArray, IntArray]] = {}
         self._limit_ns = -1
+        # Suffix minima make memory grow with the end, so that the ends that fit are a range. [classes][intervals]
         self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory]
         distinct = {
             (p.device_classes, p.schedule.has_split_backward, p.schedule.has_full_backward): p for p in placements
@@ -90,6 +91,7 @@ class FeasibleIntervals:
     def bottleneck(self, placement: StagePlacement, lower_bound: LowerBound) -> BottleneckReplica:
         """Returns the replica of a placement that runs the most micro-batches."""
         loads = placement.schedule.replicas
+        # Any replica gives a valid bound; the one with the most micro-batches is usually the busiest.
         k = max(range(len(loads)), key=lambda k: loads[k].num_microbatches)
         forward_sums, backward_sums = self._sums_on(placement, placement.device_classes[k])
         num = loads[k].num_microbatches
@@ -138,6 +140,8 @@ class FeasibleIntervals:
             replicas = [
                 self.costs.replica_cost(placement, counts.index(pair), slice(None)) for pair in max_microbatches.items()
             ]
+            # Recomputation adds an F to each r. Every replica must meet its limit, hence the maximum over them.
+            # [intervals]
             plain = [self._limit_ns_of(each, each.critical_backward_ns) for each in replicas]
             recomputed = [self._limit_ns_of(each, each.critical_backward_ns + each.forward_ns) for each in replicas]
             self._limits[key] = IntervalLimits(
@@ -169,6 +173,7 @@ class FeasibleIntervals:
             self._limit_ns = limit_ns
             self._time_ends.clear()
         if limits not in self._time_ends:
+            # Suffix minima grow with the end, so the allowed intervals of each begin come first in its row.
             plain, recomputed = limits.plain_ns <= limit_ns, limits.recompute_ns <= limit_ns
             self._time_ends[limits] = self._last_ends(plain), self._last_ends(recomputed)
         return self._time_ends[limits]

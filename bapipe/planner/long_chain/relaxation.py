@@ -140,6 +140,7 @@ class Relaxation:
         """Returns whether every stage can take at most so long per micro-batch, whatever the step time is."""
         for number, stage in enumerate(self._stages):
             sums = stage.microbatch_sums
+            # Prefix sums ascend: a binary search gives the last end for each begin.
             last_end = np.searchsorted(sums, sums + microbatch_ns, side="right") - 1
             self._solve(number, stage, np.minimum(last_end, stage.recompute_ends), INF >> 1)
         return self._has_path()
@@ -188,6 +189,7 @@ class Relaxation:
             stage, begin = self._stages[number], boundaries[-1]
             fits = costs.candidates_from(stage.placement, begin).fits
             ends = np.arange(begin + 1, int(self._last_end[number][begin]) + 1)
+            # The relaxation counts less memory than the simulator; the path takes only stages that do fit.
             ends = ends[fits[: len(ends)]]
             round_trips = stage.microbatch_sums[ends] + self._beyond[number][ends]
             if len(ends) == 0 or round_trips.min() >= INF:
@@ -197,6 +199,7 @@ class Relaxation:
             placements.append(stage.placement)
             if stage.placement.is_last:
                 return tuple(boundaries), tuple(placements)
+            # Of the successors, the one with the shortest transfer and round trip from this cut.
             number = min(
                 (int(self._round_trip[other][end] + transition.transfer_ns[end]), int(other))
                 for transition in stage.transitions
