@@ -1,6 +1,7 @@
-"""Constraints of a user: layers in the same stage or in different ones, layers on certain devices.
+"""Constraints that a user sets: layers in the same stage or in different ones, layers on certain devices.
 
-Written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`: the stage of A runs on these alone.
+Written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`: the stage of A runs on these
+devices only.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,7 +20,13 @@ from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Pairs of layers, and layers with the devices that may run them."""
+    """The constraints of a plan.
+
+    Attributes:
+        together: pairs of layers in the same stage.
+        separate: pairs of layers in different stages.
+        on: layers, each with the names of the devices that may run it.
+    """
 
     together: tuple[tuple[str, str], ...] = ()
     separate: tuple[tuple[str, str], ...] = ()
@@ -31,15 +38,18 @@ class Constraints:
         parts += [f"{layer} on {','.join(devices)}" for layer, devices in self.on]
         return "; ".join(parts)
 
-    def apart(self, cluster: Cluster) -> list[Hashable]:
-        """Returns what tells the devices of a cluster apart: which layers they may run."""
+    def allowed_layers(self, cluster: Cluster) -> list[Hashable]:
+        """Returns which of the layers in `on` each device may run; only equal devices may share a class. [ranks]"""
         return [tuple(device.name in devices for _, devices in self.on) for device in cluster.devices]
 
-    def cuts(self, profile: ModelProfile, legal: Sequence[bool]) -> list[int]:
-        """Returns the layers before which the chain may be cut, its start and its end.
+    def allowed_cuts(self, profile: ModelProfile, legal: Sequence[bool]) -> list[int]:
+        """Returns the cuts that the constraints allow, ascending, with 0 and the number of layers.
+
+        Args:
+            legal: whether the profile allows each cut. [layers + 1]
 
         Raises:
-            BapipeError: layers that must be apart cannot be.
+            BapipeError: no allowed cut separates two layers that must be in different stages.
         """
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         allowed = list(legal)
@@ -56,40 +66,42 @@ class Constraints:
                 )
         return cuts
 
-    def mask(
+    def forbidden_intervals(
         self, profile: ModelProfile, intervals: IntervalIndex, classes: Sequence[DeviceClass]
     ) -> ForbiddenIntervals:
-        """Returns which runs of layers a slot must not hold."""
+        """Returns a function that tells which intervals of layers a placement must not run."""
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
-        starts, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
+        begins, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
 
-        def holds(name: str) -> IntArray:
-            found: IntArray = (starts <= index[name]) & (index[name] < ends)
-            return found
+        def contain(name: str) -> IntArray:  # [intervals]
+            mask: IntArray = (begins <= index[name]) & (index[name] < ends)
+            return mask
 
-        never = np.zeros(len(starts), dtype=bool)
+        always_forbidden = np.zeros(len(begins), dtype=bool)  # [intervals]
         for a, b in self.separate:
-            never |= holds(a) & holds(b)
-        held = {name: holds(name) for name, _ in self.on}
-        may = [(name, {c for c, own in enumerate(classes) if own.device.name in devices}) for name, devices in self.on]
+            always_forbidden |= contain(a) & contain(b)
+        allowed_classes = [
+            (contain(name), {c for c, cls in enumerate(classes) if cls.device.name in devices})
+            for name, devices in self.on
+        ]
         if not self.separate and not self.on:
             return lambda placement, rows: None
 
         def forbidden(placement: StagePlacement, rows: slice) -> IntArray:
-            found = never[rows]
-            for name, allowed in may:
+            mask = always_forbidden[rows]
+            for contains_layer, allowed in allowed_classes:
                 if not set(placement.device_classes) <= allowed:
-                    found = found | held[name][rows]
-            return found
+                    mask = mask | contains_layer[rows]
+            return mask
 
         return forbidden
 
 
 def parse_constraints(texts: Sequence[str]) -> Constraints:
-    """Returns the constraints that some texts say.
+    """Returns the constraints written in some texts.
 
     Raises:
-        BapipeError: a text is none.
+        BapipeError: a text is not a constraint.
     """
     together: list[tuple[str, str]] = []
     separate: list[tuple[str, str]] = []
@@ -98,13 +110,14 @@ def parse_constraints(texts: Sequence[str]) -> Constraints:
         words = text.split()
         if len(words) != 3 or words[1] not in ("with", "without", "on"):
             raise BapipeError(
-                f"'{text}' is no constraint: want 'LAYER with LAYER', 'LAYER without LAYER' or 'LAYER on DEVICE,DEVICE'"
+                f"'{text}' is not a constraint: want 'LAYER with LAYER', 'LAYER without LAYER' or "
+                "'LAYER on DEVICE,DEVICE'"
             )
-        layer, verb, other = words
-        if verb == "on":
+        layer, relation, other = words
+        if relation == "on":
             on.append((layer, tuple(other.split(","))))
         else:
-            (together if verb == "with" else separate).append((layer, other))
+            (together if relation == "with" else separate).append((layer, other))
     return Constraints(together=tuple(together), separate=tuple(separate), on=tuple(on))
 
 
@@ -126,25 +139,25 @@ def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluste
                 )
     for a, b in rules.separate:
         if a == b:
-            raise BapipeError(f"the constraint '{a} without {b}' sets a layer apart from itself; drop it")
-    legal = rules.cuts(profile, [True] * (len(names) + 1))
-    _check_devices(rules, names, legal)
+            raise BapipeError(f"the constraint '{a} without {b}' separates a layer from itself; drop it")
+    cuts = rules.allowed_cuts(profile, [True] * (len(names) + 1))
+    _check_devices(rules, names, cuts)
 
 
 def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int]) -> None:
-    """Layers that stay together need a device that all of them may run on."""
-    seen: dict[int, tuple[str, set[str]]] = {}
+    """Raises BapipeError if layers that no cut separates have no device in common that may run them."""
+    devices_of_group: dict[int, tuple[str, set[str]]] = {}
     for name, devices in rules.on:
-        piece = sum(cut <= names.index(name) for cut in cuts)
-        other, common = seen.get(piece, (name, set(devices)))
+        group = sum(cut <= names.index(name) for cut in cuts)
+        other, common = devices_of_group.get(group, (name, set(devices)))
         if not common & set(devices):
             if other == name:
                 raise BapipeError(
-                    f"the constraints contradict one another: no device is allowed by all that say where '{name}' is; "
+                    f"the constraints contradict one another: no device is allowed by all those on '{name}'; "
                     "drop one of them"
                 )
             raise BapipeError(
                 f"the constraints contradict one another: '{other}' and '{name}' must share a stage, and no device is "
                 "allowed for both; drop one of them"
             )
-        seen[piece] = (name, common & set(devices))
+        devices_of_group[group] = (name, common & set(devices))

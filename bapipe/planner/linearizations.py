@@ -1,9 +1,9 @@
 """Linearizations: orders of the layers along which a branching model is cut.
 
 The step-time search cuts a chain of layers. Along the profile's order it may not be able to separate two branches whose
-layers alternate. So a min-max DP over the downsets of the layer graph finds the cuts with the smallest largest load,
-for some numbers of stages. A linearization through such cuts is searched too if its load is well below that of the
-profile's order (`MAX_LOAD_RATIO`).
+layers alternate. So a min-max DP over the downsets of the layer graph finds the cuts that minimize the largest load of
+a stage, for some numbers of stages. A linearization through such cuts is searched too if that load is well below the
+minimum along the profile's order (`MAX_LOAD_RATIO`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ MAX_DOWNSETS = 1000
 """Graphs with more downsets are searched along the profile's order only."""
 
 MAX_LOAD_RATIO = 0.995
-"""A linearization is searched if its largest load is below this share of that of the profile's order."""
+"""A linearization is searched if its largest load is below this share of the one along the profile's order."""
 
 Solve = Callable[[Mapping[str, ModelProfile]], Solution]
 """Searches along the order of the layers in some profiles."""
@@ -38,32 +38,32 @@ Solve = Callable[[Mapping[str, ModelProfile]], Solution]
 def solve_over_linearizations(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], solve: Solve
 ) -> Solution:
-    """Returns the fastest solution over the linearizations worth a search, in the profile's order of the layers.
+    """Returns the fastest solution over the promising linearizations, with its layers in the profile's order.
 
     Args:
         limits: the bytes that each device may hold.
 
     Raises:
-        Infeasible: nothing fits along any of them.
+        Infeasible: no plan fits in memory along any of them.
     """
     first = profiles[cluster.devices[0].kind]
-    lines = [tuple(range(len(first.layers))), *promising_linearizations(profiles, cluster, limits)]
+    orders = [tuple(range(len(first.layers))), *promising_linearizations(profiles, cluster, limits)]
     solutions: list[Solution] = []
     failure: Infeasible | None = None
-    for line in lines:
+    for order in orders:
         try:
-            solutions.append(solve({kind: with_layer_order(profile, line) for kind, profile in profiles.items()}))
+            solutions.append(solve({kind: with_layer_order(profile, order) for kind, profile in profiles.items()}))
         except Infeasible as error:
             failure = failure or error
     if not solutions:
         assert failure is not None
         raise failure
     best = min(solutions, key=lambda solution: solution.prediction.step_ns)
-    if len(lines) == 1:
+    if len(orders) == 1:
         return best
     # The space is now the plans along all linearizations, so the bound is the lowest of theirs.
     bound_ns = min(best.prediction.step_ns, *(solution.lower_bound_ns for solution in solutions))
-    space = LinearizationsSpace(num_orders=len(lines), along_each=best.space)
+    space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
     return replace(_in_profile_order(best, profiles), lower_bound_ns=bound_ns, space=space)
 
 
@@ -87,7 +87,7 @@ def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) 
 def promising_linearizations(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns linearizations, as layer numbers, whose best cuts have a smaller load than those of the profile's order.
+    """Returns linearizations, as layer numbers, whose min-max load is well below that of the profile's order.
 
     Loads are compared for the largest micro-batches, one device per stage, all devices like the first, and the slowest
     link.
@@ -102,16 +102,16 @@ def promising_linearizations(
     node_sets = downsets(contracted, MAX_DOWNSETS)
     if node_sets is None or len(node_sets) == contracted.num_nodes + 1:
         return []
-    line = Boundaries(prefixes(topological_order(contracted)), layers_of_node, graph.num_nodes)
+    chain_boundaries = Boundaries(prefixes(topological_order(contracted)), layers_of_node, graph.num_nodes)
     all_boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes)
     orders, size = [], first.microbatch_sizes[-1]
     for num_stages in sorted({2, (len(limits) + 1) // 2, len(limits)} - {0, 1}):
-        on_line = _best(_homogeneous_problem(line, first, cluster, limits, size, num_stages))
-        best = _best(_homogeneous_problem(all_boundaries, first, cluster, limits, size, num_stages))
-        if best is not None and (on_line is None or best.load < MAX_LOAD_RATIO * on_line.load):
+        on_chain = _min_max_path(_homogeneous_problem(chain_boundaries, first, cluster, limits, size, num_stages))
+        best = _min_max_path(_homogeneous_problem(all_boundaries, first, cluster, limits, size, num_stages))
+        if best is not None and (on_chain is None or best.load < MAX_LOAD_RATIO * on_chain.load):
             stages = [all_boundaries.layers(begin, end) for begin, end in pairwise(best.boundaries)]
             order = [layer for stage in stages for layer in stage]
-            if first.layers[-1].name == LOSS:  # stays last
+            if first.layers[-1].name == LOSS:  # the loss stays last
                 order.remove(len(order) - 1)
                 order.append(len(order))
             orders.append(tuple(order))
@@ -131,13 +131,14 @@ def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfil
 
 
 def _homogeneous_problem(
-    cuts: Boundaries, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
+    boundaries: Boundaries, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
 ) -> HomogeneousDevices:
+    """Returns the partition into so many stages, one device each, all like the first and with the slowest link."""
     device = cluster.devices[0]
     links = [cluster.link(a, b) for a in range(len(limits)) for b in range(len(limits)) if a != b]
     return HomogeneousDevices(
-        cuts,
-        StageCostSums(cuts, profile, size, device.speed),
+        boundaries,
+        StageCostSums(boundaries, profile, size, device.speed),
         num_devices=num_stages,
         num_microbatches=num_stages,
         max_replicas=1,
@@ -149,5 +150,6 @@ def _homogeneous_problem(
     )
 
 
-def _best(problem: HomogeneousDevices) -> StagePath | None:
+def _min_max_path(problem: HomogeneousDevices) -> StagePath | None:
+    """Returns the stages with the smallest largest load; none if no stages fit in memory."""
     return min_max_load_homogeneous(problem, bound=problem.bound_ns, ceiling=problem.ceiling_ns).best

@@ -1,4 +1,4 @@
-"""Checks of the planner's inputs: profiles and devices that suit one another, sums that do not overflow."""
+"""Checks of the planner's inputs: profiles that match the cluster and one another, sums that do not overflow."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
 
 MAX_MICROBATCHES = 1024
-"""Maximum number of micro-batches in a step; more would make schedules that nobody runs."""
+"""Maximum number of micro-batches in a step; schedules of more are too large to be useful."""
 
 MAX_SAMPLES = 2**31
 """Maximum number of samples in a step."""
@@ -28,7 +28,7 @@ def named_schedules(options: PlanOptions) -> list[str]:
 
 
 def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
-    """Raises BapipeError for an unknown schedule, or profiles that do not suit the cluster or one another."""
+    """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another."""
     for name in named_schedules(options):
         if name not in ALL:
             raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}, {SEARCH}")
@@ -56,10 +56,10 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
 
 
 def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
-    """Raises InvalidFile if figures are too large to add up over a step."""
-    figures = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
+    """Raises InvalidFile if values are too large to add up over a step."""
+    fields = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
     for i, measurement in enumerate(profile.measurements):
-        for name in figures:
+        for name in fields:
             values = [getattr(layer, name) for layer in measurement.layers]
             _check_sum(profile, values, minibatch_size, f"$.measurements[{i}].layers", name)
         outputs = [sum(layer.output_bytes) for layer in measurement.layers]
@@ -70,56 +70,62 @@ def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
 
 
 def _check_connected(profile: ModelProfile) -> None:
-    """Raises InvalidFile if layers have nothing to do with the others: no tensor, no parameters, no model input."""
-    place = {layer.name: i for i, layer in enumerate(profile.layers)}
-    joined = [(i, *(place[other] for other in layer.shares)) for i, layer in enumerate(profile.layers)]
-    users: dict[str, list[int]] = {}
+    """Raises InvalidFile if layers share no tensor, parameters or model input with the others."""
+    index = {layer.name: i for i, layer in enumerate(profile.layers)}
+    tied = [(i, *(index[other] for other in layer.shares)) for i, layer in enumerate(profile.layers)]
+    readers: dict[str, list[int]] = {}
     for i, layer in enumerate(profile.layers):
         for tensor in layer.inputs:
-            users.setdefault(tensor, []).append(i)
-    check_connected(of_layers(profile), [*joined, *users.values()])
+            readers.setdefault(tensor, []).append(i)
+    check_connected(of_layers(profile), [*tied, *readers.values()])
 
 
 def _check_links(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
-    """Raises InvalidFile if a link would take years for a step."""
+    """Raises InvalidFile if the transfers of a step would take years on a link."""
     if len(cluster.devices) == 1:
         return
     named: list[tuple[str, Bandwidth]] = [("$.intra_host", cluster.intra_host), ("$.inter_host", cluster.inter_host)]
-    for i, named_link in enumerate(cluster.links):
-        named.append((f"$.links[{i}]", Bandwidth(bytes_per_s=named_link.bytes_per_s, latency_ns=named_link.latency_ns)))
-    sums = [
+    for i, link in enumerate(cluster.links):
+        named.append((f"$.links[{i}]", Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)))
+    bytes_per_sample = [
         sum(num_bytes for layer in m.layers for num_bytes in layer.output_bytes) // m.microbatch_size + 1
         for profile in profiles.values()
         for m in profile.measurements
     ]
-    params = max(sum(layer.param_bytes for layer in profile.layers) for profile in profiles.values())
-    num_bytes, num_messages = 2 * (max(sums) * minibatch_size + params), 2 * (minibatch_size + len(cluster.devices))
-    for where, link in named:
-        if num_messages * link.latency_ns + num_bytes * 1_000_000_000 // link.bytes_per_s >= MAX_TOTAL:
-            slow = num_messages * link.latency_ns >= MAX_TOTAL // 2
-            value = f"a latency of {link.latency_ns:,} ns" if slow else f"a bandwidth of {link.bytes_per_s:,} bytes/s"
+    param_bytes = max(sum(layer.param_bytes for layer in profile.layers) for profile in profiles.values())
+    num_bytes = 2 * (max(bytes_per_sample) * minibatch_size + param_bytes)
+    num_messages = 2 * (minibatch_size + len(cluster.devices))
+    for path, bandwidth in named:
+        if num_messages * bandwidth.latency_ns + num_bytes * 1_000_000_000 // bandwidth.bytes_per_s >= MAX_TOTAL:
+            latency_dominates = num_messages * bandwidth.latency_ns >= MAX_TOTAL // 2
+            value = (
+                f"a latency of {bandwidth.latency_ns:,} ns"
+                if latency_dominates
+                else f"a bandwidth of {bandwidth.bytes_per_s:,} bytes/s"
+            )
             raise InvalidFile(
                 f"the cluster: with {value} a step of {minibatch_size} samples could take more than four years; check "
                 "the unit",
-                f"{where}.{'latency_ns' if slow else 'bytes_per_s'}",
+                f"{path}.{'latency_ns' if latency_dominates else 'bytes_per_s'}",
             )
 
 
 def _check_sum(
-    profile: ModelProfile, values: Sequence[int | msgspec.UnsetType], minibatch_size: int, where: str, name: str
+    profile: ModelProfile, values: Sequence[int | msgspec.UnsetType], minibatch_size: int, path: str, name: str
 ) -> None:
+    """Raises InvalidFile if the sum of some values is too large for a whole mini-batch."""
     known = [0 if value is msgspec.UNSET else value for value in values]
     if sum(known) * minibatch_size >= MAX_TOTAL:
-        largest = max(known)
+        max_value = max(known)
         raise InvalidFile(
-            f"the profile of {profile.model} on {profile.device.kind}: {largest:,} is too much to add up over a "
+            f"the profile of {profile.model} on {profile.device.kind}: {max_value:,} is too much to add up over a "
             f"mini-batch of {minibatch_size}; check the unit",
-            f"{where}[{known.index(largest)}].{name}",
+            f"{path}[{known.index(max_value)}].{name}",
         )
 
 
 def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> None:
-    """Raises BapipeError if a device would take years."""
+    """Raises BapipeError if a step would take years on a device."""
     last = profile.measurements[-1]
     step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
     if step_ns / device.speed >= MAX_TOTAL:
@@ -130,35 +136,36 @@ def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> 
 
 
 def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:
-    """Returns the sizes to look at, ascending.
+    """Returns the micro-batch sizes to search, ascending.
 
     Raises:
-        BapipeError: none divides the mini-batch and is known.
+        BapipeError: no size that divides the mini-batch is within the profiled ones.
     """
-    minibatch_size, wanted = options.minibatch_size, options.microbatch_size
+    minibatch_size, fixed_size = options.minibatch_size, options.microbatch_size
     used = [profiles[kind] for kind in sorted({device.kind for device in cluster.devices})]
-    if wanted is not None and minibatch_size % wanted:
-        raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {wanted}")
+    if fixed_size is not None and minibatch_size % fixed_size:
+        raise BapipeError(f"a mini-batch of {minibatch_size} does not divide into micro-batches of {fixed_size}")
     low = max(profile.microbatch_sizes[0] for profile in used)
     high = min(profile.microbatch_sizes[-1] for profile in used)
     divisors = [minibatch_size // num for num in range(1, MAX_MICROBATCHES + 1) if minibatch_size % num == 0]
-    sizes = sorted(size for size in divisors if low <= size <= high and wanted in (None, size))
+    sizes = sorted(size for size in divisors if low <= size <= high and fixed_size in (None, size))
     if not sizes:
-        small = [
-            b
-            for b in range(low, min(high, minibatch_size // MAX_MICROBATCHES) + 1)
-            if minibatch_size % b == 0 and wanted in (None, b)
+        too_small = [
+            size
+            for size in range(low, min(high, minibatch_size // MAX_MICROBATCHES) + 1)
+            if minibatch_size % size == 0 and fixed_size in (None, size)
         ]
-        if small:
+        if too_small:
             raise BapipeError(
-                f"a mini-batch of {minibatch_size} is {minibatch_size // small[-1]} micro-batches of {small[-1]}; want "
-                f"at most {MAX_MICROBATCHES}: choose a smaller `minibatch_size`, or profile larger micro-batches"
+                f"a mini-batch of {minibatch_size} is {minibatch_size // too_small[-1]} micro-batches of "
+                f"{too_small[-1]}; want at most {MAX_MICROBATCHES}: choose a smaller `minibatch_size`, or profile "
+                "larger micro-batches"
             )
         known = "; ".join(f"{p.device.kind}: {', '.join(map(str, p.microbatch_sizes))}" for p in used)
-        if wanted is not None:
+        if fixed_size is not None:
             raise InvalidFile(
-                f"micro-batches of {wanted} are not within those profiled ({known}): choose another `microbatch_size`, "
-                "or profile more sizes",
+                f"micro-batches of {fixed_size} are not within those profiled ({known}): choose another "
+                "`microbatch_size`, or profile more sizes",
                 "$.measurements",
             )
         raise InvalidFile(

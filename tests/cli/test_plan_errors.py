@@ -172,7 +172,7 @@ def test_a_link_on_which_a_step_takes_years_is_named(tmp_path: Path, capsys: pyt
     [
         (
             ["l0 on d0", "l0 on d1"],
-            "the constraints contradict one another: no device is allowed by all that say where 'l0' is; drop one of them",
+            "the constraints contradict one another: no device is allowed by all those on 'l0'; drop one of them",
         ),
         (
             ["l0 on d0", "l5 on d0", "l2 on d1"],

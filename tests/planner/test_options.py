@@ -114,14 +114,14 @@ def test_constraints_hold() -> None:
     [
         (
             ["l0 beside l1"],
-            "'l0 beside l1' is no constraint: want 'LAYER with LAYER', 'LAYER without LAYER' or 'LAYER on DEVICE,DEVICE'",
+            "'l0 beside l1' is not a constraint: want 'LAYER with LAYER', 'LAYER without LAYER' or 'LAYER on DEVICE,DEVICE'",
         ),
         (["l9 with l1"], "a constraint names the layer 'l9', which chain does not have; its 3 layers are 'l0' to 'l2'"),
         (
             ["l0 on gpu"],
             "the constraint 'l0 on gpu' names the device 'gpu', which the cluster does not have; it has d0, d1",
         ),
-        (["l0 without l0"], "the constraint 'l0 without l0' sets a layer apart from itself; drop it"),
+        (["l0 without l0"], "the constraint 'l0 without l0' separates a layer from itself; drop it"),
         (
             ["l0 with l2", "l0 without l1"],
             "the constraint 'l0 without l1' contradicts the others: no cut is allowed between these layers (layers that "

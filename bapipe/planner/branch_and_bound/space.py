@@ -113,7 +113,7 @@ def build_space(
         enabled_bounds: names of the lower bounds to use; all but in experiments.
     """
     constraints = constraints or Constraints()
-    classes = device_classes(cluster, limits, constraints.apart(cluster), _ns_per_sample(profiles, cluster))
+    classes = device_classes(cluster, limits, constraints.allowed_layers(cluster), _ns_per_sample(profiles, cluster))
     links = ClassLinks(cluster, classes)
     kinds = {cls.device.kind: profiles[cls.device.kind] for cls in classes}
     intervals: IntervalIndex | None = None
@@ -125,7 +125,7 @@ def build_space(
     # depend on the size.
     for size in reversed(sizes):
         chains = _chains(kinds, classes, size)
-        intervals = intervals or IntervalIndex(constraints.cuts(next(iter(kinds.values())), chains[0].legal))
+        intervals = intervals or IntervalIndex(constraints.allowed_cuts(next(iter(kinds.values())), chains[0].legal))
         costs = _stage_costs(kinds, classes, links, intervals, size, chains, recompute, constraints)
         num_microbatches = minibatch_size // size
         total_rate = _rate([len(cls.ranks) for cls in classes], classes)
@@ -372,7 +372,7 @@ def _stage_costs(
         min_send_bytes=_min_at_boundaries([chain.send_bytes for chain in chains], intervals),
         min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
         recompute=recompute,
-        forbidden=constraints.mask(next(iter(kinds.values())), intervals, classes),
+        forbidden=constraints.forbidden_intervals(next(iter(kinds.values())), intervals, classes),
     )
 
 
