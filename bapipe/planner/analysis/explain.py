@@ -14,7 +14,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import time_shares
 from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect
-from bapipe.planner.baselines import in_words
+from bapipe.planner.baselines import slowdown_text
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
@@ -109,7 +109,7 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
     timeline = simulate(other, profiles)
     lack = max(m.total - limit for m, limit in zip(timeline.memory, options.limits(plan.cluster), strict=True))
     is_slower = timeline.step_ns > plan.prediction.step_ns * (1 + MIN_TIME_SHARE_NAMED)
-    change = in_words(timeline.step_ns, plan.prediction.step_ns) if is_slower else "as long"
+    change = slowdown_text(timeline.step_ns, plan.prediction.step_ns) if is_slower else "as long"
     change = f"a device would lack {lack:,} bytes" if lack > 0 else f"a step would be {change}"
     used = "used" if (is_slower or lack > 0) and sum(sent) < sum(other_sent) else "not needed"
     return (
