@@ -114,7 +114,7 @@ def receive(processes: Sequence[LocalProcess], timeout_s: float) -> list[tuple[L
         if process.pipe not in ready:
             continue
         try:
-            received.append((process, process.pipe.recv()))
+            received.append((process, pickle.loads(process.pipe.recv_bytes())))
         except (EOFError, OSError):
             process.is_open = False
             received.append((process, None))
@@ -127,17 +127,22 @@ def run_child() -> None:
     _die_with(int(parent))
     pipe = Connection(int(pipe_fd), readable=False)
     code = 0
+
+    def send(message: object) -> None:
+        # By value: `Connection.send` would share the memory of tensors, which ends with this process.
+        pipe.send_bytes(pickle.dumps(message))
+
     try:
         path, argv, main, pickled = pickle.loads(Path(folder, _JOB).read_bytes())
         sys.path[:], sys.argv[:] = path, argv
         if main is not None:
             multiprocessing.spawn.prepare(main)
         function, arguments = pickle.loads(pickled)
-        function(int(index), pipe.send, *arguments)
+        function(int(index), send, *arguments)
     except BaseException as error:
         code = 1
         with suppress(OSError):
-            pipe.send(ChildError(one_line(error)))
+            send(ChildError(one_line(error)))
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()

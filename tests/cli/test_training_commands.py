@@ -44,7 +44,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def bapipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
+        [*COMMAND, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=300
     )
 
 
@@ -176,12 +176,12 @@ def test_more_devices_than_the_machine_has_are_refused(folder: Path) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The ranks of a run: processes that `multiprocessing` spawned."""
+    """The ranks of a run: its child processes that `bapipe.processes` started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+            if parent == pid and b"bapipe.processes" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except OSError:  # it has ended meanwhile
             continue

@@ -19,9 +19,12 @@ THREADS = torch.get_num_threads()
 
 @pytest.fixture(scope="module", autouse=True)
 def _alone() -> Iterator[None]:
+    before = torch.get_num_threads()  # another file of this process may have changed it since THREADS was read
+    torch.set_num_threads(THREADS)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    torch.set_num_threads(before)
 
 
 def images() -> nn.Module:

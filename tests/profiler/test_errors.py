@@ -72,7 +72,7 @@ def meta() -> nn.Module:
         (meta, "Sequential is on the meta device, so it cannot run: build it on a real one"),
         (
             lambda: torch.compile(nn.Linear(6, 5)),
-            "the module is compiled by torch.compile, so it has no layers to tell apart: give the one it was made from",
+            "the module is compiled by torch.compile, so it has no layers to cut between: give the module that it was made from",
         ),
         (nn.ReLU, "ReLU has no parameter to train: set requires_grad on those to train"),
         (

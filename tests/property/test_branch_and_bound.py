@@ -101,7 +101,7 @@ def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
 def test_bounds_never_exceed_the_simulated_step(schedule: str) -> None:
     num_checked = 0
 
-    @examples(75 if schedule in LOOPED else 25)  # chains of few layers have no looped plan
+    @examples(75 if schedule in LOOPED else 40)  # chains of few layers have no looped plan
     @given(problems_of([schedule], max_layers=5, buckets=None))
     def check(problems: tuple[Problem, ...]) -> None:
         nonlocal num_checked
