@@ -5,24 +5,24 @@ the methods of its stages. Why each of them is wrapped stands at the wrapper; th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.local_stage import LocalStage, Loss, check_stages
 from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.torch_device import dtype_name
+from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
     needs_gradient_for_every_input,
     pipeline_runtime,
@@ -31,31 +31,6 @@ from bapipe.torch_private import (
     skip_neighbor_handshake,
     support_replicas,
 )
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""(what the last stage returns, target) -> mean loss over the micro-batch, a scalar."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStage:
-    """A stage that this process runs.
-
-    Attributes:
-        module: takes the received tensors by position and `arguments` by name, and returns a tuple.
-        received, outputs: shapes of one micro-batch on the meta device; of the first stage, `received` are the model
-            inputs that it loads, which it takes by position.
-        arguments: names of the model inputs that a later stage loads.
-        recompute: F keeps only its inputs, and B or I runs it again.
-        last_backward: a context to enter for the backward after which the stage's gradients on this rank are final.
-    """
-
-    index: int
-    module: nn.Module
-    received: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    arguments: tuple[str, ...] = ()
-    recompute: bool = False
-    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(slots=True)
@@ -86,8 +61,7 @@ class ScheduleExecutor:
         self._losses: dict[int, Tensor] = {}  # by micro-batch
         last = self._schedule.num_stages - 1
         self._recomputes_loss = any(stage.recompute and stage.index == last for stage in stages)
-        _check_types(stages)
-        _check_input_grads(self._schedule, stages)
+        check_stages(self._schedule, stages)
         own_order = self._schedule.order[layout.rank]
         self._final_backward = _final_backwards(own_order)
         torch_stages = [self._torch_stage(stage) for stage in stages]
@@ -296,29 +270,3 @@ def _zeros_for_none(grads: Sequence[Tensor | None], received: Sequence[Any]) -> 
     """Returns the gradients of the tensors that a stage received, zeros for None."""
     pairs = zip(grads[: len(received)], received, strict=True)
     return tuple(torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs)
-
-
-def _check_types(stages: Sequence[LocalStage]) -> None:
-    for stage in stages:
-        for tensor in stage.received if needs_gradient_for_every_input() and stage.index else ():
-            if not tensor.is_floating_point():
-                raise BapipeError(
-                    f"stage {stage.index} receives a tensor of {dtype_name(tensor.dtype)}, which torch "
-                    f"{torch.__version__} cannot pass between stages: use torch 2.13 or later, or plan another cut"
-                )
-
-
-def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
-    """torch's W starts where I stopped, so a stage without any input that needs a gradient would lose its gradients."""
-    split = {action.stage for actions in schedule.order for action in actions if action.phase is Phase.INPUT_GRAD}
-    for stage in stages:
-        if stage.index == 0 or stage.index not in split:
-            continue
-        reason = "receives nothing that needs a gradient" if not any(t.requires_grad for t in stage.received) else ""
-        if needs_gradient_for_every_input() and stage.arguments:
-            reason = f"loads inputs of the model, for which torch {torch.__version__} is wrong"
-        if reason:
-            raise BapipeError(
-                f"stage {stage.index} {reason}, so its backward cannot be split into I and W: plan with a schedule of "
-                "whole backwards, such as 1f1b"
-            )

@@ -1,34 +1,32 @@
 """A model that is trained by a plan, seen from one rank: builds its stages, and runs steps and evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.errors import BapipeError
-from bapipe.formats.plan import Memory, Plan
-from bapipe.runtime.autocast import Autocast
+from bapipe.formats.plan import Plan
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.data.batch_check import BatchSpec
-from bapipe.runtime.evaluate.forward import ForwardExecutor, ForwardResult, split_for_evaluation
-from bapipe.runtime.executor import LocalStage, Loss, ScheduleExecutor
+from bapipe.runtime.evaluate.forward import ForwardResult, split_for_evaluation
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
-from bapipe.runtime.lowering import check_runnable
+from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.optimizer import OptimizerFactory, StageOptimizers, clip_grad_norm, sgd
 from bapipe.runtime.peak_memory import PeakMemory
 from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
-from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
-from bapipe.runtime.split import Split, argument_names, split, stage_module, with_inputs
+from bapipe.runtime.split import argument_names, split, stage_module, with_inputs
+from bapipe.runtime.stage_executors import ExecutorFactory
+from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
-from bapipe.tracing import TracedModel, granularity, state_names, trace, unused_state
+from bapipe.tracing import granularity, state_names, trace, unused_state
 
 
 class Pipeline:
@@ -77,13 +75,12 @@ class Pipeline:
             group: the processes; None is the default group.
         """
         self._plan, self._device = plan, torch.device(device)
-        self._layout = _layout(plan, self._device, group)
+        self._layout = layout_of(plan, self._device, group)
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
 
         # Cut the traced model. Nothing is allocated: shapes come from a pass on the meta device.
-        self._keys = frozenset(module.state_dict())
-        self._names = state_names(module)
+        keys, names = frozenset(module.state_dict()), state_names(module)
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         self._split = split(
             trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, inputs
@@ -97,19 +94,29 @@ class Pipeline:
             s: stage_module(self._split, s, self._device, self._rng) for s in self.stages
         }
         # The first stage also holds what no layer uses, so that checkpoints have all of the module.
-        self._unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
-        materialize(self._split, self._state(), self._device, seed, initialize)
+        unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
+        self._state = StageState(modules=self._modules, unused=unused, names=names, keys=keys)
+        materialize(self._split, self._state.tensors(), self._device, seed, initialize)
 
         # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
-        self._autocast = autocast
         self._clock = clock_for(self._device)
         self._tied = connect_tied_weights(self._layout, self._split)
         self._replicas = connect_replicas(self._layout, self._split, self._modules, self._tied.parameters, self._clock)
+        executors = ExecutorFactory(
+            plan=plan,
+            layout=self._layout,
+            modules=self._modules,
+            replicas=self._replicas,
+            loss=loss,
+            autocast=autocast,
+            clock=self._clock,
+            rng=self._rng,
+        )
         # torch's stages have buffers of fixed shapes, so there is an executor for every size of the inputs.
         sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in buckets)]
-        self._executors = [self._training_executor(parts, loss) for parts in sized]
+        self._executors = [executors.training(parts) for parts in sized]
         self._executor = self._executors[0]  # of the last step
-        self._forward_executor = None if evaluated is None else self._evaluation_executor(evaluated, loss)
+        self._forward_executor = None if evaluated is None else executors.evaluation(evaluated)
 
         self._optimizers = StageOptimizers(self._modules, optimizer or sgd(), self._clock)
         check_optimizers(plan, self._optimizers.optimizers)
@@ -243,18 +250,11 @@ class Pipeline:
 
         The state dicts of all ranks together are the original's: what no layer uses is the first stage's.
         """
-        named = ((name, tensor) for tensor in self._state() for name in self._names.get(id(tensor), ()))
-        return {name: tensor.detach() for name, tensor in named if name in self._keys}
+        return self._state.state_dict()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that this rank's stages use, with their gradients, by their names in the module."""
-        parameters = (parameter for module in self._modules.values() for parameter in module.parameters())
-        return {self._names[id(parameter)][0]: parameter for parameter in parameters}
-
-    def _state(self) -> list[Tensor]:
-        """Returns this rank's parameters and buffers, each once."""
-        used = [tensor for module in self._modules.values() for tensor in (*module.parameters(), *module.buffers())]
-        return list({id(tensor): tensor for tensor in (*used, *self._unused)}.values())
+        return self._state.named_parameters()
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the following steps."""
@@ -266,15 +266,7 @@ class Pipeline:
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:
         """Returns the parameters that this rank counts: each of the model is counted on the first rank that has it."""
-        schedule = self._layout.schedule
-        first = {id(tied.parameter): schedule.devices[min(tied.stages)][0] for tied in self._split.tied}
-        counted = {
-            id(parameter): parameter
-            for s, module in self._modules.items()
-            for parameter in module.parameters()
-            if first.get(id(parameter), schedule.devices[s][0]) == self.rank
-        }
-        return tuple(counted.values())
+        return self._state.counted_parameters(self._layout, self._split)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
@@ -304,55 +296,10 @@ class Pipeline:
             spans=self._executor.spans(),
             updates=self._optimizers.updates,
             syncs=[(s, *sync) for s, replicas in self._replicas.items() for sync in replicas.gradients.syncs()],
-            memory=self._memory(),
+            memory=self._state.memory(self._optimizers.state_bytes()),
         )
         names = [device.name for device in self._plan.cluster.devices]
         return gather_timeline(self._layout, local, self._clock, names)
-
-    def _training_executor(self, parts: Split, loss: Loss) -> ScheduleExecutor:
-        stages = [self._local_stage(s, parts) for s in sorted(self.stages)]
-        stage_loss = self._loss_of_stage_outputs(loss, parts.model)
-        return ScheduleExecutor(self._layout, stages, loss=stage_loss, clock=self._clock, rng=self._rng)
-
-    def _local_stage(self, index: int, parts: Split) -> LocalStage:
-        stage, examples = parts.stages[index], parts.examples
-        taken = stage.received if index else stage.loaded
-        return LocalStage(
-            index=index,
-            module=self._with_autocast(self._modules[index], [examples[name].dtype for name in stage.outputs]),
-            received=tuple(examples[name] for name in taken),
-            outputs=tuple(examples[name] for name in stage.outputs),
-            arguments=argument_names(self._split, stage.loaded) if index else (),
-            recompute=self._plan.stages[index].recompute,
-            last_backward=self._replicas[index].gradients.last_backward if index in self._replicas else nullcontext,
-        )
-
-    def _with_autocast(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:
-        """Returns a stage's module, under autocast if that is on."""
-        return module if self._autocast is None else Autocast(module, self._device, self._autocast, outputs)
-
-    def _evaluation_executor(self, parts: Split, loss: Loss) -> ForwardExecutor:
-        modules = {s: stage_module(parts, s, self._device) for s in self.stages}
-        dtypes = {s: [parts.examples[name].dtype for name in parts.stages[s].outputs] for s in self.stages}
-        last = self._replicas.get(len(self._plan.stages) - 1)
-        return ForwardExecutor(
-            self._layout,
-            parts,
-            {s: self._with_autocast(module, dtypes[s]) for s, module in modules.items()},
-            microbatch_size=self._plan.microbatch_size,
-            loss=self._loss_of_stage_outputs(loss, parts.model),
-            sum_over_replicas=last.total if last is not None else lambda part: part,
-        )
-
-    def _loss_of_stage_outputs(self, loss: Loss, model: TracedModel) -> Loss:
-        """Returns the loss of the tuple of tensors that the last stage returns, instead of what the model returns."""
-        rebuild = model.result.rebuild
-
-        def computed(output: Any, target: Tensor) -> Tensor:
-            with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-                return loss(rebuild(output), target)
-
-        return computed
 
     def _unscale(self) -> bool:
         """Divides gradients by the loss scale, if losses are scaled; returns whether to update parameters with them."""
@@ -371,30 +318,7 @@ class Pipeline:
         """Returns this rank's gradients, after waiting for the sums over replicas."""
         for replicas in self._replicas.values():
             replicas.gradients.finish()
-        parameters = {id(p): p for module in self._modules.values() for p in module.parameters()}.values()
-        return [p.grad for p in parameters if p.grad is not None]
-
-    def _memory(self) -> Memory:
-        parameters = list({id(p): p for module in self._modules.values() for p in module.parameters()}.values())
-        return Memory(
-            params=sum(p.nbytes for p in parameters),
-            gradients=sum(p.grad.nbytes for p in parameters if p.grad is not None),
-            optimizer=self._optimizers.state_bytes(),
-            stash=0,
-            workspace=0,
-            buffers=0,
-        )
-
-
-def _layout(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> ProcessLayout:
-    ranks, num_processes = check_runnable(plan), dist.get_world_size(group)
-    if num_processes != len(ranks):
-        raise BapipeError(
-            f"the plan runs on {len(ranks)} devices but this group has {num_processes} processes: start {len(ranks)}, "
-            f"or plan for {num_processes} devices"
-        )
-    rank = ranks[dist.get_rank(group)]
-    return ProcessLayout(schedule=plan.table, ranks=ranks, rank=rank, device=device, group=group)
+        return [p.grad for p in self._state.parameters() if p.grad is not None]
 
 
 def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from bapipe.errors import BapipeError
+from bapipe.formats.plan import Plan
+from bapipe.runtime.lowering import check_runnable
 from bapipe.schedules.table import Schedule
 
 
@@ -35,3 +38,19 @@ class ProcessLayout:
     def processes_of(self, ranks: Sequence[int]) -> list[int]:
         """Returns the processes that run some of the schedule's ranks."""
         return [self.ranks.index(rank) for rank in ranks]
+
+
+def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> ProcessLayout:
+    """Returns which process of the group runs which rank of a plan, seen from this process.
+
+    Raises:
+        BapipeError: the plan cannot run, or not with this number of processes.
+    """
+    ranks, num_processes = check_runnable(plan), dist.get_world_size(group)
+    if num_processes != len(ranks):
+        raise BapipeError(
+            f"the plan runs on {len(ranks)} devices but this group has {num_processes} processes: start {len(ranks)}, "
+            f"or plan for {num_processes} devices"
+        )
+    rank = ranks[dist.get_rank(group)]
+    return ProcessLayout(schedule=plan.table, ranks=ranks, rank=rank, device=device, group=group)

@@ -1,0 +1,71 @@
+"""A stage that this process runs, and what torch's pipeline runtime requires of it."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError
+from bapipe.schedules.table import Phase, Schedule
+from bapipe.torch_device import dtype_name
+from bapipe.torch_private import needs_gradient_for_every_input
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(what the last stage returns, target) -> mean loss over the micro-batch, a scalar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStage:
+    """A stage that this process runs.
+
+    Attributes:
+        module: takes the received tensors by position and `arguments` by name, and returns a tuple.
+        received, outputs: shapes of one micro-batch on the meta device; of the first stage, `received` are the model
+            inputs that it loads, which it takes by position.
+        arguments: names of the model inputs that a later stage loads.
+        recompute: F keeps only its inputs, and B or I runs it again.
+        last_backward: a context to enter for the backward after which the stage's gradients on this rank are final.
+    """
+
+    index: int
+    module: nn.Module
+    received: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    arguments: tuple[str, ...] = ()
+    recompute: bool = False
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def check_stages(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
+    """Raises BapipeError if the installed torch cannot run one of the stages by the schedule."""
+    _check_types(stages)
+    _check_input_grads(schedule, stages)
+
+
+def _check_types(stages: Sequence[LocalStage]) -> None:
+    for stage in stages:
+        for tensor in stage.received if needs_gradient_for_every_input() and stage.index else ():
+            if not tensor.is_floating_point():
+                raise BapipeError(
+                    f"stage {stage.index} receives a tensor of {dtype_name(tensor.dtype)}, which torch "
+                    f"{torch.__version__} cannot pass between stages: use torch 2.13 or later, or plan another cut"
+                )
+
+
+def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
+    """torch's W starts where I stopped, so a stage without any input that needs a gradient would lose its gradients."""
+    split = {action.stage for actions in schedule.order for action in actions if action.phase is Phase.INPUT_GRAD}
+    for stage in stages:
+        if stage.index == 0 or stage.index not in split:
+            continue
+        reason = "receives nothing that needs a gradient" if not any(t.requires_grad for t in stage.received) else ""
+        if needs_gradient_for_every_input() and stage.arguments:
+            reason = f"loads inputs of the model, for which torch {torch.__version__} is wrong"
+        if reason:
+            raise BapipeError(
+                f"stage {stage.index} {reason}, so its backward cannot be split into I and W: plan with a schedule of "
+                "whole backwards, such as 1f1b"
+            )

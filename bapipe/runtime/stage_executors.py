@@ -1,0 +1,92 @@
+"""The executors of a rank's stages: one for every size of the inputs to train on, and one to evaluate with."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.formats.plan import Plan
+from bapipe.runtime.autocast import Autocast
+from bapipe.runtime.clock import Clock
+from bapipe.runtime.evaluate.forward import ForwardExecutor
+from bapipe.runtime.executor import ScheduleExecutor
+from bapipe.runtime.local_stage import LocalStage, Loss
+from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.replicas import Replicas
+from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.split import Split, argument_names, stage_module
+from bapipe.tracing import TracedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorFactory:
+    """Makes executors of this rank's stages.
+
+    Attributes:
+        modules: this rank's stages.
+        replicas: those of its stages that run on several ranks.
+        loss: of what the model returns, and the target.
+        autocast: the type that forwards and the loss compute in; None without autocast.
+    """
+
+    plan: Plan
+    layout: ProcessLayout
+    modules: Mapping[int, nn.Module]
+    replicas: Mapping[int, Replicas]
+    loss: Loss
+    autocast: torch.dtype | None
+    clock: Clock
+    rng: PerOperatorRng
+
+    def training(self, parts: Split) -> ScheduleExecutor:
+        """Returns the executor of training steps on inputs of the shapes of `parts`."""
+        stages = [self._local_stage(s, parts) for s in sorted(self.modules)]
+        loss = self._loss_of_stage_outputs(parts.model)
+        return ScheduleExecutor(self.layout, stages, loss=loss, clock=self.clock, rng=self.rng)
+
+    def evaluation(self, parts: Split) -> ForwardExecutor:
+        """Returns the executor of forwards in evaluation mode, of a model that was traced and cut in that mode."""
+        modules = {s: stage_module(parts, s, self.layout.device) for s in self.modules}
+        last = self.replicas.get(len(self.plan.stages) - 1)
+        return ForwardExecutor(
+            self.layout,
+            parts,
+            {s: self._with_autocast(module, _output_dtypes(parts, s)) for s, module in modules.items()},
+            microbatch_size=self.plan.microbatch_size,
+            loss=self._loss_of_stage_outputs(parts.model),
+            sum_over_replicas=last.total if last is not None else lambda part: part,
+        )
+
+    def _local_stage(self, index: int, parts: Split) -> LocalStage:
+        stage, examples = parts.stages[index], parts.examples
+        taken = stage.received if index else stage.loaded
+        return LocalStage(
+            index=index,
+            module=self._with_autocast(self.modules[index], _output_dtypes(parts, index)),
+            received=tuple(examples[name] for name in taken),
+            outputs=tuple(examples[name] for name in stage.outputs),
+            arguments=argument_names(parts, stage.loaded) if index else (),
+            recompute=self.plan.stages[index].recompute,
+            last_backward=self.replicas[index].gradients.last_backward if index in self.replicas else nullcontext,
+        )
+
+    def _with_autocast(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:
+        """Returns a stage's module, under autocast if that is on."""
+        return module if self.autocast is None else Autocast(module, self.layout.device, self.autocast, outputs)
+
+    def _loss_of_stage_outputs(self, model: TracedModel) -> Loss:
+        """Returns the loss of the tuple of tensors that the last stage returns, instead of what the model returns."""
+        rebuild = model.result.rebuild
+
+        def computed(output: Any, target: Tensor) -> Tensor:
+            with torch.autocast(self.layout.device.type, self.autocast, enabled=self.autocast is not None):
+                return self.loss(rebuild(output), target)
+
+        return computed
+
+
+def _output_dtypes(parts: Split, stage: int) -> list[torch.dtype]:
+    return [parts.examples[name].dtype for name in parts.stages[stage].outputs]

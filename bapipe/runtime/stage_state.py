@@ -1,0 +1,69 @@
+"""The parameters and buffers of a rank's stages, each once, and their names in the original module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from bapipe.formats.plan import Memory
+from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.split import Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """Parameters and buffers of this rank's stages.
+
+    Attributes:
+        modules: this rank's stages.
+        unused: parameters and buffers of the original module that no layer uses, on the rank that keeps them.
+        names: names in the original module by the id of a tensor; a tied one has several.
+        keys: names that the original module's state dict has; it leaves out buffers that are not persistent.
+    """
+
+    modules: Mapping[int, nn.Module]
+    unused: tuple[Tensor, ...]
+    names: Mapping[int, tuple[str, ...]]
+    keys: frozenset[str]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the parameters and buffers, each once."""
+        used = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        return list({id(tensor): tensor for tensor in (*used, *self.unused)}.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that the stages use, each once."""
+        return list({id(p): p for module in self.modules.values() for p in module.parameters()}.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns parameters and buffers by their names in the original module; tied ones by all of them."""
+        named = ((name, tensor) for tensor in self.tensors() for name in self.names.get(id(tensor), ()))
+        return {name: tensor.detach() for name, tensor in named if name in self.keys}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that the stages use, by their first names in the original module."""
+        return {self.names[id(parameter)][0]: parameter for parameter in self.parameters()}
+
+    def counted_parameters(self, layout: ProcessLayout, parts: Split) -> tuple[nn.Parameter, ...]:
+        """Returns the parameters that this rank counts: each of the model is counted on the first rank that has it."""
+        devices = layout.schedule.devices
+        first = {id(tied.parameter): devices[min(tied.stages)][0] for tied in parts.tied}
+        counted = {
+            id(parameter): parameter
+            for s, module in self.modules.items()
+            for parameter in module.parameters()
+            if first.get(id(parameter), devices[s][0]) == layout.rank
+        }
+        return tuple(counted.values())
+
+    def memory(self, optimizer_bytes: int) -> Memory:
+        """Returns what parameters, gradients and optimizer state take; what lives only within a step counts as 0."""
+        parameters = self.parameters()
+        return Memory(
+            params=sum(p.nbytes for p in parameters),
+            gradients=sum(p.grad.nbytes for p in parameters if p.grad is not None),
+            optimizer=optimizer_bytes,
+            stash=0,
+            workspace=0,
+            buffers=0,
+        )

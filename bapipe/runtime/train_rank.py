@@ -1,0 +1,236 @@
+"""Training by a plan, in one rank: feeds its stages, keeps checkpoints, evaluates, and gathers what was measured."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from bapipe.errors import RunFailed
+from bapipe.formats.plan import Plan
+from bapipe.runtime.checkpoint.manifest import Manifest, Position, read_manifest
+from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
+from bapipe.runtime.data.buckets import bucket_examples
+from bapipe.runtime.data.loader import Batch, batches
+from bapipe.runtime.data.workers import num_data_workers
+from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
+from bapipe.runtime.launch.worker import Rank
+from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.rng import seed_step
+from bapipe.runtime.train_config import TrainConfig
+from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
+from bapipe.schedules.table import Action
+from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.example import Example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """What every rank gets.
+
+    Attributes:
+        validation: data to evaluate on; None without evaluation.
+        learning_rate: after the warm-up.
+        optimizer: class of `torch.optim`, and its arguments besides the learning rate.
+        devices: names of the ranks' devices.
+        resume_from: the checkpoint to continue from.
+    """
+
+    plan: Plan
+    build: Callable[[], Example]
+    dataset: PipelineDataset[Any]
+    validation: PipelineDataset[Any] | None
+    config: TrainConfig
+    learning_rate: float
+    optimizer: tuple[str, Mapping[str, object]]
+    devices: tuple[str, ...]
+    resume_from: Path | None
+
+    def manifest(self, position: Position) -> Manifest:
+        return Manifest(
+            model=self.plan.model,
+            optimizer=self.optimizer[0].lower(),
+            seed=self.config.seed,
+            num_samples=len(self.dataset),
+            position=position,
+            tensors={},
+            optimizer_tensors={},
+            files={},
+        )
+
+    def optimizer_factory(self) -> OptimizerFactory:
+        name, arguments = self.optimizer
+        return optimizer_factory(name, self.learning_rate, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationProgress:
+    """What rank 0 reports during an evaluation."""
+
+    done: int
+    total: int
+    evaluation: Evaluation | None = None
+
+
+def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
+    """Trains this rank's stages; every rank of the job calls it, and all return the same."""
+    plan, config = job.plan, job.config
+    settings = plan.compute_settings
+    if rank.device.type == "cpu":
+        torch.set_num_threads(settings.threads)
+    example = job.build()
+    pipeline = Pipeline(
+        example.module,
+        plan,
+        loss=example.loss,
+        inputs=example.inputs,
+        optimizer=job.optimizer_factory(),
+        clip_norm=config.clip_norm,
+        autocast=getattr(torch, settings.autocast) if settings.autocast else None,
+        device=rank.device,
+        seed=config.seed,
+        initialize=example.initialize,
+        buckets=[bucket_examples(example.inputs, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
+        evaluates=job.validation is not None,
+    )
+    validation = None if job.validation is None else evaluation_data(example, job.validation)
+    writer = None
+    if config.checkpoint is not None:
+        writer = CheckpointWriter(config.checkpoint, config.keep, timedelta(seconds=config.timeout_s), job.devices)
+    start = _resume(pipeline, job.resume_from)
+    pipeline.start_at(start.step)
+    seed_step(config.seed, rank.index, start.step)
+    loader = batches(
+        pipeline,
+        plan,
+        job.dataset,
+        config.seed,
+        start,
+        rank=rank.index,
+        num_workers=num_data_workers(
+            config.data_workers,
+            is_slow_to_load=job.dataset.is_slow_to_load,
+            num_ranks=rank.size,
+            num_threads=settings.threads,
+            batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.inputs),
+        ),
+        pin_memory=rank.device.type == "cuda",
+    )
+    reports, evaluations = [], []
+    with closing(loader):
+        for step in range(start.step, config.steps):
+            rank.enter_step(step)
+            seed_step(config.seed, rank.index, step)
+            learning_rate = config.learning_rate_at(step, job.learning_rate)
+            pipeline.set_learning_rate(learning_rate)
+            batch = next(loader)
+            reports.append(_step(pipeline, rank, job.devices, step, learning_rate, batch))
+            if rank.index == 0:
+                rank.report(reports[-1])
+            if writer is not None and config.checkpoint_after(step + 1):
+                manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
+                writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_tensors())
+            if validation is not None and config.evaluates_after(step + 1):
+                evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1))
+    if writer is not None:
+        writer.wait()
+    return replace(_gather(pipeline, rank, job.devices, reports), evaluations=tuple(evaluations))
+
+
+def evaluation_data(example: Example, dataset: PipelineDataset[Any]) -> EvaluationData:
+    """Returns what evaluating the example's model on a data set needs."""
+    generation = example.generation
+    length = 0 if generation is None else example.inputs[generation.input_index].shape[1]
+    return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length)
+
+
+def _evaluate(pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int) -> Evaluation:
+    total = len(data.dataset)
+
+    def on_progress(done: int) -> None:
+        rank.enter_step(steps - 1)  # tells the launcher that this rank is alive
+        if rank.index == 0:
+            rank.report(EvaluationProgress(done, total))
+
+    on_progress(0)
+    evaluation = evaluate(pipeline, plan, data, rank.device, steps, on_progress)
+    if rank.index == 0:
+        rank.report(EvaluationProgress(total, total, evaluation))
+    return evaluation
+
+
+def _resume(pipeline: Pipeline, path: Path | None) -> Position:
+    if path is None:
+        return Position()
+    manifest = read_manifest(path)
+    if pipeline.grad_scaler is not None and manifest.grad_scaler is not None:
+        pipeline.grad_scaler = manifest.grad_scaler
+    pipeline.load_optimizer_tensors(load_tensors(path, manifest, pipeline.state_dict()))
+    return manifest.position
+
+
+def _step(
+    pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, learning_rate: float, batch: Batch
+) -> StepReport:
+    dist.barrier()
+    start_ns = time.perf_counter_ns()
+    loss = pipeline.step(*batch.inputs, target=batch.target, bucket=batch.bucket)
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize(rank.device)
+    elapsed_ns = time.perf_counter_ns() - start_ns
+    peak = pipeline.peak_bytes()
+    row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns(), -1 if peak is None else peak]
+    own = torch.tensor(row, dtype=torch.float64, device=rank.device)
+    everyone = [torch.empty_like(own) for _ in range(rank.size)]
+    dist.all_gather(everyone, own)
+    rows = [values.tolist() for values in everyone]
+    step_ns = int(max(row[0] for row in rows))
+    bubble = 1 - sum(row[3] for row in rows) / (len(rows) * step_ns)
+    mean = next(row[1] for row in rows if row[2])
+    report = StepReport(
+        step=step,
+        loss=mean,
+        step_ns=step_ns,
+        bubble=bubble,
+        learning_rate=learning_rate,
+        as_planned=batch.bucket is None,
+        devices=names,
+        peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
+    )
+    if not isfinite(report.loss):
+        raise RunFailed(_why_not_finite(pipeline, names, report))
+    return report
+
+
+def _why_not_finite(pipeline: Pipeline, names: tuple[str, ...], report: StepReport) -> str:
+    """Says on which rank weights are no numbers any more; every rank calls it together."""
+    broken = [name for name, p in pipeline.named_parameters().items() if not bool(torch.isfinite(p).all())]
+    everyone: list[list[str]] = [[] for _ in names]
+    dist.all_gather_object(everyone, broken)
+    where = [f"rank {r} ({names[r]}) has {len(b)}, '{b[0]}' first" for r, b in enumerate(everyone) if b]
+    weights = f"; parameters that are not finite after it: {', '.join(where)}" if where else ""
+    return f"the loss is {report.loss} at step {report.step}{weights}: lower the learning rate or look at the data"
+
+
+def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], reports: list[StepReport]) -> TrainResult:
+    peaks: list[int | None] = [None] * rank.size
+    dist.all_gather_object(peaks, pipeline.peak_bytes())
+    orders: list[tuple[Action, ...]] = [()] * rank.size
+    dist.all_gather_object(orders, pipeline.order)
+    return TrainResult(
+        losses=tuple(report.loss for report in reports),
+        step_ns=tuple(report.step_ns for report in reports),
+        as_planned=tuple(report.as_planned for report in reports),
+        devices=names,
+        peak_bytes=tuple(peaks),
+        timeline=pipeline.timeline(),
+        order=tuple(orders),
+    )
