@@ -56,7 +56,7 @@ def run(
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", metavar="DEVICE", help="Device that is gone, with --replan; may be repeated."),
+        typer.Option("--without", metavar="DEVICE", help="Device to plan without, with --replan; may be repeated."),
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help=_HELP["timeout_s"])] = 600.0,
     eval_every: Annotated[int | None, typer.Option("--eval-every", min=1, help=_HELP["evaluate_every"])] = None,
@@ -136,7 +136,7 @@ def _is_first_rank() -> bool:
 def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = None) -> tuple[Plan, TrainResult]:
     """Trains with a bar on a terminal, and with a line every two seconds elsewhere.
 
-    Returns the plan that was trained last, another one if devices were gone, and what was measured.
+    Returns the plan that was trained last, another one if devices were lost, and what was measured.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:

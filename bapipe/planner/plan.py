@@ -95,7 +95,7 @@ def plan_cached(
         if is_cached:
             store_plan(path, made)
     for profile in listed(profiles):
-        store_profile_by_fingerprint(profile)  # to plan again when a device is gone
+        store_profile_by_fingerprint(profile)  # to plan again if a device is lost
     return made
 
 

@@ -2,7 +2,7 @@
 
 A run, from `bapipe.run` down:
 
-1. `run` builds the model and the data set from their names, `replan` plans again if devices fail or are missing, and
+1. `run` builds the model and the data set from their names, `replan` plans again if devices are lost, and
    `train` checks the plan and launches one process per device (`launch`), each of which runs `train_rank`.
 2. In every process `pipeline.Pipeline` cuts the traced model as the plan says (`split`) and gives its own layers real
    storage and initial values that do not depend on the cuts (`materialize`). `process_layout` says which process runs

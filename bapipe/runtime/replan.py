@@ -1,4 +1,4 @@
-"""Planning and training again for the remaining devices when some are gone."""
+"""Planning and training again for the remaining devices if some are lost."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,31 +26,31 @@ def run_with_replanning(
     resume: bool,
     on_replan: Callable[[str, Plan], None],
 ) -> TrainResult:
-    """Trains a plan, and a new one for the remaining devices whenever some are gone, before or while it trains.
+    """Trains a plan, and a new one for the remaining devices whenever some are lost, before or during training.
 
     Args:
         profiles: see `profiles_for_replanning`.
         train_plan: gets a plan, and whether to resume from a checkpoint.
-        without: names of devices that are gone already.
+        without: names of devices that are lost already.
         on_replan: gets the reason and the new plan.
 
     Raises:
         RunFailed: a rank failed although its process lives, or no device remains.
     """
     profiles = profiles_for_replanning(plan, profiles)
-    gone, current = devices_gone(plan, without, num_available_devices(plan)), plan
-    if gone:
+    lost, current = lost_devices(plan, without, num_available_devices(plan)), plan
+    if lost:
         num_processes = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-        current = replan(plan, gone, profiles, num_processes)
-        on_replan(f"without {', '.join(gone)}", current)
+        current = replan(plan, lost, profiles, num_processes)
+        on_replan(f"without {', '.join(lost)}", current)
     while True:
         try:
             return train_plan(current, resume)
         except RunFailed as error:
-            gone = (*gone, *error.lost)
-            if not error.lost or len(gone) == len(plan.cluster.devices):
+            lost = (*lost, *error.lost)
+            if not error.lost or len(lost) == len(plan.cluster.devices):
                 raise
-            resume, current = True, replan(plan, gone, profiles, None)
+            resume, current = True, replan(plan, lost, profiles, None)
             on_replan(str(error), current)
 
 
@@ -77,11 +77,11 @@ def profiles_for_replanning(plan: Plan, profiles: Mapping[str, ModelProfile]) ->
     return complete
 
 
-def devices_gone(plan: Plan, without: Collection[str], num_available: int) -> tuple[str, ...]:
-    """Returns the names of the devices that are gone, or none if the plan uses none of them.
+def lost_devices(plan: Plan, without: Collection[str], num_available: int) -> tuple[str, ...]:
+    """Returns the names of the devices that are lost, or none if the plan uses none of them.
 
-    Those in `without` are gone. If more than `num_available` remain, the last ones are gone too: first those without
-    a stage.
+    Those in `without` are lost. If more than `num_available` remain, the surplus counts as lost too: first devices
+    without a stage, then the last of the others.
 
     Raises:
         BapipeError: the plan has no device of a name, or no device remains.
@@ -92,12 +92,12 @@ def devices_gone(plan: Plan, without: Collection[str], num_available: int) -> tu
             raise BapipeError(f"the plan has no device '{name}'; it has {', '.join(names)}")
     used = {name for stage in plan.stages for name in stage.devices}
     remaining = sorted((name for name in names if name not in set(without)), key=lambda name: name not in used)
-    gone = {*without, *remaining[num_available:]}
-    if not gone & used:
+    lost = {*without, *remaining[num_available:]}
+    if not lost & used:
         return ()
     if not remaining[:num_available]:
-        raise BapipeError("no device of the plan is left")
-    return tuple(name for name in names if name in gone)
+        raise BapipeError("no device of the plan remains")
+    return tuple(name for name in names if name in lost)
 
 
 def num_available_devices(plan: Plan) -> int:
@@ -111,16 +111,16 @@ def num_available_devices(plan: Plan) -> int:
     return sum(num_devices(kind) // (threads if kind == "cpu" else 1) for kind in sorted(kinds))
 
 
-def replan(plan: Plan, gone: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:
-    """Returns the best plan of the same mini-batch for the devices that are not gone.
+def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:
+    """Returns the best plan of the same mini-batch for the devices that are not lost.
 
     It keeps the micro-batch size if that fits, so that training continues as before. Each of `num_processes` gets a
-    stage, the processes of a job that runs already.
+    stage: those are the processes of a job that runs already.
 
     Raises:
         Infeasible: nothing fits the remaining devices.
     """
-    cluster = _remaining_cluster(plan.cluster, gone)
+    cluster = _remaining_cluster(plan.cluster, lost)
     schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_reproducible(plan.schedule))))
     options = PlanOptions(minibatch_size=plan.minibatch_size, microbatch_size=plan.microbatch_size, schedules=schedules)
     new_plan = _plan_any_size(profiles, cluster, options)
@@ -131,7 +131,7 @@ def replan(plan: Plan, gone: Collection[str], profiles: Mapping[str, ModelProfil
 
 
 def _plan_any_size(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Plan:
-    """Returns the best plan with the micro-batch size of the options, or with any if that one does not fit."""
+    """Returns the best plan with the micro-batch size of the options, or with any if that size does not fit."""
     try:
         return plan_once(profiles, cluster, options)
     except Infeasible:
@@ -143,9 +143,9 @@ def _reproducible(schedule: str) -> Sequence[str]:
     return [schedule] if schedule in ALL and schedule != "search" and schedule not in SIDE_BY_SIDE else []
 
 
-def _remaining_cluster(cluster: Cluster, gone: Collection[str]) -> Cluster:
+def _remaining_cluster(cluster: Cluster, lost: Collection[str]) -> Cluster:
     return msgspec.structs.replace(
         cluster,
-        devices=tuple(device for device in cluster.devices if device.name not in gone),
-        links=tuple(link for link in cluster.links if link.source not in gone and link.target not in gone),
+        devices=tuple(device for device in cluster.devices if device.name not in lost),
+        links=tuple(link for link in cluster.links if link.source not in lost and link.target not in lost),
     )

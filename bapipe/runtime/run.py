@@ -39,7 +39,7 @@ def run(
 
     Args:
         config: how to train; or give its options as keywords: `bapipe.run(plan, steps=100, data="mnist")`.
-        profiles: what to plan with when devices are gone; by default those that the plan was made from.
+        profiles: what to plan with if devices are lost; by default those that the plan was made from.
         on_step: called with a report after every step; under torchrun in rank 0 only.
         on_evaluation: called with the number of held-out samples done, their total, and the evaluation when all are
             done, else None; under torchrun in rank 0 only.

@@ -43,10 +43,10 @@ class TrainConfig:
         checkpoint_every: steps between two checkpoints, with one after the last step too.
         keep: number of checkpoints to keep, the newest ones.
         resume: continue from the newest checkpoint, if there is one, whatever plan it was made under.
-        replan: if devices are gone, plan for the others and continue from the newest checkpoint. Gone are those in
+        replan: if devices are lost, plan for the others and continue from the newest checkpoint. Lost are those in
             `without`, the last ones if the job has fewer processes or this machine fewer devices than the plan uses,
             and those of this machine's ranks that die or hang. The result covers the steps since the last plan.
-        without: names of devices that are gone, with `replan`.
+        without: names of devices that are lost, with `replan`.
         timeout_s: seconds that a rank may wait for another before the run ends.
         tensorboard: folder for TensorBoard's scalars of every step and evaluation.
 

@@ -12,7 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
-from bapipe.runtime.replan import devices_gone, profiles_for_replanning, replan
+from bapipe.runtime.replan import lost_devices, profiles_for_replanning, replan
 from bapipe.runtime.train_result import StepReport
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
@@ -109,7 +109,7 @@ def devices(num: int, used: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("num", "used", "without", "left", "gone"),
+    ("num", "used", "without", "available", "lost"),
     [
         (4, 3, [], 4, []),
         (4, 3, [], 3, []),  # the one without a stage
@@ -119,15 +119,17 @@ def devices(num: int, used: int) -> Plan:
         (4, 3, ["cpu0"], 2, ["cpu0", "cpu3"]),
     ],
 )
-def test_devices_named_as_lost_are_removed(num: int, used: int, without: list[str], left: int, gone: list[str]) -> None:
-    assert devices_gone(devices(num, used), without, left) == tuple(gone)
+def test_devices_named_as_lost_are_removed(
+    num: int, used: int, without: list[str], available: int, lost: list[str]
+) -> None:
+    assert lost_devices(devices(num, used), without, available) == tuple(lost)
 
 
 def test_unknown_lost_devices_are_refused() -> None:
     with pytest.raises(BapipeError, match=r"^the plan has no device 'gpu0'; it has cpu0, cpu1$"):
-        devices_gone(devices(2, 2), ["gpu0"], 2)
-    with pytest.raises(BapipeError, match=r"^no device of the plan is left$"):
-        devices_gone(devices(2, 2), ["cpu0", "cpu1"], 2)
+        lost_devices(devices(2, 2), ["gpu0"], 2)
+    with pytest.raises(BapipeError, match=r"^no device of the plan remains$"):
+        lost_devices(devices(2, 2), ["cpu0", "cpu1"], 2)
 
 
 def test_each_process_of_a_job_gets_a_stage() -> None:
