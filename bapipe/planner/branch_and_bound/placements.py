@@ -9,7 +9,7 @@ its replicas: 1F1B on 3 + 1 devices has a warm-up of 4 and of 1. Placements with
 that the cost-to-go of a placement is computed once.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import permutations, product
 
@@ -67,6 +67,18 @@ class StagePlacement:
         if self._successors is None:
             self._successors = self._make_successors()
         return self._successors
+
+
+def reachable(first: Iterable[StagePlacement]) -> Iterator[StagePlacement]:
+    """Yields some placements and all that can follow them, each once; without recursion, as pipelines may be long."""
+    stack = list(first)
+    seen = set(stack)
+    while stack:
+        placement = stack.pop()
+        yield placement
+        following = [other for other in placement.successors if other not in seen]
+        seen.update(following)
+        stack += following
 
 
 class PlacementGraph:

@@ -296,9 +296,10 @@ class _BalancedCuts:
         # A relaxation of a single pipeline: each placement has one successor.
         following = {placement: (successor,) for placement, successor in pairwise(placements)}
         self._relaxation = Relaxation(problem, feasible, placements[:1], lambda placement: following.get(placement, ()))
-        total_ns = int(feasible.microbatch_sums(placements[0])[-1])
-        low_ns, self._min_stage_ns = total_ns // len(placements) // 2, 2 * total_ns
-        while self._min_stage_ns - low_ns > low_ns // 100 + 1:  # to one percent
+        # No stage is longer than the whole chain on the slowest of the devices.
+        low_ns = 0
+        self._min_stage_ns = max(int(feasible.microbatch_sums(placement)[-1]) for placement in placements)
+        while self._min_stage_ns - low_ns > low_ns // 1000 + 1:  # to a thousandth
             middle_ns = (low_ns + self._min_stage_ns) // 2
             if self._relaxation.is_balanced(middle_ns):
                 self._min_stage_ns = middle_ns

@@ -14,7 +14,7 @@ import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.placements import StagePlacement, reachable
 from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
 from bapipe.simulator.interval_costs import prefix_sums
 
@@ -63,8 +63,8 @@ class FeasibleIntervals:
         before_ns: the same of F and r. [boundaries]
     """
 
-    def __init__(self, costs: StageCostTable, placements: Sequence[StagePlacement]) -> None:
-        """`placements` contain one of each combination of devices and kind of backward."""
+    def __init__(self, costs: StageCostTable, first_placements: Sequence[StagePlacement]) -> None:
+        """`first_placements` are those of the first stage of every pipeline."""
         self.costs, self.intervals = costs, costs.intervals
         self._layer_sums: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._limits: dict[Hashable, IntervalLimits] = {}
@@ -74,8 +74,10 @@ class FeasibleIntervals:
         self._limit_ns = -1
         # Suffix minima make memory grow with the end, so that the ends that fit are a range. [classes][intervals]
         self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory]
+        # The layers before a boundary may be on any devices of any pipeline, not only on those of a first stage.
         distinct = {
-            (p.device_classes, p.schedule.has_split_backward, p.schedule.has_full_backward): p for p in placements
+            (p.device_classes, p.schedule.has_split_backward, p.schedule.has_full_backward): p
+            for p in reachable(first_placements)
         }.values()
         self.before_ns = _sums_of_min([self.microbatch_sums(placement) for placement in distinct])
         forward_sums = [self._sums_on(placement, c)[0] for placement in distinct for c in placement.device_classes]

@@ -1,14 +1,19 @@
 """The relaxation of long chains: no plan is lost, and it says no to some limits."""
 
+from bisect import bisect_left
 from itertools import pairwise
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
+from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.long_chain.bisection import solve_long_chain
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Relaxation
-from tests.oracles.exhaustive_layouts import exhaustive, layouts
+from tests.builders import chain, devices
+from tests.oracles.exhaustive_layouts import exhaustive, layouts, pipelines
 from tests.problems import random_problems
 
 
@@ -57,3 +62,37 @@ def test_relaxation_is_feasible_at_the_optimum_and_infeasible_far_below(schedule
             optima += 1
     assert optima > 20
     assert infeasible > 0.4 * optima
+
+
+def test_no_plan_beats_the_bound_if_the_first_of_many_unequal_devices_is_slow() -> None:
+    # More than five devices are taken in the cluster's order, so only the first of them can have the first stage.
+    random = Random(1)
+    forward_ms = [random.randint(1, 9) for _ in range(310)]
+    speeds = [0.4, *(1.0 - i / 100 for i in range(9))]
+    cluster = devices(len(speeds))
+    unequal = tuple(replace(each, speed=speed) for each, speed in zip(cluster.devices, speeds, strict=True))
+    problems = build_space(
+        {"a": chain(forward_ms, output_bytes=1000)},
+        replace(cluster, devices=unequal),
+        minibatch_size=16,
+        sizes=[1],
+        schedules=["1f1b"],
+        limits=[each.memory_bytes for each in unequal],
+        replicas=False,
+    ).problems
+    result = solve_long_chain(problems, max_exact_intervals=0)
+    assert result is not None
+    # Cuts in proportion to the speeds: each stage ends at its share of the work, or with the layer before.
+    shares = [sum(speeds[:i]) / sum(speeds) for i in range(len(speeds) + 1)]
+    work = [sum(forward_ms[:i]) / sum(forward_ms) for i in range(len(forward_ms) + 1)]
+    ends = tuple(bisect_left(work, share - 1e-9) for share in shares)
+    steps_ns = [
+        problem.step_ns(problem.layout(ends, placements))
+        for problem in problems
+        for root in problem.roots
+        for placements in pipelines(root.first_placements)
+        if len(placements) == len(speeds)
+    ]
+    assert steps_ns
+    assert result.lower_bound_ns <= min(steps_ns)
+    assert result.step_ns <= min(steps_ns)
