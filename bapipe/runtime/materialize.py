@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.split import Split
 from bapipe.torch_private import reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
+from bapipe.tracing.stages import Split
 
 _UNSET = -(2**40) - 7
 """Fills integers before initialization, as NaN fills floats: a value that is still there afterwards was never set."""

@@ -21,12 +21,14 @@ from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
-from bapipe.runtime.split import argument_names, split, stage_module, with_inputs
+from bapipe.runtime.split import split
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.tracing import granularity, state_names, trace, unused_state
+from bapipe.tracing.stage_module import argument_names, stage_module
+from bapipe.tracing.stages import with_inputs
 
 
 class Pipeline:

@@ -12,9 +12,9 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas
-from bapipe.runtime.split import Split, trained_layers
 from bapipe.runtime.tied_weights import TiedGradients
 from bapipe.torch_private import default_group_timeout
+from bapipe.tracing.stages import Split, trained_layers
 
 
 def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:

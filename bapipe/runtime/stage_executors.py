@@ -17,8 +17,9 @@ from bapipe.runtime.local_stage import LocalStage, Loss
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.runtime.split import Split, argument_names, stage_module
 from bapipe.tracing import TracedModel
+from bapipe.tracing.stage_module import argument_names, stage_module
+from bapipe.tracing.stages import Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bapipe.formats.plan import Memory
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.split import Split
+from bapipe.tracing.stages import Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
 3. `layers`: assigns each operator to a layer, and names the tensors between layers.
 4. `sizes`: values that are not tensors, such as batch sizes, as functions of the batch size.
 
-`extract` goes the other way: from some layers to a module that computes them, which is what a stage runs.
+`extract` goes the other way: from some layers to a module that computes them. `stages` cuts all layers into stages, and
+`stage_module` makes the module that a stage runs.
 """
 
 from bapipe.tracing.aliasing import changes_buffers

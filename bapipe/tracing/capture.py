@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -39,6 +39,7 @@ class Captured:
         spec: how the forward nests them.
         layer_of_call: the layer of each operator inside the call of a layer's module; others are between layers.
         kinds: class of the module of each layer.
+        leaf_reasons: why modules that the caller did not name are leaf modules, by path.
     """
 
     module: fx.GraphModule
@@ -46,6 +47,7 @@ class Captured:
     spec: TreeSpec
     layer_of_call: dict[fx.Node, str]
     kinds: dict[str, str]
+    leaf_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class _TracingFailed(Exception):
@@ -81,12 +83,13 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
             return _capture_with_export(module, inputs, frozenset(leaf_modules))
         except Exception as error:  # whatever torch.export or the model's own code raises
             export_error = _first_line(error)
-    opaque = set(leaf_modules)
+    reasons: dict[str, str] = {}
     failed = first
     while failed.path:
-        opaque.add(failed.path)
+        reasons[failed.path] = f"it cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}"
         try:
-            return _capture_with_fx(module, num_inputs, frozenset(opaque))
+            captured = _capture_with_fx(module, num_inputs, frozenset((*leaf_modules, *reasons)))
+            return replace(captured, leaf_reasons=reasons)
         except _TracingFailed as error:
             failed = error
     reason = f"; torch.export fails too: {export_error}" if export_error is not None else ""

@@ -12,6 +12,7 @@ from bapipe.errors import InvalidModel
 from bapipe.tracing.aliasing import alias_set, returns_what_it_changes, rewire_inplace_uses, writers
 from bapipe.tracing.capture import Captured, capture, is_layer
 from bapipe.tracing.model import Hazard, Result, TracedLayer, TracedModel, node_state
+from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.sizes import is_size, observe_sizes
 
@@ -44,7 +45,14 @@ def trace(
     Raises:
         InvalidModel: the module cannot be traced, has no layers, or returns values that are not tensors.
     """
-    captured = capture(module, inputs, _matching_paths(module, leaf_modules))
+    with state_restored(module):
+        captured = capture(module, inputs, _matching_paths(module, leaf_modules))
+        return _traced(module, captured, inputs, operator_layers)
+
+
+def _traced(
+    module: nn.Module, captured: Captured, inputs: Sequence[Tensor] | None, operator_layers: bool
+) -> TracedModel:
     rewire_inplace_uses(captured.module)
     replicated = _replicated_nodes(captured)
     if operator_layers:
@@ -187,6 +195,7 @@ def _traced_model(
         replicated=replicated,
         sizes=sizes,
         hazards=tuple(dict.fromkeys(_hazards(module, layer_of))),
+        leaf_reasons=captured.leaf_reasons,
     )
 
 

@@ -1,7 +1,7 @@
 """A model as named layers and tensors over a graph of operators."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -76,6 +76,7 @@ class TracedModel:
             itself; each belongs to the first layer that uses it.
         sizes: numbers, shapes and other values that are not tensors, at two batch sizes: see `bapipe.tracing.sizes`.
         hazards: the cuts that in-place changes forbid.
+        leaf_reasons: modules that are one layer although nobody asked for it, by path, and why.
     """
 
     root: nn.Module
@@ -89,6 +90,7 @@ class TracedModel:
     replicated: frozenset[fx.Node]
     sizes: Mapping[fx.Node, tuple[Any, Any]]
     hazards: tuple[Hazard, ...]
+    leaf_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def state_names(root: nn.Module) -> dict[int, tuple[str, ...]]:

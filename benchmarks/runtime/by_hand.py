@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.split import argument_names, split, stage_module
+from bapipe.runtime.split import split
 from bapipe.tracing import granularity, trace
+from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.zoo.example import Example
 
 Step = Callable[[tuple[Tensor, ...], Tensor], object]

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.runtime.split import Split, split, stage_module
+from bapipe.runtime.split import split
 from bapipe.tracing import TracedModel, state_names, trace, unused_state
+from bapipe.tracing.stage_module import stage_module
+from bapipe.tracing.stages import Split
 from tests.multiprocess.runtime_cases import make_plan_of, named_order
 
 Loss = Callable[[Any, Tensor], Tensor]

@@ -12,8 +12,10 @@ from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import LOSS
 from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.split import Split, split, stage_module
+from bapipe.runtime.split import split
 from bapipe.tracing import trace
+from bapipe.tracing.stage_module import stage_module
+from bapipe.tracing.stages import Split
 from tests.multiprocess.runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order
 
 

@@ -14,9 +14,10 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.split import Split, at_size, split
+from bapipe.runtime.split import split
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
+from bapipe.tracing.stages import Split, at_size
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|F)(\d+)")
 

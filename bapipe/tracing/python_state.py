@@ -1,0 +1,88 @@
+"""What a module's forward changes in the module itself, beside its results, and how to undo it."""
+
+import copy
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_COPIED = (list, dict, set, bytearray, random.Random, torch.Generator, itertools.count)
+
+
+@contextmanager
+def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[None]:
+    """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
+
+    Lists, dictionaries, counters and objects with attributes of their own are replaced by copies meanwhile. What a
+    forward changes outside of the module, such as a global variable, is not undone.
+
+    Args:
+        parameters: whether to restore the values of parameters too, for which these are copied.
+    """
+    modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    tensors = _tensors(modules)
+    values = [
+        (tensor, tensor.detach().clone())
+        for tensor in tensors.values()
+        if not tensor.is_meta and (parameters or not isinstance(tensor, nn.Parameter))
+    ]
+    attributes = [dict(vars(part)) for part in modules]
+    registries = [
+        [(value, dict(value)) for value in map(vars(part).get, _REGISTRIES) if value is not None] for part in modules
+    ]
+    memo: dict[int, Any] = tensors | {id(part): part for part in modules}
+    for part in modules:
+        for name, value in list(vars(part).items()):
+            if name not in _REGISTRIES and _holds_state(value):
+                with suppress(Exception):  # an object that refuses to be copied stays as it is
+                    vars(part)[name] = copy.deepcopy(value, memo)
+    try:
+        yield
+    finally:
+        for part, before, own_registries in zip(modules, attributes, registries, strict=True):
+            vars(part).clear()
+            vars(part).update(before)
+            for registry, entries in own_registries:
+                registry.clear()
+                registry.update(entries)
+        with torch.no_grad():
+            for tensor, value in values:
+                _restore(tensor, value)
+
+
+def _restore(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        tensor.data = value
+    elif not torch.equal(tensor, value):  # a tensor that graphs hold counts its changes, so it is not changed in vain
+        tensor.copy_(value)
+
+
+_REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+"""Attributes of every module: its parameters, buffers, children and hooks, by name. They are restored in place."""
+
+
+def numbers_kept(module: nn.Module) -> dict[str, int | float]:
+    """Returns the numbers among the attributes of a module and its parts, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _tensors(modules: list[nn.Module]) -> dict[int, Tensor]:
+    """Returns the parameters, buffers and other attributes of modules that are tensors, by id."""
+    own = (value for part in modules for value in (*part.parameters(False), *part.buffers(False), *vars(part).values()))
+    return {id(value): value for value in own if isinstance(value, Tensor)}
+
+
+def _holds_state(value: object) -> bool:
+    """Returns whether an attribute may change without being assigned; functions and classes are no such state."""
+    if isinstance(value, nn.Module | Tensor | type) or callable(value):
+        return False
+    return isinstance(value, _COPIED) or type(value).__module__.startswith("numpy.random") or hasattr(value, "__dict__")

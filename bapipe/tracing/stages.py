@@ -1,0 +1,214 @@
+"""Cuts a traced model into stages: the tensors that each stage receives, loads and sends, and their shapes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import InvalidModel
+from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.extract import extract
+from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.sizes import empty_meta_like, meta_values, repeat_to_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTensors:
+    """The names of one stage's layers and tensors.
+
+    Attributes:
+        layers: in the model's order, without the loss.
+        received: tensors from the stage before, including those that are only relayed.
+        loaded: model inputs that the stage uses; the first stage has no other inputs.
+        outputs: tensors for the next stage; of the last stage, the model's outputs.
+    """
+
+    layers: tuple[str, ...]
+    received: tuple[str, ...]
+    loaded: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A model cut into stages.
+
+    Attributes:
+        examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
+            inputs and outputs, for one micro-batch.
+        tied: parameters that several stages use.
+    """
+
+    model: TracedModel
+    stages: tuple[StageTensors, ...]
+    examples: dict[str, Tensor]
+    tied: tuple["TiedParameter", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedParameter:
+    """A parameter that several stages use, and whose gradient is the sum of theirs.
+
+    Attributes:
+        name: the first of its names in the model.
+        stages: ascending.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+
+
+def cut_into_stages(
+    model: TracedModel, stage_of: Mapping[str, int], inputs: Sequence[Tensor], microbatch_size: int
+) -> Split:
+    """Returns the stages of a model; `stage_of` is the stage of each layer, `inputs` are examples of any batch size.
+
+    A tensor that is used later than in the next stage is relayed by the stages between. A model input is loaded by
+    every stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing; if
+    the model's code needs values, from a pass on its own device.
+
+    Raises:
+        InvalidModel: stages share a buffer that one of them changes, or memory that one changes in place, or a value
+            that is no tensor would cross a cut.
+    """
+    _check_hazards(model, stage_of)
+    tied = _tied_parameters(model, stage_of)
+    if len(inputs) != len(model.inputs):
+        raise InvalidModel(
+            f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
+        )
+    stages = _stages(model, stage_of, max(stage_of.values()) + 1)
+    crossing = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
+    examples = _examples(model, crossing, inputs, microbatch_size)
+    return Split(model=model, stages=stages, examples=examples, tied=tied)
+
+
+def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
+    """Returns the examples of a split for micro-batches of another size.
+
+    Raises:
+        InvalidModel: the model does not run on that size.
+    """
+    crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
+    inputs = [parts.examples[name] for name in parts.model.inputs]
+    return _examples(parts.model, crossing, inputs, microbatch_size)
+
+
+def with_inputs(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) -> Split:
+    """Returns the same split for inputs of other sizes.
+
+    Raises:
+        InvalidModel: the model does not run on these sizes.
+    """
+    crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
+    return replace(parts, examples=_examples(parts.model, crossing, inputs, microbatch_size))
+
+
+def trained_layers(
+    parts: Split, index: int, without: Iterable[nn.Parameter] = ()
+) -> tuple[tuple[nn.Parameter, ...], ...]:
+    """Returns the trained parameters of each of a stage's layers; one of several layers counts for the first."""
+    states = layer_states(parts.model)
+    seen = {id(parameter) for parameter in without}
+    layers = []
+    for layer in parts.stages[index].layers:
+        state = states[layer].values()
+        trained = {id(t): t for t in state if isinstance(t, nn.Parameter) and t.requires_grad and id(t) not in seen}
+        seen |= set(trained)
+        layers.append(tuple(trained.values()))
+    return tuple(layers)
+
+
+def _check_hazards(model: TracedModel, stage_of: Mapping[str, int]) -> None:
+    for hazard in model.hazards:
+        reader, writer = stage_of[hazard.reader], stage_of[hazard.writer]
+        if reader > writer or (hazard.same_stage and reader != writer):
+            raise InvalidModel(
+                f"layer '{hazard.writer}' (stage {writer}) changes in place what layer '{hazard.reader}' (stage "
+                f"{reader}) reads too: keep them in one stage, or let '{hazard.writer}' give a new tensor"
+            )
+
+
+def _tied_parameters(model: TracedModel, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ...]:
+    """Returns the parameters of several stages; refuses a shared buffer that training changes."""
+    used: dict[int, list[tuple[str, str, Tensor]]] = {}
+    for layer, state in layer_states(model).items():
+        for name, tensor in state.items():
+            used.setdefault(id(tensor), []).append((layer, name, tensor))
+    tied = []
+    for users in used.values():
+        stages = tuple(sorted({stage_of[layer] for layer, _, _ in users}))
+        layer, name, tensor = users[0]
+        if len(stages) == 1:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            tied.append(TiedParameter(name=name, parameter=tensor, stages=stages))
+        elif any(changes_buffers(model, user) for user, _, _ in users):
+            raise InvalidModel(
+                f"buffer '{name}' is used by layers '{layer}' and '{users[-1][0]}' in stages {stages[0]} and "
+                f"{stages[-1]}, and training may change it: layers that share such a buffer must share a stage"
+            )
+    return tuple(tied)
+
+
+def _stages(model: TracedModel, stage_of: Mapping[str, int], num_stages: int) -> tuple[StageTensors, ...]:
+    made_in = {name: stage_of[layer.name] for layer in model.layers for name in layer.outputs}
+    used_in: dict[str, set[int]] = {}
+    for layer in model.layers:
+        for name in layer.inputs:
+            used_in.setdefault(name, set()).add(stage_of[layer.name])
+    for name in model.outputs:
+        used_in.setdefault(name, set()).add(num_stages - 1)
+    # cuts[s]: the tensors between stages s and s + 1, made up to s and used later.
+    cuts = [tuple(name for name in made_in if made_in[name] <= s < max(used_in[name])) for s in range(num_stages - 1)]
+    return tuple(
+        StageTensors(
+            layers=tuple(layer.name for layer in model.layers if stage_of[layer.name] == s),
+            received=cuts[s - 1] if s else (),
+            loaded=tuple(name for name in model.inputs if s in used_in.get(name, ())),
+            outputs=cuts[s] if s + 1 < num_stages else model.outputs,
+        )
+        for s in range(num_stages)
+    )
+
+
+def _examples(
+    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int
+) -> dict[str, Tensor]:
+    nodes = [model.node_of[name] for name in names]
+    try:
+        values = meta_values(model.module, inputs, microbatch_size, nodes)
+    except Exception as error:  # whatever the model's own code raises
+        values = _run_once(model, names, inputs, microbatch_size, error)
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise InvalidModel(
+                f"'{name}' is used across a cut but is no tensor but a {type(value).__name__}: "
+                "let each layer find sizes from its own input, as x.flatten(1) does, or plan another cut"
+            )
+    given = (empty_meta_like(example, (microbatch_size, *example.shape[1:])) for example in inputs)
+    return dict(zip(model.inputs, given, strict=True)) | {
+        name: empty_meta_like(value, value.shape) for name, value in zip(names, values, strict=True)
+    }
+
+
+def _run_once(
+    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, fault: Exception
+) -> tuple[object, ...]:
+    """Returns values of a pass of the whole model on real tensors; buffers and random generators do not change."""
+    parameters = list(model.module.parameters())
+    message = f"the model fails on micro-batches of {microbatch_size}"
+    if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
+        raise InvalidModel(f"{message}, on shapes alone: {str(fault).splitlines()[0]}") from fault
+    device = parameters[0].device if parameters else inputs[0].device
+    given = tuple(repeat_to_batch(example, microbatch_size, device) for example in inputs)
+    whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
+    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng():
+            values: tuple[object, ...] = torch.func.functional_call(whole, buffers, given)
+    except Exception as error:  # whatever the model's own code raises
+        raise InvalidModel(f"{message}: {str(error).splitlines()[0]}") from error
+    return values

@@ -1,0 +1,97 @@
+"""What a forward changes in its module is undone, and nothing else."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.tracing import trace
+from bapipe.tracing.python_state import numbers_kept, state_restored
+
+
+class Remembers(nn.Module):
+    """Changes everything that a forward can change in its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(3))
+        self.queue = torch.zeros(2, 3)
+        self.calls, self.seen, self.counts, self.draws = 0, [0.0], Counter[str](), random.Random(1)
+        self.state = State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.draws.random())
+        self.counts["calls"] += 1
+        self.state.steps += 1
+        self.latest = x
+        with torch.no_grad():
+            self.mean.add_(1)
+            self.queue.copy_(x)
+            self.linear.weight.clamp_(-0.01, 0.01)
+        self.last = x.mean(0)
+        self.register_buffer("added", torch.ones(1))
+        self.linear.register_forward_hook(lambda *_: None)
+        y: Tensor = self.linear(x) * self.calls
+        return y
+
+
+class State:
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+def test_everything_that_a_forward_changes_is_undone() -> None:
+    module = Remembers()
+    seen, last, draws, state = module.seen, module.last, module.draws, module.draws.getstate()
+    weight = module.linear.weight.detach().clone()
+    with state_restored(module, parameters=True):
+        first = module(torch.ones(2, 3))
+    with state_restored(module, parameters=True):
+        assert torch.equal(module(torch.ones(2, 3)), first)
+    assert (module.calls, module.seen, module.counts, module.state.steps) == (0, [0.0], Counter(), 0)
+    assert module.seen is seen
+    assert module.last is last
+    assert module.draws is draws
+    assert draws.getstate() == state
+    assert not hasattr(module, "latest")
+    assert set(dict(module.named_buffers())) == {"mean", "last"}
+    assert module.mean.eq(0).all()
+    assert module.queue.eq(0).all()
+    assert module.linear.weight.equal(weight)
+    assert not module.linear._forward_hooks
+
+
+def test_state_is_undone_after_an_error_too() -> None:
+    module = Remembers()
+    with pytest.raises(RuntimeError), state_restored(module):
+        module(torch.ones(2, 4))
+    assert module.calls == 0
+    assert module.mean.eq(0).all()
+
+
+def test_tracing_leaves_nothing_in_the_module() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.a(x)
+            y: Tensor = self.b(self.hidden)
+            return y
+
+    module = Keeps()
+    trace(module, (torch.ones(2, 3),))
+    assert not hasattr(module, "hidden")
+
+
+def test_numbers_of_all_parts_by_path() -> None:
+    model = nn.Sequential(Remembers())
+    assert numbers_kept(model)["0.calls"] == 0
+    assert numbers_kept(model)["0.linear.in_features"] == 3
+    assert "0.training" not in numbers_kept(model)
