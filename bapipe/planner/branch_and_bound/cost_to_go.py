@@ -190,29 +190,18 @@ class CostToGoTable:
             return CostToGo(*[infinite] * len(CostToGo._fields))
         following = self._following(placement, transitions)  # [C, B]
         own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # of each interval's own e. [intervals]
+        by_class = [_with_lower_classes(values) for values in following]  # [2C * B] each
         # One minimization per sync class: over the completions whose largest e is in that class, this stage included
         # (docs/algorithm.md, Cost-to-go).
         rows = []
         for sync_class in range(self.num_classes):
-            at_ends = _Following(*(self._at_ends(values, own_class, sync_class) for values in following))
+            # Where what follows each interval is in `by_class`: if the interval's own e is in the class, what follows
+            # may be in it or any lower one; else it must be in it, so that the largest e of both is in it. [intervals]
+            row = np.where(own_class == sync_class, self.num_classes + sync_class, sync_class)
+            index = row * self.costs.intervals.num_boundaries + self.costs.intervals.ends
+            at_ends = _Following(*(values[index] if len(values) else UNUSED for values in by_class))
             rows.append(self._minimize(placement, stage, at_ends, own_class <= sync_class))
         return CostToGo(*map(np.stack, zip(*rows, strict=True)))
-
-    def _at_ends(self, values: IntArray, own_class: IntArray, sync_class: int) -> IntArray:
-        """Returns what follows every interval, so that the largest e of both is in a sync class. [C, B] -> [intervals]
-
-        If the interval's own e is in that class, what follows may be in it or any lower class; else it must be in it.
-        """
-        ends = self.costs.intervals.ends
-        if not len(values):
-            return UNUSED
-        at_ends: IntArray = values[sync_class].take(ends)
-        if self.num_classes > 1:
-            # The stage alone reaches the class, so the maximum of e stays in it if what follows is in this class or any
-            # lower one.
-            of_any_lower = np.minimum.reduce(values[: sync_class + 1]).take(ends)
-            at_ends = np.where(own_class == sync_class, of_any_lower, at_ends)
-        return at_ends
 
     def _minimize(
         self, placement: StagePlacement, stage: StageCandidates, following: "_Following", in_class: BoolArray
@@ -234,7 +223,8 @@ class CostToGoTable:
             self.enabled,
         )
         # Infinite: intervals that do not fit, that have an e of a higher class, or that nothing feasible can follow.
-        feasible = stage.fits & in_class & (following.beyond < INF)
+        # As nothing is negative, the maximum with this is a choice between a value and infinity, and faster than one.
+        infeasible = np.where(stage.fits & in_class & (following.beyond < INF), 0, INF)
         # All r of this stage are over when it says so itself, or when the next stage has returned its last gradients.
         backward_done = np.maximum(own.backward_done_ns, f + r + following.returned)
         # `following` counts from the end of F here, this stage from its start: hence f.
@@ -250,7 +240,7 @@ class CostToGoTable:
         )
 
         def minimum(values: IntArray) -> IntArray:
-            return clip_inf(intervals.min_per_begin(np.where(feasible, values, INF)))
+            return clip_inf(intervals.min_per_begin(np.maximum(values, infeasible)))
 
         zeros = np.zeros(intervals.num_boundaries, dtype=np.int64)
         forwards, backwards_done, backwards_returned = zeros, zeros, zeros
@@ -329,6 +319,11 @@ class CostToGoTable:
             send_ns=minimum(x) if blocks else UNUSED,
             grad_ns=minimum(y) if blocks else UNUSED,
         )
+
+
+def _with_lower_classes(values: IntArray) -> IntArray:
+    """Returns the values of each sync class, then their minima over it and all lower classes. [C, B] -> [2C * B]"""
+    return np.concatenate([values, np.minimum.accumulate(values)]).ravel() if len(values) else UNUSED
 
 
 class _Following(NamedTuple):
