@@ -25,8 +25,8 @@ def main() -> None:
     plan = bapipe.plan(profile, 2, minibatch_size=32, num_stages=2)
     one = None
     for buckets in options.lengths:
-        found = bapipe.run(plan, data=options.data, buckets=buckets, steps=options.steps, learning_rate=0.001)
-        rate = plan.minibatch_size * 1e9 / found.mean_step_ns
+        result = bapipe.run(plan, data=options.data, buckets=buckets, steps=options.steps, learning_rate=0.001)
+        rate = plan.minibatch_size * 1e9 / result.mean_step_ns
         one = one or rate
         print(f"{buckets} lengths: {rate:.1f} samples/s, {rate / one:.2f} times", flush=True)
 

@@ -1,10 +1,10 @@
-"""The whole space on PipeDream's V100 profiles: 8 devices on 2 hosts, how long the planner takes and what it says.
+"""The whole space on PipeDream's V100 profiles: 8 devices on 2 hosts, how long the planner takes, and its plans.
 
     python benchmarks/full_space.py [--models vgg16 resnet50 gnmt8] [--minibatch-sizes 128 256 512 1024] [--links ...]
 
 Links within hosts and between them: `equal`, 10 Gb/s and 50 us everywhere; `slow`, the same with 5 us within hosts;
 `fast`, 10 GB/s within hosts and 10 Gb/s between them; `thin`, 10 Gb/s within hosts and 100 Mb/s between them. Seconds
-are CPU seconds of the search, the reading of the profile left out.
+are CPU seconds of the search, without reading the profile.
 """
 
 import argparse

@@ -74,39 +74,39 @@ def main() -> None:
     parser.add_argument("--effort", type=float, default=40.0)
     parser.add_argument("--costs", choices=["even", "uneven"], default="even")
     parser.add_argument("--spread", type=float, default=0.3)
-    given = parser.parse_args()
-    p, m = given.ranks, given.microbatches
+    args = parser.parse_args()
+    p, m = args.ranks, args.microbatches
 
     table = Table(box=SIMPLE_HEAD)
     for column in ("instance", "best named", "its step ms", "searched ms", "gain", "gap to the bound", "seconds"):
         table.add_column(column, justify="left" if column == "best named" else "right")
     gains, gaps, seconds = [], [], []
-    for instance in range(given.instances):
-        stages, cluster = (even if given.costs == "even" else uneven)(Random(instance), p, given.spread)
+    for instance in range(args.instances):
+        stages, cluster = (even if args.costs == "even" else uneven)(Random(instance), p, args.spread)
         buffers = [rank.buffers for rank in peak_memory(SCHEDULES["1f1b"](p, m), stages)]
         limits = [num_bytes + 100 * (min(p, m) + 2) for num_bytes in buffers]
-        named = {}
+        step_ns_of = {}
         for name, build in SCHEDULES.items():
             timeline = simulate_schedule(build(p, m), stages, cluster)
             if all(memory.total <= limit for memory, limit in zip(timeline.memory, limits, strict=True)):
-                named[name] = timeline.step_ns
-        best = min(named, key=named.__getitem__)
+                step_ns_of[name] = timeline.step_ns
+        best = min(step_ns_of, key=step_ns_of.__getitem__)
         start = time.perf_counter()
-        found = search_order(
+        result = search_order(
             stages,
             tuple((rank,) for rank in range(p)),
             cluster,
             num_microbatches=m,
             memory_bytes=limits,
-            start=[SCHEDULES[name](p, m) for name in named],
-            effort=given.effort,
+            start=[SCHEDULES[name](p, m) for name in step_ns_of],
+            effort=args.effort,
         )
         seconds.append(time.perf_counter() - start)
-        assert found.step_ns is not None
-        assert found.lower_bound_ns is not None
-        gains.append(named[best] / found.step_ns - 1)
-        gaps.append(found.step_ns / found.lower_bound_ns - 1)
-        steps = (f"{ns / MS:,.1f}" for ns in (named[best], found.step_ns))
+        assert result.step_ns is not None
+        assert result.lower_bound_ns is not None
+        gains.append(step_ns_of[best] / result.step_ns - 1)
+        gaps.append(result.step_ns / result.lower_bound_ns - 1)
+        steps = (f"{ns / MS:,.1f}" for ns in (step_ns_of[best], result.step_ns))
         table.add_row(str(instance), best, *steps, f"{gains[-1]:.1%}", f"{gaps[-1]:.2%}", f"{seconds[-1]:.1f}")
     console = Console(width=100)
     console.print(table)

@@ -1,17 +1,17 @@
-"""Third-party workloads under their own objectives: our plans beside those of the planners they come from.
+"""Third-party workloads under their own objectives: our plans compared with those of the planners they come from.
 
     python -m benchmarks.planner FOLDER
 
-FOLDER holds the workloads, with `evaluate.py`, which prices plans, and `baselines.json`, the other planners' values and
-CPU seconds on one busy core of two (AMD EPYC). The workloads come from
+FOLDER holds the workloads, with `evaluate.py`, which computes a plan's value, and `baselines.json`, the other
+planners' values and CPU seconds on one busy core of two (AMD EPYC). The workloads come from
 
     dnn-partitioning/{LayerGraphs,OperatorGraphs}/   https://github.com/msr-fiddle/dnn-partitioning at b207b6a
     pipedream/<model>/graph.txt                      https://github.com/msr-fiddle/pipedream at 7db6a1c
     piper/bert32a100.json                            https://github.com/msr-fiddle/piper at d7fc8cf
 
-all under the MIT licence. Every plan is priced by `evaluate.py`, not by the search that found it. Seconds are CPU
-seconds from the file to the plan, after a first search that loads numpy. LayerGraphs charge transfers in seconds beside
-milliseconds of compute: they are here for their size only.
+all under the MIT licence. Every plan is evaluated by `evaluate.py`, not by the search that found it. Seconds are CPU
+seconds from the file to the plan, after a first search that loads numpy. LayerGraphs charge transfers in seconds and
+compute in milliseconds: they are here for their size only.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planner import dnn_partitioning, pipedream, piper
+from benchmarks.planner import dnn_partitioning, pipedream, piper, placement_workload
 
 EXACT_DP, LINEAR_DP = "dnnp DP (exact over contiguous splits)", "dnnp DPL (linearized DP)"
 GIGABYTE = 1e9
@@ -48,12 +48,12 @@ def evaluator(folder: Path) -> ModuleType:
 
 def timed(search: Callable[[], Any]) -> tuple[Any, float]:
     start = time.process_time()
-    found = search()
-    return found, time.process_time() - start
+    answer = search()
+    return answer, time.process_time() - start
 
 
 def _solve_placement(path: Path) -> dnn_partitioning.Answer:
-    return dnn_partitioning.solve(dnn_partitioning.read(path))
+    return dnn_partitioning.solve(placement_workload.read(path))
 
 
 def _solve_pipedream(path: Path, num_devices: int) -> pipedream.Answer:

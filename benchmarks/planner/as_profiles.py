@@ -2,10 +2,10 @@
 
 PipeDream's files have F and B of each layer, and are read as `bapipe import` reads them. The graphs of dnn-partitioning
 say which nodes are a forward's and which a backward's, and how long a transfer takes. Nodes that must share a device
-are a layer, together with those after it whose forward shares no tensor with any. Transfers take what the file says at
-1 GB/s (in LayerGraphs, which give seconds beside milliseconds, 1,000 times as much), and what a node holds stands for
-its parameters. Graphs of inference have no backward. Piper's file has F + B per sample on one device, of which a
-third is taken as F, and the bytes of every transfer.
+are a layer, together with later ones whose forward shares no tensor with any. Transfers take the file's times at 1 GB/s
+(1,000 times as long in LayerGraphs, which give transfers in seconds and compute in milliseconds), and a node's size is
+taken as the bytes of its parameters. Graphs of inference have no backward. Piper's file has F + B per sample on one
+device, of which a third is taken as F, and the bytes of every transfer.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ import msgspec
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.graph.layer_graph import topological_order
 from bapipe.importers import ImportMetadata, import_file
-from benchmarks.planner import dnn_partitioning, piper
+from benchmarks.planner import piper, placement_workload
 
 NUM_MICROBATCHES = 8
 BATCH = {"gnmt": 32, "resnet101": 64}
-"""Samples of the pass that PipeDream measured, where it is not 128."""
+"""Samples of the pass that PipeDream measured, if that is not 128."""
 
 MEMORY_BYTES = 2**50
 
@@ -56,45 +56,46 @@ def _pipedream(path: Path) -> ModelProfile:
 
 
 def _dnn_partitioning(path: Path) -> ModelProfile:
-    workload = dnn_partitioning.read(path)
-    found = msgspec.json.decode(path.read_bytes())
-    nodes = {node["id"]: node for node in found["nodes"]}
-    part = {node: i for i, own in enumerate(workload.nodes) for node in own}
+    workload = placement_workload.read(path)
+    content = msgspec.json.decode(path.read_bytes())
+    nodes = {node["id"]: node for node in content["nodes"]}
+    part = {node: i for i, members in enumerate(workload.nodes) for node in members}
     bytes_per_ms = 1e9 if path.parent.name == "LayerGraphs" else 1e6
     sent: dict[int, float] = {}
     users: dict[int, set[int]] = defaultdict(set)
-    for edge in found["edges"]:
+    for edge in content["edges"]:
         source, target = edge["sourceId"], edge["destId"]
         if part[source] != part[target] and not nodes[target]["isBackwardNode"]:
             sent[source] = edge["cost"] * bytes_per_ms
             users[source].add(part[target])
     rows: list[Row] = []
     for i in topological_order(workload.graph):
-        own = [nodes[node] for node in workload.nodes[i]]
+        nodes_of_layer = [nodes[node] for node in workload.nodes[i]]
         forward, backward = (
-            sum(node["fpgaLatency"] for node in own if node["isBackwardNode"] == back) * 1e6 for back in (False, True)
+            sum(node["fpgaLatency"] for node in nodes_of_layer if node["isBackwardNode"] == back) * 1e6
+            for back in (False, True)
         )
         outputs = {f"t{node}": sent[node] for node in workload.nodes[i] if node in sent}
         inputs = [f"t{source}" for source, into in users.items() if i in into]
-        held = sum(node.get("size", 0) for node in own)
-        if rows and not inputs and not outputs:  # such as an update: it goes with the layer before
+        param_bytes = sum(node.get("size", 0) for node in nodes_of_layer)
+        if rows and not inputs and not outputs:  # such as an update: it joins the layer before
             name, *tensors, f, b, num_bytes = rows[-1]
-            rows[-1] = name, *tensors, f + forward, b + backward, num_bytes + held
+            rows[-1] = name, *tensors, f + forward, b + backward, num_bytes + param_bytes
         else:
-            rows.append((f"n{i}", inputs, outputs, forward, backward, held))
+            rows.append((f"n{i}", inputs, outputs, forward, backward, param_bytes))
     return _profile(path.stem, rows)
 
 
 def _piper(path: Path) -> ModelProfile:
-    found = msgspec.json.decode(path.read_bytes())
+    content = msgspec.json.decode(path.read_bytes())
     workload = piper.Workload(path)
     rows = []
     for i in topological_order(workload.graph):
-        node = found["nodes"][i]
+        node = content["nodes"][i]
         option = node["TMPCs"]["1"][0]
-        own = [(f"e{k}", edge) for k, edge in enumerate(found["edges"])]
-        outputs = {name: edge["communicationCost"] for name, edge in own if edge["sourceId"] == node["id"]}
-        inputs = [name for name, edge in own if edge["destId"] == node["id"]]
+        edges = [(f"e{k}", edge) for k, edge in enumerate(content["edges"])]
+        outputs = {name: edge["communicationCost"] for name, edge in edges if edge["sourceId"] == node["id"]}
+        inputs = [name for name, edge in edges if edge["destId"] == node["id"]]
         third = option["timePerSample"] * 1e9 / 3
         rows.append((f"n{node['id']}", inputs, outputs, third, 2 * third, option["parameterSize"]))
     return _profile(path.stem, rows)

@@ -5,55 +5,32 @@ all devices share. Nodes of one colour share a device, backward nodes follow the
 stages are cut from the forward part. CPUs are slow and pay for no transfer.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from bapipe.graph.downsets import downsets, members, prefixes
-from bapipe.graph.layer_graph import Graph, contract, depth_first_order
+from bapipe.graph.layer_graph import depth_first_order
 from bapipe.planner.throughput.min_max_dp import min_max_load, min_max_load_below
 from bapipe.planner.throughput.problem import END, StagePath
+from benchmarks.planner.placement_workload import Workload, reduced
 
 EXACT = 1e-9
 """Relative difference below which two sums of floating-point times are the same."""
 
 MAX_DOWNSETS = 60_000
 
-SMALL = 700
-"""Up to how many boundaries the loads of all stages between them are kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A graph whose nodes are what must share a device.
-
-    Attributes:
-        nodes: of each graph node, the source's node numbers.
-        compute, on_cpu, size: of each graph node.
-        tensors: (graph nodes that make or use it, transfer time), for tensors that two or more of them see.
-    """
-
-    graph: Graph
-    nodes: tuple[tuple[int, ...], ...]
-    compute: tuple[float, ...]
-    on_cpu: tuple[float, ...]
-    size: tuple[float, ...]
-    tensors: tuple[tuple[frozenset[int], float], ...]
-    num_devices: int
-    num_cpus: int
-    memory: float
+MAX_CACHED_BOUNDARIES = 700
+"""Up to this number of boundaries, the loads of all stages between them are computed once and kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best split found: the source's node numbers of every stage, and whether none is better."""
+    """The best split, with the file's node numbers of every stage, and a lower bound of its load."""
 
     load: float
     bound: float
@@ -62,133 +39,15 @@ class Answer:
     num_downsets: int | None
 
 
-def read(path: Path) -> Workload:
-    """Returns a workload as the file says it: one graph node a colour, cycles contracted."""
-    found = msgspec.json.decode(path.read_bytes())
-    number: dict[object, int] = {}
-    colour_of = {}
-    for node in found["nodes"]:
-        colour = node.get("colorClass", ("alone", node["id"]))
-        colour_of[node["id"]] = number.setdefault(colour, len(number))
-    inside: list[list[int]] = [[] for _ in number]
-    compute, on_cpu, size = [0.0] * len(number), [0.0] * len(number), [0.0] * len(number)
-    has_forward = [False] * len(number)
-    backward = {node["id"] for node in found["nodes"] if node["isBackwardNode"]}
-    for node in found["nodes"]:
-        i = colour_of[node["id"]]
-        inside[i].append(node["id"])
-        compute[i] += node["fpgaLatency"] if node["supportedOnFpga"] else inf
-        on_cpu[i] += node["cpuLatency"]
-        size[i] += node.get("size", 0.0)
-        has_forward[i] |= node["id"] not in backward
-    arcs: set[tuple[int, int]] = set()
-    users: dict[int, set[int]] = {}
-    cost = {}
-    for edge in found["edges"]:
-        source, target = edge["sourceId"], edge["destId"]
-        a, b = colour_of[source], colour_of[target]
-        users.setdefault(source, {a}).add(b)
-        cost[source] = edge["cost"]
-        if a == b:
-            continue
-        if target not in backward:
-            arcs.add((a, b))
-        elif source in backward and not (has_forward[a] and has_forward[b]):
-            arcs.add((b, a))  # where only the backward exists, its mirror image stands for the forward
-    loose = Workload(
-        graph=Graph(names=tuple(map(str, range(len(number)))), arcs=frozenset(arcs)),
-        nodes=tuple(map(tuple, inside)),
-        compute=tuple(compute),
-        on_cpu=tuple(on_cpu),
-        size=tuple(size),
-        tensors=tuple((frozenset(seen), cost[source]) for source, seen in users.items() if len(seen) > 1),
-        num_devices=found["maxFPGAs"],
-        num_cpus=found["maxCPUs"],
-        memory=found["maxSizePerFPGA"],
-    )
-    return joined(loose, ())
-
-
-def joined(workload: Workload, groups: Iterable[Sequence[int]]) -> Workload:
-    """Returns the workload with groups of graph nodes, and what then is on a cycle, as one node each."""
-    graph, parts = contract(workload.graph, groups)
-    place = {node: i for i, part in enumerate(parts) for node in part}
-    tensors: dict[frozenset[int], float] = defaultdict(float)
-    for seen, cost in workload.tensors:
-        now = frozenset(place[node] for node in seen)
-        if len(now) > 1:
-            tensors[now] += cost
-    return Workload(
-        graph=graph,
-        nodes=tuple(tuple(n for node in part for n in workload.nodes[node]) for part in parts),
-        compute=tuple(sum(workload.compute[node] for node in part) for part in parts),
-        on_cpu=tuple(sum(workload.on_cpu[node] for node in part) for part in parts),
-        size=tuple(sum(workload.size[node] for node in part) for part in parts),
-        tensors=tuple(tensors.items()),
-        num_devices=workload.num_devices,
-        num_cpus=workload.num_cpus,
-        memory=workload.memory,
-    )
-
-
-def reduced(workload: Workload, limit: float) -> Workload:
-    """Returns the workload with nodes joined that a best plan below the limit can keep together.
-
-    - A tensor that takes longer than the limit is never cut if at most one end is a CPU.
-    - A node v whose only predecessor (or only successor) is u moves to u's stage: that stage gains v's compute and the
-      tensors v shares with others, and loses those that only u and v see. Where this is no gain for the stage it moves
-      to, it is none for any other stage either.
-    """
-    while True:
-        groups = _joinable(workload, limit)
-        if not groups:
-            return workload
-        workload = joined(workload, groups)
-
-
-def _joinable(workload: Workload, limit: float) -> list[tuple[int, ...]]:
-    groups: list[tuple[int, ...]] = []
-    taken: set[int] = set()
-    at: list[list[int]] = [[] for _ in workload.nodes]
-    for number, (seen, cost) in enumerate(workload.tensors):
-        for node in seen:
-            at[node].append(number)
-        if cost > limit and workload.num_cpus <= 1:
-            groups.append(tuple(sorted(seen)))
-            taken |= seen
-    all_fit = sum(workload.size) <= workload.memory
-    for node, (compute, on_cpu, size) in enumerate(zip(workload.compute, workload.on_cpu, workload.size, strict=True)):
-        if node in taken or on_cpu or (size and not all_fit):
-            continue
-        neighbours = [
-            found[0]
-            for found in (members(workload.graph.before[node]), workload.graph.after[node])
-            if len(found) == 1 and found[0] not in taken
-        ]
-        for other in neighbours:
-            gain = compute
-            for number in at[node]:
-                seen, cost = workload.tensors[number]
-                if other not in seen:
-                    gain += cost
-                elif len(seen) == 2:
-                    gain -= cost
-            if gain <= 0:
-                groups.append((node, other))
-                taken |= {node, other}
-                break
-    return groups
-
-
 class Splits:
     """The splits of a workload at given downsets, as a `LoadProblem`.
 
     A state is (accelerators used, CPUs used, whether this stage is on a CPU). With t the compute and x the transfers of
-    all tensors at a boundary, the stages before it pay t + x together where none of them is on a CPU.
+    all tensors at a boundary, the stages before it pay t + x together if none of them is on a CPU.
     """
 
     def __init__(self, workload: Workload, boundaries: Sequence[int], limit: float = inf) -> None:
-        """Keeps those boundaries that can be part of a split below the limit."""
+        """Uses those of the boundaries that can be part of a split below the limit."""
         k, cpus = workload.num_devices, workload.num_cpus
         self._limits, self._memory = (k, cpus), workload.memory
         self._all_fit = sum(workload.size) <= workload.memory
@@ -215,13 +74,13 @@ class Splits:
         self._on_cpu = inside @ np.array(workload.on_cpu)
         self._size = inside @ np.array(workload.size)
         self._all_tensors = cost.sum()
-        # A stage does not pay for the tensors of which it holds no user (as many are before its end as before its
-        # beginning), nor for those of which it holds all: two products of tables of zeros and ones.
+        # A stage does not pay for tensors of which it has no user (as many users are before its end as before its
+        # beginning), nor for those of which it has all: two products of tables of zeros and ones.
         left, right = [(placed == 0) * cost], [placed == num_users]
         for count in range(int(num_users.max(initial=0)) + 1):
-            some = num_users >= count
-            left.append((placed[:, some] == count) * cost[some])
-            right.append(placed[:, some] == count)
+            columns = num_users >= count
+            left.append((placed[:, columns] == count) * cost[columns])
+            right.append(placed[:, columns] == count)
         self._left, self._right = np.hstack(left), np.hstack(right).astype(float)
         self.states = [
             (total - c, c, cpu)
@@ -260,11 +119,11 @@ class Splits:
 
     def load(self, state: int, begin: Any, end: Any, limit: float) -> Any:
         _, _, cpu = self.states[state]
-        if self.num_boundaries > SMALL:
+        if self.num_boundaries > MAX_CACHED_BOUNDARIES:
             return self._load(cpu, begin, end, limit)
         if cpu not in self._tables:
-            everywhere = np.arange(self.num_boundaries)
-            self._tables[cpu] = self._load(cpu, everywhere, everywhere, inf)
+            every = np.arange(self.num_boundaries)
+            self._tables[cpu] = self._load(cpu, every, every, inf)
         return self._tables[cpu][np.ix_(begin, end)]
 
     def _load(self, cpu: bool, begin: Any, end: Any, limit: float) -> Any:
@@ -272,23 +131,23 @@ class Splits:
             load = self._on_cpu[end][None, :] - self._on_cpu[begin][:, None]
         else:
             load = self._compute[end][None, :] - self._compute[begin][:, None]
-            worth = load < limit
-            rows, columns = worth.any(axis=1), worth.any(axis=0)
-            kept = self._left[begin[rows]] @ self._right[end[columns]].T
-            load[np.ix_(rows, columns)] += self._all_tensors - kept
+            below = load < limit
+            rows, columns = below.any(axis=1), below.any(axis=0)
+            unpaid = self._left[begin[rows]] @ self._right[end[columns]].T
+            load[np.ix_(rows, columns)] += self._all_tensors - unpaid
             if not self._all_fit:
                 load[self._size[end][None, :] - self._size[begin][:, None] > self._memory] = inf
-        maybe = load < limit
-        rows, columns = np.nonzero(maybe.any(axis=1))[0], np.nonzero(maybe.any(axis=0))[0]
-        some, others = begin[rows], end[columns]
-        within = self._inside[some] @ self._inside[others].T  # how many nodes both hold
-        nested = (within == self._num_inside[some][:, None]) & (some[:, None] < others[None, :])
+        below = load < limit
+        rows, columns = np.nonzero(below.any(axis=1))[0], np.nonzero(below.any(axis=0))[0]
+        begins, ends = begin[rows], end[columns]
+        common = self._inside[begins] @ self._inside[ends].T  # how many nodes are in both
+        nested = (common == self._num_inside[begins][:, None]) & (begins[:, None] < ends[None, :])
         load[np.ix_(rows, columns)] = np.where(nested, load[np.ix_(rows, columns)], inf)
         return load
 
 
 def membership(boundaries: Sequence[int], num_nodes: int) -> Any:
-    """Returns a table of zeros and ones: whether each boundary holds each node."""
+    """Returns a table of zeros and ones: whether each downset contains each node."""
     width = (num_nodes + 7) // 8
     packed = np.frombuffer(b"".join(nodes.to_bytes(width, "little") for nodes in boundaries), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(boundaries), width), axis=1, bitorder="little")
@@ -298,25 +157,25 @@ def membership(boundaries: Sequence[int], num_nodes: int) -> Any:
 def solve(workload: Workload) -> Answer:
     """Returns the best contiguous split, proven if there are at most `MAX_DOWNSETS` downsets.
 
-    First over the cuts of a depth-first order; then over all downsets, for one that is better.
+    The first search is over the cuts of a depth-first order, the second over all downsets for a better split.
     """
     total = sum(workload.compute)
-    along = Splits(workload, prefixes(depth_first_order(workload.graph)))
-    bound = total / (workload.num_devices + workload.num_cpus * min(along.cpu_rate, 1e9))
+    chain = Splits(workload, prefixes(depth_first_order(workload.graph)))
+    bound = total / (workload.num_devices + workload.num_cpus * min(chain.cpu_rate, 1e9))
     ceiling = 2 * (total + sum(cost for _, cost in workload.tensors)) + 1
-    first = min_max_load(along, bound=bound, ceiling=ceiling).best
+    first = min_max_load(chain, bound=bound, ceiling=ceiling).best
     limit = (first.load if first else ceiling) * (1 - EXACT)
-    small = reduced(workload, limit)
-    found = downsets(small.graph, MAX_DOWNSETS)
-    if found is None:
+    smaller = reduced(workload, limit)
+    sets = downsets(smaller.graph, MAX_DOWNSETS)
+    if sets is None:
         assert first is not None
-        return _answer(workload, along, first, bound, None)
-    everywhere = Splits(small, found, limit)
-    better = min_max_load_below(everywhere, limit)
+        return _answer(workload, chain, first, bound, None)
+    every = Splits(smaller, sets, limit)
+    better = min_max_load_below(every, limit)
     if better is not None:
-        return _answer(small, everywhere, better, better.load, len(found))
+        return _answer(smaller, every, better, better.load, len(sets))
     assert first is not None
-    return _answer(workload, along, first, first.load, len(found))
+    return _answer(workload, chain, first, first.load, len(sets))
 
 
 def _answer(workload: Workload, splits: Splits, path: StagePath, bound: float, num_downsets: int | None) -> Answer:

@@ -41,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plan found: the source's names of every stage, and its devices."""
+    """The best plan: the file's layer names of every stage, and its number of devices."""
 
     load: float
     bound: float
@@ -76,7 +76,7 @@ def read(path: Path) -> Workload:
     for source, target in edges:
         users[place[source]].add(place[target])
     graph = Graph(names=tuple(names), arcs=frozenset((place[a], place[b]) for a, b in edges))
-    loose = Workload(
+    workload = Workload(
         graph=graph,
         nodes=tuple((name,) for name in names),
         compute_s=tuple(
@@ -87,17 +87,17 @@ def read(path: Path) -> Workload:
             ((figures[name]["activation_size"], frozenset(use)),) for name, use in zip(names, users, strict=True)
         ),
     )
-    return reduced(loose)
+    return reduced(workload)
 
 
 def reduced(workload: Workload) -> Workload:
-    """Returns the workload with nodes joined that a best plan can keep together.
+    """Returns the workload after contracting nodes that a best plan can keep together.
 
-    A node without compute and parameters moves over a cut to its only predecessor, or its only successor, where what
-    then crosses is no more than what crossed between the two alone.
+    A node without compute and parameters moves over a cut to its only predecessor, or its only successor, if after that
+    no more crosses the cut than crossed between the two alone.
     """
     while True:
-        groups = _joinable(workload)
+        groups = _contractible(workload)
         if not groups:
             return workload
         graph, parts = contract(workload.graph, groups)
@@ -120,7 +120,7 @@ def reduced(workload: Workload) -> Workload:
         )
 
 
-def _joinable(workload: Workload) -> list[tuple[int, int]]:
+def _contractible(workload: Workload) -> list[tuple[int, int]]:
     graph, groups, taken = workload.graph, [], set[int]()
     into: list[list[tuple[float, frozenset[int], int]]] = [[] for _ in workload.nodes]
     for node, outputs in enumerate(workload.outputs):
@@ -171,7 +171,7 @@ class Pipelines:
     depends_on_later_devices = False
 
     def min_devices(self, begin: Any, end: Any, after: Any, room: Any, limit: float) -> Any:
-        """Begins where compute and transfers alone are below the limit, and adds devices while the sum is not."""
+        """Starts from what compute or transfers alone need, and adds devices until the sum is below the limit."""
         compute = self._compute[end][None, :] - self._compute[begin][:, None]
         params = (self._params[end][None, :] - self._params[begin][:, None]) * (4.0 / self._rate)
         sent = np.maximum(self._alive_s[begin][:, None], self._alive_s[end][None, :])
@@ -199,18 +199,18 @@ def solve(workload: Workload, num_devices: int, bytes_per_s: float) -> Answer:
     pipelines = Pipelines(workload, order, num_devices, bytes_per_s)
     total = sum(workload.compute_s)
     bound, ceiling = total / num_devices, total + 8 * sum(workload.params) / bytes_per_s + 1
-    found = min_max_load_homogeneous(pipelines, bound=bound, ceiling=ceiling)
-    assert found.best is not None
+    first = min_max_load_homogeneous(pipelines, bound=bound, ceiling=ceiling)
+    assert first.best is not None
     boundaries = downsets(workload.graph, MAX_DOWNSETS)
     if boundaries is None:
-        return _answer(workload, order, found.best, bound, None)
+        return _answer(workload, order, first.best, bound, None)
     if len(boundaries) == len(order):
-        return _answer(workload, order, found.best, found.bound, len(order))
-    everywhere = Pipelines(workload, boundaries, num_devices, bytes_per_s)
-    better = find_plan_below(everywhere, found.best.load * (1 - 1e-9))
+        return _answer(workload, order, first.best, first.bound, len(order))
+    every = Pipelines(workload, boundaries, num_devices, bytes_per_s)
+    better = find_plan_below(every, first.best.load * (1 - 1e-9))
     if better is None:
-        return _answer(workload, order, found.best, found.best.load, len(boundaries))
-    best = min_max_load_homogeneous(everywhere, bound=bound, ceiling=ceiling, best=better)
+        return _answer(workload, order, first.best, first.best.load, len(boundaries))
+    best = min_max_load_homogeneous(every, bound=bound, ceiling=ceiling, best=better)
     assert best.best is not None
     return _answer(workload, boundaries, best.best, best.bound, len(boundaries))
 

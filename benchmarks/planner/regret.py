@@ -2,9 +2,9 @@
 
     python -m benchmarks.planner.regret FOLDER
 
-FOLDER holds the workloads that `benchmarks.planner` names; `benchmarks.planner.as_profiles` says how they are read.
+FOLDER holds the workloads that `benchmarks.planner` names, read as `benchmarks.planner.as_profiles` describes.
 Each is cut into 2, 4 and 8 stages for 1F1B with 8 micro-batches, PipeDream's models over links of 1 and of 12 GB/s, the
-others over links as their files say, by
+others over the links of their files, by
 
     even layers         equal numbers of layers per stage
     equal parameters    the smallest maximum number of parameters
@@ -47,7 +47,7 @@ from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 MICROBATCHES = NUM_MICROBATCHES
 
 MAX_SECONDS = 5.0
-"""Time limit of a search; most take far less, and the table has the gaps of the others."""
+"""Time limit of a search; most searches take far less; the table has the gaps of the others."""
 
 MAX_TRIED = 64
 """About how many values of max f are tried for GPipe's closed form, evenly among all possible ones."""

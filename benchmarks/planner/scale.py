@@ -61,7 +61,7 @@ def chain(num_layers: int) -> list[tuple[str, ...]]:
 
 
 def blocks(num_nodes: int, length: int) -> list[tuple[str, ...]]:
-    """Three branches of so many nodes between a node that forks and one that joins, again and again."""
+    """Repeats three branches of `length` nodes between a node that forks and one that joins."""
     inputs: list[tuple[str, ...]] = [("x",)]
     while len(inputs) + 3 * length + 1 <= num_nodes:
         fork, ends = len(inputs) - 1, []
@@ -89,12 +89,12 @@ def main() -> None:
     for name, (inputs, num_devices) in shapes.items():
         profile = profile_of(random, inputs)
         devices = [Device(name=f"d{i}", host="h", kind="gpu", memory_bytes=32 * 2**30) for i in range(num_devices)]
-        where = Cluster(devices=tuple(devices), intra_host=link, inter_host=link)
-        found = downsets(contract(of_layers(profile), ())[0], 100_000)
-        cuts = f"{len(found):,}" if found else "more than 100,000"
+        cluster = Cluster(devices=tuple(devices), intra_host=link, inter_host=link)
+        sets = downsets(contract(of_layers(profile), ())[0], 100_000)
+        cuts = f"{len(sets):,}" if sets else "more than 100,000"
         for objective in OBJECTIVES:
             start = time.process_time()
-            plan = bapipe.plan(profile, where, minibatch_size=32, microbatch_size=1, objective=objective)
+            plan = bapipe.plan(profile, cluster, minibatch_size=32, microbatch_size=1, objective=objective)
             seconds = time.process_time() - start
             ns = plan.prediction.step_ns if objective == "step" else plan.prediction.load_ns
             assert isinstance(ns, int)

@@ -19,31 +19,31 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.runtime.models import MODELS, Raced
-from benchmarks.runtime.plans import Promised, in_words, promise
-from benchmarks.runtime.race import NUM_RANKS, Outcome, Race, race
+from benchmarks.runtime.compare import NUM_RANKS, Comparison, Outcome, compare
+from benchmarks.runtime.models import MODELS, Workload
+from benchmarks.runtime.plans import PlannedWorkload, describe, make_plans
 
 
-def tell_of(model: str, text: str) -> None:
-    tell(f"{model}: {text}")
+def log_of(model: str, text: str) -> None:
+    log(f"{model}: {text}")
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def report(raced: Raced, promised: Promised, found: Outcome, console: Console) -> None:
+def report(workload: Workload, planned: PlannedWorkload, outcome: Outcome, console: Console) -> None:
     table = Table(
-        title=f"{raced.model} {raced.arguments}, mini-batches of {raced.minibatch_size}",
+        title=f"{workload.model} {workload.arguments}, mini-batches of {workload.minibatch_size}",
         title_justify="left",
         box=SIMPLE_HEAD,
     )
     table.add_column("configuration")
     for column in ("predicted ms", "measured ms", "min", "max", "predicted / measured", "fastest / this"):
         table.add_column(column, justify="right")
-    fastest = min(median(times) for times in found.step_ns.values())
-    for name, times in found.step_ns.items():
-        predicted, measured = promised.step_ns.get(name), median(times)
+    fastest = min(median(times) for times in outcome.step_ns.values())
+    for name, times in outcome.step_ns.items():
+        predicted, measured = planned.step_ns.get(name), median(times)
         table.add_row(
             name,
             "" if predicted is None else f"{predicted / 1e6:,.0f}",
@@ -52,17 +52,18 @@ def report(raced: Raced, promised: Promised, found: Outcome, console: Console) -
             f"{fastest / measured:.1%}",
         )
     console.print(table)
-    for name, plan in promised.plans.items():
-        console.print(f"{name}: {in_words(plan)}", highlight=False)
-    console.print(f"the overhead of the runtime, torch's part included, is {found.overhead:.2%} of a two-stage step\n")
+    for name, plan in planned.plans.items():
+        console.print(f"{name}: {describe(plan)}", highlight=False)
+    console.print(f"overhead of the runtime, torch's part included: {outcome.overhead:.2%} of a two-stage step\n")
 
 
-def figures(promised: Promised, found: Outcome) -> dict[str, object]:
-    ways = {
-        way: {"predicted_ns": promised.step_ns.get(way), "measured_ns": times} for way, times in found.step_ns.items()
+def figures(planned: PlannedWorkload, outcome: Outcome) -> dict[str, object]:
+    configurations = {
+        name: {"predicted_ns": planned.step_ns.get(name), "measured_ns": times}
+        for name, times in outcome.step_ns.items()
     }
-    plans = {way: in_words(plan) for way, plan in promised.plans.items()}
-    return {"ways": ways, "plans": plans, "overhead": found.overhead}
+    plans = {name: describe(plan) for name, plan in planned.plans.items()}
+    return {"configurations": configurations, "plans": plans, "overhead": outcome.overhead}
 
 
 def main() -> None:
@@ -72,24 +73,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     everything = {}
-    with tempfile.TemporaryDirectory() as own:
-        for model in given.model:
-            raced = MODELS[model]
-            promised = promise(raced, NUM_RANKS, given.folder or Path(own), tell)
-            asked = Race(
-                raced=raced,
-                plans=promised.plans,
-                by_hand=promised.by_hand,
-                rounds=given.rounds,
-                steps=given.steps,
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in args.model:
+            workload = MODELS[model]
+            planned = make_plans(workload, NUM_RANKS, args.folder or Path(scratch), log)
+            comparison = Comparison(
+                workload=workload,
+                plans=planned.plans,
+                by_hand=planned.by_hand,
+                rounds=args.rounds,
+                steps=args.steps,
             )
-            found = race(asked, partial(tell_of, model))
-            report(raced, promised, found, Console(width=110))
-            everything[model] = figures(promised, found)
-    if given.json:
-        given.json.write_text(json.dumps(everything, indent=1))
+            outcome = compare(comparison, partial(log_of, model))
+            report(workload, planned, outcome, Console(width=110))
+            everything[model] = figures(planned, outcome)
+    if args.json:
+        args.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

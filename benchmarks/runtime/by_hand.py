@@ -110,8 +110,8 @@ def pipelines(example: Example, plan: Plan, learning_rate: float) -> dict[str, S
             given = [inputs[places[name]] for name in tensors.loaded] if first else []
             arguments: dict[str, Any] = {} if first else {key: inputs[places[name]] for key, name in named.items()}
             losses: list[Tensor] = []
-            told: dict[str, Any] = {"target": target, "losses": losses} if last else {}
-            schedule.step(*given, **told, **arguments, return_outputs=False)
+            loss_arguments: dict[str, Any] = {"target": target, "losses": losses} if last else {}
+            schedule.step(*given, **loss_arguments, **arguments, return_outputs=False)
             optimizer.step()
 
         return step

@@ -11,8 +11,8 @@ from bapipe.zoo.factory import build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raced:
-    """A model of the zoo, its mini-batch, and the micro-batch sizes that may run."""
+class Workload:
+    """A model of the zoo, its mini-batch, and the micro-batch sizes to choose from."""
 
     model: str
     arguments: dict[str, object] = field(default_factory=dict)
@@ -25,11 +25,11 @@ class Raced:
 
 
 MODELS = {
-    raced.model: raced
-    for raced in (
-        Raced(model="vgg16", arguments={"image_size": 64}),
-        Raced(model="resnet50", arguments={"image_size": 64}, minibatch_size=32, sizes=(8, 16, 32)),
-        Raced(
+    workload.model: workload
+    for workload in (
+        Workload(model="vgg16", arguments={"image_size": 64}),
+        Workload(model="resnet50", arguments={"image_size": 64}, minibatch_size=32, sizes=(8, 16, 32)),
+        Workload(
             model="gnmt8",
             arguments={"hidden_size": 512, "vocabulary_size": 8000, "source_length": 12, "target_length": 12},
         ),

@@ -16,15 +16,15 @@ from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
-from benchmarks.runtime.models import Raced
+from benchmarks.runtime.models import Workload
 
 CHOICE, PARALLEL, PIPELINE = "bapipe's choice", "bapipe, data parallel", "bapipe, two stages"
 BY_HAND = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promised:
-    """Plans by the name of their configuration, and the predicted step times of all that can be simulated.
+class PlannedWorkload:
+    """Plans by the name of their configuration, and the predicted step time of each that can be simulated.
 
     Attributes:
         by_hand: the plan with one stage per rank, which torch's own schedules run too.
@@ -35,30 +35,32 @@ class Promised:
     step_ns: dict[str, int]
 
 
-def promise(raced: Raced, num_ranks: int, folder: Path, tell: Callable[[str], None]) -> Promised:
-    """Returns the plans of a model; what the folder does not hold is measured and put there.
+def make_plans(workload: Workload, num_ranks: int, folder: Path, log: Callable[[str], None]) -> PlannedWorkload:
+    """Returns the plans of a model; what the folder does not contain is measured and written there.
 
-    Nothing is pinned for the first: it may have any number of stages and replicas, or take the cores as one device.
+    The first is planned without restrictions: any number of stages and replicas, cores one by one or together.
     """
     cluster = _cluster(folder / "cluster.json", num_ranks)
-    one = _profile(folder, raced, 1, num_ranks, raced.sizes, tell)
-    all_cores = _profile(folder, raced, num_ranks, num_ranks, raced.sizes[-2:], tell)
-    size = raced.minibatch_size
-    choice = bapipe.plan([one, all_cores], cluster, minibatch_size=size)
-    parallel = bapipe.plan(one, cluster, minibatch_size=size, num_stages=1)
+    one_core = _profile(folder, workload, 1, num_ranks, workload.sizes, log)
+    all_cores = _profile(folder, workload, num_ranks, num_ranks, workload.sizes[-2:], log)
+    size = workload.minibatch_size
+    choice = bapipe.plan([one_core, all_cores], cluster, minibatch_size=size)
+    parallel = bapipe.plan(one_core, cluster, minibatch_size=size, num_stages=1)
     schedules = tuple(dict.fromkeys((*BY_HAND.values(), "eager-1f1b")))
-    piped = bapipe.plan(one, cluster, minibatch_size=size, schedules=schedules, num_stages=num_ranks, replicas=False)
+    pipeline = bapipe.plan(
+        one_core, cluster, minibatch_size=size, schedules=schedules, num_stages=num_ranks, replicas=False
+    )
     plans = {CHOICE: choice}
-    for name, plan in ((PARALLEL, parallel), (PIPELINE, piped)):
+    for name, plan in ((PARALLEL, parallel), (PIPELINE, pipeline)):
         if plan.order != choice.order or plan.stages != choice.stages:
             plans[name] = plan
     step_ns = {name: plan.prediction.step_ns for name, plan in plans.items()}
-    step_ns |= {name: _simulated_step_ns(piped, schedule, one) for name, schedule in BY_HAND.items()}
-    return Promised(plans=plans, by_hand=plans.get(PIPELINE, choice), step_ns=step_ns)
+    step_ns |= {name: _simulated_step_ns(pipeline, schedule, one_core) for name, schedule in BY_HAND.items()}
+    return PlannedWorkload(plans=plans, by_hand=plans.get(PIPELINE, choice), step_ns=step_ns)
 
 
-def in_words(plan: Plan) -> str:
-    """Returns what a plan does, in a line."""
+def describe(plan: Plan) -> str:
+    """Returns one line that describes a plan."""
     cut = ", ".join(f"to {stage.layers[-1]} on {' and '.join(stage.devices)}" for stage in plan.stages)
     threads = plan.settings.threads if isinstance(plan.settings, Settings) else 1
     return f"{plan.schedule}, {plan.num_microbatches} x {plan.microbatch_size}, {cut}, threads: {threads}"
@@ -72,15 +74,20 @@ def _cluster(path: Path, num_ranks: int) -> Cluster:
 
 
 def _profile(
-    folder: Path, raced: Raced, num_threads: int, num_cores: int, sizes: tuple[int, ...], tell: Callable[[str], None]
+    folder: Path,
+    workload: Workload,
+    num_threads: int,
+    num_cores: int,
+    sizes: tuple[int, ...],
+    log: Callable[[str], None],
 ) -> ModelProfile:
-    """The layers' times with so many threads, other processes training on the rest of the cores."""
-    path = folder / f"{raced.model}-{num_threads}.json"
+    """Returns a profile of devices of `num_threads` threads, measured while co-runners train on the other cores."""
+    path = folder / f"{workload.model}-{num_threads}.json"
     if not path.exists():
-        tell(f"measuring the layers of {raced.model}, threads: {num_threads}")
+        log(f"measuring the layers of {workload.model}, threads: {num_threads}")
         measured = profile_model(
-            raced.model,
-            raced.arguments,
+            workload.model,
+            workload.arguments,
             microbatch_sizes=sizes,
             settings=Settings(threads=num_threads),
             num_co_runners=num_cores - num_threads,

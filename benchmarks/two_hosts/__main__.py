@@ -34,14 +34,14 @@ from bapipe.simulator.stage_cost import build_stages
 from benchmarks.two_hosts.namespaces import TwoHosts, two_hosts, why_not
 
 BURST = {"1gbit": "128kb", "100mbit": "32kb"}
-"""What passes in a millisecond or two: more would let small messages through as if there were no limit."""
+"""Bytes that may pass at once, one or two milliseconds at the rate: with more, small messages would not be limited."""
 
 CLI = ["-c", "from bapipe.cli import main; main()"]
 
 
 @dataclass(frozen=True)
-class Way:
-    """A configuration, the plan with its predicted step, and the measured steps after the warm-up."""
+class Configuration:
+    """A configuration: the plan with its predicted step, and the measured steps after the warm-up."""
 
     name: str
     plan: bapipe.Plan
@@ -61,14 +61,14 @@ def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Pla
     names = tuple(layer.name for layer in profile.layers)
     devices = tuple(device.name for device in plan.cluster.devices)
     stages = (bapipe.StagePlan(layers=names, devices=devices),)
-    found = []
+    candidates = []
     for size in profile.microbatch_sizes:
         num = plan.minibatch_size // size
         if num * size != plan.minibatch_size or num < len(devices):
             continue
         table = distribute_replicas(SCHEDULES["1f1b"](1, num), ((0, 1),), 2)
         timeline = simulate_schedule(table, build_stages(stages, {"cpu": profile}, plan.cluster, size), plan.cluster)
-        found.append(
+        candidates.append(
             msgspec.structs.replace(
                 plan,
                 schedule="1f1b",
@@ -79,62 +79,66 @@ def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Pla
                 prediction=timeline.prediction(plan.minibatch_size),
             )
         )
-    return min(found, key=lambda plan: plan.prediction.step_ns)
+    return min(candidates, key=lambda plan: plan.prediction.step_ns)
 
 
-def probed(hosts: TwoHosts, path: Path) -> bapipe.Cluster:
-    """The two hosts as their own probe sees them."""
+def probe_cluster(hosts: TwoHosts, path: Path) -> bapipe.Cluster:
+    """The two hosts as their own probe measures them."""
     if not path.exists():
         hosts.torchrun([sys.executable, *CLI, "cluster", "--probe", "-o", str(path)], timeout_s=300)
     return bapipe.read(path, bapipe.Cluster)
 
 
-def by_bapipe(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list[int]:
+def run_by_bapipe(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list[int]:
     """Step times of a plan as the command line runs it on both hosts."""
     write(path, plan)
-    said = hosts.run([*CLI, "run", str(path), "--steps", str(steps), "--json"], timeout_s=300)
-    times: list[int] = json.loads(said)["step_ns"]
+    output = hosts.run([*CLI, "run", str(path), "--steps", str(steps), "--json"], timeout_s=300)
+    times: list[int] = json.loads(output)["step_ns"]
     return times
 
 
-def by_torch(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list[int]:
+def run_by_torch(hosts: TwoHosts, plan: bapipe.Plan, path: Path, steps: int) -> list[int]:
     """Step times of DistributedDataParallel on a plan's model and batches."""
     write(path, plan)
     times: list[int] = json.loads(hosts.run(["-m", "benchmarks.two_hosts.ddp", str(path), str(steps)], timeout_s=300))
     return times
 
 
-def ways(hosts: TwoHosts, rate: str, profile: bapipe.ModelProfile, given: argparse.Namespace) -> list[Way]:
+def measure_configurations(
+    hosts: TwoHosts, rate: str, profile: bapipe.ModelProfile, args: argparse.Namespace
+) -> list[Configuration]:
     """The best plan for a link, and data parallelism run by bapipe and by DDP, each measured."""
     hosts.limit(rate, BURST[rate])
-    cluster = probed(hosts, given.folder / f"cluster-{rate}.json")
-    best = bapipe.plan(profile, cluster, minibatch_size=given.minibatch_size)
+    cluster = probe_cluster(hosts, args.folder / f"cluster-{rate}.json")
+    best = bapipe.plan(profile, cluster, minibatch_size=args.minibatch_size)
     parallel = data_parallel(best, profile)
     cut = f"cut after {best.stages[0].layers[-1]}" if len(best.stages) > 1 else "one stage"
-    found: list[Way] = []
+    configurations: list[Configuration] = []
     for name, plan, run, steps in (
-        (f"{best.schedule}, {cut}", best, by_bapipe, 5 * given.steps),
-        ("all replicas", parallel, by_bapipe, given.steps),
-        ("torch's DDP", parallel, by_torch, given.steps),
+        (f"{best.schedule}, {cut}", best, run_by_bapipe, 5 * args.steps),
+        ("all replicas", parallel, run_by_bapipe, args.steps),
+        ("torch's DDP", parallel, run_by_torch, args.steps),
     ):
-        kept = given.folder / f"{rate}-{len(found)}.steps.json"
-        if not kept.exists():
-            times = run(hosts, plan, given.folder / f"{rate}-{len(found)}.plan.json", steps)
-            kept.write_text(json.dumps(times))
-        found.append(Way(name, plan, json.loads(kept.read_text())[WARM_UP_STEPS:]))
-    return found
+        times_path = args.folder / f"{rate}-{len(configurations)}.steps.json"
+        if not times_path.exists():
+            times = run(hosts, plan, args.folder / f"{rate}-{len(configurations)}.plan.json", steps)
+            times_path.write_text(json.dumps(times))
+        configurations.append(Configuration(name, plan, json.loads(times_path.read_text())[WARM_UP_STEPS:]))
+    return configurations
 
 
-def row(way: Way, best: Way) -> list[str]:
+def row(config: Configuration, best: Configuration) -> list[str]:
     """One line of the table; ratios are to the best plan."""
-    ratio, promised = way.measured_ns / best.measured_ns, way.predicted_ns / best.predicted_ns
+    ratio = config.measured_ns / best.measured_ns
+    predicted_ratio = config.predicted_ns / best.predicted_ns
+    ratios = [f"{predicted_ratio:.2f}", f"{ratio:.2f}", f"{predicted_ratio / ratio - 1:+.1%}"]
     return [
-        way.name,
-        f"{way.plan.num_microbatches} x {way.plan.microbatch_size}",
-        f"{way.predicted_ns / 1e6:,.0f}",
-        f"{way.measured_ns / 1e6:,.0f} ({min(way.step_ns) / 1e6:,.0f} to {max(way.step_ns) / 1e6:,.0f})",
-        f"{way.predicted_ns / way.measured_ns - 1:+.1%}",
-        *([f"{promised:.2f}", f"{ratio:.2f}", f"{promised / ratio - 1:+.1%}"] if way is not best else []),
+        config.name,
+        f"{config.plan.num_microbatches} x {config.plan.microbatch_size}",
+        f"{config.predicted_ns / 1e6:,.0f}",
+        f"{config.measured_ns / 1e6:,.0f} ({min(config.step_ns) / 1e6:,.0f} to {max(config.step_ns) / 1e6:,.0f})",
+        f"{config.predicted_ns / config.measured_ns - 1:+.1%}",
+        *(ratios if config is not best else []),
     ]
 
 
@@ -145,34 +149,34 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=24)
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=8)
-    given = parser.parse_args()
+    args = parser.parse_args()
     reason = why_not()
     if reason is not None:
         sys.exit(f"skipped: {reason}")
     console = Console(width=125)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    path = given.folder / "profile.json"
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / "profile.json"
     if not path.exists():
-        sizes = [2**e for e in range(1, 10) if 2**e <= given.minibatch_size]
-        write(path, profile_model("vgg16", {"width": given.width}, microbatch_sizes=sizes, num_co_runners=1))
+        sizes = [2**e for e in range(1, 10) if 2**e <= args.minibatch_size]
+        write(path, profile_model("vgg16", {"width": args.width}, microbatch_sizes=sizes, num_co_runners=1))
     profile = bapipe.read(path, bapipe.ModelProfile)
     with two_hosts() as hosts:
-        for rate in given.links:
-            found = ways(hosts, rate, profile, given)
-            link = found[0].plan.cluster.link(0, 1)
+        for rate in args.links:
+            configurations = measure_configurations(hosts, rate, profile, args)
+            link = configurations[0].plan.cluster.link(0, 1)
             title = f"{rate}: probed {link.bytes_per_s / 1e6:.1f} MB/s, {link.latency_ns / 1e3:.0f} us"
             table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
             for column in ("configuration", "micro-batches"):
                 table.add_column(column)
             for column in ("predicted ms", "measured ms", "error", "predicted ratio", "measured", "error"):
                 table.add_column(column, justify="right")
-            for way in found:
-                table.add_row(*row(way, found[0]))
+            for config in configurations:
+                table.add_row(*row(config, configurations[0]))
             console.print(table)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no namespace stays
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no namespace is left behind
     try:
         main()
     except subprocess.SubprocessError as error:

@@ -30,19 +30,19 @@ class TwoHosts:
                 "tbf", "rate", rate, "burst", burst, "latency", "50ms")  # fmt: skip
 
     def cut(self) -> None:
-        """Takes the link away for good; connections over it are not told, and wait."""
+        """Takes the link down for good. Connections over it get no error, and wait."""
         for host in HOSTS:
             _do("ip", "-n", self._space(host), "link", "set", self._end(host), "down")
 
     def enter(self, host: int) -> None:
-        """Moves this process to a host, where it meets the others of its job at the first one's address."""
+        """Moves this process to a host, and sets where the rendezvous of its job is: on the first host."""
         with open(f"/var/run/netns/{self._space(HOSTS[host])}") as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         os.environ |= {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": self._end(HOSTS[host])}
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any) -> "subprocess.Popen[str]":
-        """Starts a command on a host as the one process of a job that it has, as torchrun would set it up."""
+        """Starts a command on a host as its only process of a job, with the environment that torchrun would set."""
         name = HOSTS[host]
         whole = os.environ | {
             "RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(host),
@@ -59,23 +59,23 @@ class TwoHosts:
     def torchrun(self, command: Sequence[str], timeout_s: float) -> str:
         """Runs a command on both hosts under torchrun; returns what the first host printed."""
         job = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--no-python"]
-        where = ["--master-addr", _address(0), "--master-port", str(PORT)]
+        rendezvous = ["--master-addr", _address(0), "--master-port", str(PORT)]
         return self._both(
-            [[*job, *where, "--node-rank", str(host), *command] for host in range(2)], timeout_s, _NOTHING
+            [[*job, *rendezvous, "--node-rank", str(host), *command] for host in range(2)], timeout_s, _NOTHING
         )
 
     def _both(self, commands: Sequence[Sequence[str]], timeout_s: float, env: Mapping[str, str]) -> str:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         both = [self.start(host, command, env, **pipes) for host, command in enumerate(commands)]
         try:
-            said = [process.communicate(timeout=timeout_s) for process in both]
+            outputs = [process.communicate(timeout=timeout_s) for process in both]
         finally:
             for process in both:
                 process.kill()
-        for process, command, (_, errors) in zip(both, commands, said, strict=True):
+        for process, command, (_, errors) in zip(both, commands, outputs, strict=True):
             if process.returncode:
                 raise RuntimeError(f"{' '.join(command)} failed: {errors[-2000:]}")
-        return said[0][0]
+        return outputs[0][0]
 
     def _space(self, host: str) -> str:
         return f"bapipe-{self.key}-{host}"
@@ -85,7 +85,7 @@ class TwoHosts:
 
 
 def why_not() -> str | None:
-    """Returns why namespaces cannot be made here, None where they can."""
+    """Returns why namespaces cannot be made here, None if they can."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"there is no program '{program}' here; it comes with iproute2"

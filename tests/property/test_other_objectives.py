@@ -4,7 +4,7 @@ from itertools import product
 from random import Random
 
 from bapipe.graph.layer_graph import Graph
-from benchmarks.planner import dnn_partitioning, pipedream
+from benchmarks.planner import dnn_partitioning, pipedream, placement_workload
 
 
 def random_arcs(random: Random, num_nodes: int) -> frozenset[tuple[int, int]]:
@@ -13,7 +13,7 @@ def random_arcs(random: Random, num_nodes: int) -> frozenset[tuple[int, int]]:
     )
 
 
-def splits_workload(random: Random) -> dnn_partitioning.Workload:
+def splits_workload(random: Random) -> placement_workload.Workload:
     """Small integers, so that ties and free nodes are common; tensors may have users that no arc orders."""
     count = random.randint(1, 6)
     arcs = random_arcs(random, count)
@@ -25,7 +25,7 @@ def splits_workload(random: Random) -> dnn_partitioning.Workload:
         if count > 1
     ]
     compute = tuple(float(random.choice([0, 0, random.randrange(1, 20)])) for _ in range(count))
-    return dnn_partitioning.Workload(
+    return placement_workload.Workload(
         graph=Graph(names=tuple(map(str, range(count))), arcs=arcs),
         nodes=tuple((i,) for i in range(count)),
         compute=compute,
@@ -38,7 +38,7 @@ def splits_workload(random: Random) -> dnn_partitioning.Workload:
     )
 
 
-def least_split(workload: dnn_partitioning.Workload) -> float | None:
+def min_split_load(workload: placement_workload.Workload) -> float | None:
     """The least largest load over every assignment of nodes to devices whose order has no cycle."""
     count, k = workload.graph.num_nodes, workload.num_devices
     best = None
@@ -68,7 +68,7 @@ def test_splits_are_the_best_of_all() -> None:
     fits = 0
     for seed in range(250):
         workload = splits_workload(Random(seed))
-        want = least_split(workload)
+        want = min_split_load(workload)
         if want is None:
             continue
         answer = dnn_partitioning.solve(workload)
@@ -92,7 +92,7 @@ def pipelines_workload(random: Random) -> pipedream.Workload:
     )
 
 
-def least_pipeline(workload: pipedream.Workload, num_devices: int, rate: float) -> float:
+def min_pipeline_load(workload: pipedream.Workload, num_devices: int, rate: float) -> float:
     count, best = workload.graph.num_nodes, float("inf")
     for num_stages in range(1, min(count, num_devices) + 1):
         for of in product(range(num_stages), repeat=count):
@@ -127,7 +127,7 @@ def test_pipelines_are_the_best_of_all() -> None:
     for seed in range(250):
         random = Random(seed)
         workload, num_devices = pipelines_workload(random), random.randint(1, 4)
-        want = least_pipeline(workload, num_devices, 2.0)
+        want = min_pipeline_load(workload, num_devices, 2.0)
         answer = pipedream.solve(pipedream.reduced(workload), num_devices, 2.0)
         assert abs(answer.load - want) < 1e-9 * max(1.0, want), seed
         assert answer.bound >= want * (1 - 1e-9), seed
