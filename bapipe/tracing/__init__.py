@@ -2,7 +2,8 @@
 
 Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in four steps.
 
-1. `capture`: the module's operators as one torch.fx graph, by torch.fx or torch.export.
+1. `capture`: the operators of the module as one torch.fx graph, by torch.fx (`fx_capture`) or torch.export
+   (`export_capture`).
 2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random.
 3. `layers`: assigns each operator to a layer, and names the tensors between layers.
 4. `sizes`: values that are not tensors, such as batch sizes, as functions of the batch size.

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from bapipe.tracing.aliasing import alias_set, writers
-from bapipe.tracing.capture import NO_GRAD
+from bapipe.tracing.captured import NO_GRAD
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.sizes import StageSizes, copy_node, is_size

@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.tracing.aliasing import alias_set, returns_what_it_changes, rewire_inplace_uses, writers
-from bapipe.tracing.capture import Captured, capture, is_layer
+from bapipe.tracing.capture import capture
+from bapipe.tracing.captured import Captured, is_layer
 from bapipe.tracing.model import Hazard, Result, TracedLayer, TracedModel, node_state
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random

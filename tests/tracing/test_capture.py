@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from bapipe.tracing.capture import capture, is_layer
+from bapipe.tracing.capture import capture
+from bapipe.tracing.captured import is_layer
 
 
 class Branches(nn.Module):
