@@ -13,7 +13,8 @@ from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.solution import make_plan
-from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, is_homogeneous, solve_throughput
+from bapipe.planner.throughput.load_search import is_homogeneous
+from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, solve_throughput
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile

@@ -10,7 +10,7 @@ Begin with `search.explore_throughput`. The algorithm:
    a cut. With more than `MAX_DOWNSETS`, use the prefixes of three linear orders.
 2. Sum the costs of the layers before each boundary (`loads.StageCostSums`): the cost of any stage is then a difference
    of two sums, computed for a whole block of stages in one numpy call.
-3. For each micro-batch size, minimise the largest load over paths from the empty to the full boundary:
+3. For each micro-batch size, minimise the largest load (`load_search`) over paths from the empty to the full boundary:
    - devices all the same: for a limit on the load, a dynamic programme over boundaries finds the fewest devices that
      stay below it; bisection on the limit (`min_devices_dp`, with `homogeneous`);
    - devices that differ: Bellman's equation over (boundary, devices of a stage and of its two neighbours)
@@ -18,7 +18,7 @@ Begin with `search.explore_throughput`. The algorithm:
    Both start with limits just above a lower bound and prove the optimum.
 4. If not all downsets were searched, repeat step 3 on those next to the best cuts until that no longer helps
    (`neighbourhood`); the bound is then the one of step 3's start, which holds for every cut.
-5. Build 1F1B with one micro-batch in flight per device that runs what follows, simulate it, and certify the load.
+5. Build 1F1B with one micro-batch in flight per device of the stage and later ones, and simulate it (`load_solution`).
 
 `problem` defines the two problems and their results. docs/algorithm.md, "Throughput", has the statements and proofs.
 """

@@ -1,0 +1,110 @@
+"""The stages of minimal load at one micro-batch size, over given boundaries and devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
+from bapipe.planner.throughput.homogeneous import HomogeneousDevices
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums
+from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
+from bapipe.planner.throughput.min_max_dp import min_max_load
+from bapipe.planner.throughput.problem import MinMaxLoad
+from bapipe.progress import LoadProgress
+
+Stage = tuple[tuple[int, ...], tuple[int, ...]]
+"""Layers, and ranks of the devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSolution:
+    """The stages of minimal load at one micro-batch size, none if nothing fits; no plan's load is below the bound."""
+
+    microbatch_size: int
+    load_ns: int
+    bound_ns: int
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSearch:
+    """What is searched. `has_all_downsets` says whether the boundaries are all downsets, so that bounds are proofs."""
+
+    profiles: Mapping[str, ModelProfile]
+    cluster: Cluster
+    boundaries: Boundaries
+    has_all_downsets: bool
+    minibatch_size: int
+
+    def solve(self, microbatch_size: int, limits: Sequence[int], progress: LoadProgress | None) -> LoadSolution:
+        """Returns the best stages with micro-batches of one size, if each device may hold `limits` bytes."""
+        if is_homogeneous(self.cluster, limits):
+            homogeneous = self.homogeneous(microbatch_size, limits[0])
+            bound_ns, ceiling_ns = homogeneous.bound_ns, homogeneous.ceiling_ns
+            result = min_max_load_homogeneous(homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=progress)
+            groups = _consecutive_groups(result)
+        else:
+            heterogeneous = self.heterogeneous(microbatch_size, limits)
+            bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
+            result = min_max_load(heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress)
+            groups = [heterogeneous.states[state][1] for state in result.best.states] if result.best else []
+        if result.best is None:
+            return LoadSolution(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())
+        intervals = pairwise(result.best.boundaries)
+        return LoadSolution(
+            microbatch_size=microbatch_size,
+            load_ns=int(result.best.load),
+            # With some of the boundaries only, the search's own bound says nothing about the others.
+            bound_ns=ceil(result.bound) if self.has_all_downsets else ceil(bound_ns),
+            stages=tuple(
+                (tuple(self.boundaries.layers(begin, end)), tuple(range(start, start + count)))
+                for (begin, end), (start, count) in zip(intervals, groups, strict=True)
+            ),
+        )
+
+    def homogeneous(self, microbatch_size: int, limit_bytes: int) -> HomogeneousDevices:
+        """Returns the problem if all devices are the same."""
+        device = self.cluster.devices[0]
+        return HomogeneousDevices(
+            self.boundaries,
+            StageCostSums(self.boundaries, self.profiles[device.kind], microbatch_size, device.speed),
+            num_devices=len(self.cluster.devices),
+            num_microbatches=self.minibatch_size // microbatch_size,
+            link=self.cluster.link(0, len(self.cluster.devices) - 1),
+            overlaps=device.overlaps_transfers,
+            memory_bytes=limit_bytes,
+        )
+
+    def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:
+        """Returns the problem for any devices."""
+        keys = sorted({(device.kind, device.speed) for device in self.cluster.devices})
+        return HeterogeneousDevices(
+            self.boundaries,
+            {
+                (kind, speed): StageCostSums(self.boundaries, self.profiles[kind], microbatch_size, speed)
+                for kind, speed in keys
+            },
+            self.cluster,
+            num_microbatches=self.minibatch_size // microbatch_size,
+            memory_bytes=limits,
+        )
+
+
+def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
+    """Returns whether devices differ in nothing but their names, so that only their number matters."""
+    kinds = {
+        (device.kind, device.speed, device.overlaps_transfers, limit)
+        for device, limit in zip(cluster.devices, limits, strict=True)
+    }
+    hosts = {device.host for device in cluster.devices}
+    one_link = cluster.intra_host == cluster.inter_host or len(hosts) in (1, len(cluster.devices))
+    return len(kinds) == 1 and one_link and not cluster.links
+
+
+def _consecutive_groups(result: MinMaxLoad) -> list[tuple[int, int]]:
+    """Returns (first device, count) of each stage of a homogeneous plan: states are counts."""
+    counts = result.best.states if result.best else ()
+    return list(zip(accumulate(counts[:-1], initial=0), counts, strict=True)) if counts else []

@@ -1,0 +1,105 @@
+"""From stages of minimal load to a solution: their 1F1B order, the simulator's prediction, and the alternatives."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from bapipe.formats.plan import THROUGHPUT, Alternative, Prediction, StagePlan
+from bapipe.planner.searched_space import ThroughputSpace
+from bapipe.planner.solution import Solution
+from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
+from bapipe.schedules.one_f_one_b import one_rank
+from bapipe.schedules.table import Action, Schedule
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
+
+
+def solution_of(
+    search: LoadSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace, limits: Sequence[int]
+) -> Solution:
+    """Returns a solution with its simulated prediction and the alternatives."""
+    table, prediction = _simulate(search, best)
+    return Solution(
+        profiles=search.profiles,
+        cluster=search.cluster,
+        objective=THROUGHPUT,
+        minibatch_size=search.minibatch_size,
+        microbatch_size=best.microbatch_size,
+        schedule="1f1b",
+        table=table,
+        stages=_stage_plans(search, best),
+        prediction=replace(prediction, load_ns=best.load_ns),
+        lower_bound_ns=bound_ns,
+        space=space,
+        alternatives=tuple(_alternatives(search, best, limits)),
+    )
+
+
+def _stage_plans(search: LoadSearch, solution: LoadSolution) -> tuple[StagePlan, ...]:
+    devices = search.cluster.devices
+    layers = search.profiles[devices[0].kind].layers
+    return tuple(
+        StagePlan(layers=tuple(layers[i].name for i in numbers), devices=tuple(devices[rank].name for rank in ranks))
+        for numbers, ranks in solution.stages
+    )
+
+
+def _simulate(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Prediction]:
+    """Returns a solution's order, and what the simulator predicts for it."""
+    table = one_f_one_b_with_replicas(
+        [ranks for _, ranks in solution.stages],
+        search.minibatch_size // solution.microbatch_size,
+        len(search.cluster.devices),
+    )
+    stages = _stage_plans(search, solution)
+    costs = build_stages(stages, search.profiles, search.cluster, solution.microbatch_size)
+    return table, simulate_schedule(table, costs, search.cluster).prediction(search.minibatch_size)
+
+
+def _alternatives(search: LoadSearch, best: LoadSolution, limits: Sequence[int]) -> list[Alternative]:
+    """Returns one device, and data parallelism over all of them, at the plan's micro-batch size."""
+    num_devices = len(search.cluster.devices)
+    heterogeneous = search.heterogeneous(best.microbatch_size, limits)
+    alternatives = []
+    for name, ranks in {"one-device": (0,), "data-parallel": tuple(range(num_devices))}.items():
+        num_microbatches = search.minibatch_size // best.microbatch_size
+        if len(ranks) > num_microbatches or (name == "data-parallel" and num_devices == 1):
+            continue
+        load_ns = heterogeneous.single_stage_load(ranks)
+        solution = LoadSolution(
+            microbatch_size=best.microbatch_size,
+            load_ns=load_ns,
+            bound_ns=0,
+            stages=((tuple(range(search.boundaries.num_layers)), ranks),),
+        )
+        _, prediction = _simulate(search, solution)
+        lack_bytes = max(prediction.ranks[rank].peak_bytes - limits[rank] for rank in ranks)
+        alternatives.append(
+            Alternative(
+                name=name,
+                step_ns=prediction.step_ns,
+                peak_bytes=max(rank.peak_bytes for rank in prediction.ranks),
+                feasible=lack_bytes <= 0,
+                why_not=_why_not(lack_bytes, load_ns / best.load_ns - 1 if best.load_ns else 0.0),
+            )
+        )
+    return sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns))
+
+
+def _why_not(lack_bytes: int, extra_load: float) -> str:
+    if lack_bytes > 0:
+        return f"a device lacks {lack_bytes:,} bytes"
+    return f"its largest load is {extra_load:.1%} larger" if extra_load else "as small a load as this plan's"
+
+
+def one_f_one_b_with_replicas(devices: Sequence[Sequence[int]], num_microbatches: int, num_ranks: int) -> Schedule:
+    """Returns 1F1B over stages of several devices, with as many micro-batches in flight as devices run them.
+
+    Stage s begins with one F for each device of stage s and later, dealt to its own devices round robin.
+    """
+    order: list[tuple[Action, ...]] = [()] * num_ranks
+    for s, ranks in enumerate(devices):
+        stage_order = one_rank(s, sum(map(len, devices[s:])), num_microbatches)
+        for position, rank in enumerate(ranks):
+            order[rank] = tuple(action for action in stage_order if action.microbatch % len(ranks) == position)
+    return Schedule(devices=tuple(map(tuple, devices)), num_microbatches=num_microbatches, order=tuple(order))
