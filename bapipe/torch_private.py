@@ -21,12 +21,14 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
+    "DispatchMode",
     "DropoutBase",
     "NormBase",
     "OpOverload",
@@ -46,6 +48,7 @@ __all__ = [
     "skip_neighbor_handshake",
     "stage_backward_input",
     "stage_backward_weight",
+    "storage_key",
     "support_replicas",
     "tree_flatten",
     "tree_leaves",
@@ -73,6 +76,12 @@ def return_schemas(operator: OpOverload) -> Sequence[Any]:
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor is a view of another one, for autograd."""
     return tensor._is_view()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that tensors have in common which share memory, also on the meta device, while one is alive."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def is_compiled(module: nn.Module) -> bool:

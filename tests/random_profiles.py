@@ -16,11 +16,12 @@ def random_profile(
     kind: str = "a",
     splits_badly: bool = False,
     shares: bool = False,
+    frozen: bool = False,
 ) -> ModelProfile:
     """A chain with some skip connections; figures small enough that ties are common.
 
     Where `splits_badly`, some layers have a B of their own, and I leaves something for W. Where it `shares`, two layers
-    use the same parameters.
+    use the same parameters. Where some are `frozen`, layers train all, some or none of their parameters.
     """
     layers = []
     for i in range(num_layers):
@@ -39,12 +40,13 @@ def random_profile(
                 no_gradient=(f"t{i}",) if random.random() < 0.1 else (),
             )
         )
+    layers = _sharing(random, layers) if shares else layers
     return ModelProfile(
         model="random",
         device=DeviceKind(kind=kind, name="none", memory_bytes=10**6),
         dtype="float32",
         optimizer="sgd-momentum",
-        layers=tuple(_sharing(random, layers) if shares else layers),
+        layers=tuple(_freezing(random, layers) if frozen else layers),
         measurements=tuple(
             _split_badly(random, measured) if splits_badly else measured
             for measured in (_measurement(random, size, num_layers) for size in sizes)
@@ -63,6 +65,19 @@ def _sharing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:
     num_bytes = random.randrange(1, layers[owner].param_bytes + 1)
     changed[user] = replace(layers[user], shares=(layers[owner].name,), shared_bytes=num_bytes)
     return changed
+
+
+def _freezing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:
+    """Layers with some of their parameters not trained; what a layer shares is trained as far as its owner trains it."""
+    frozen = {}
+    for layer in layers:
+        trained = random.choice([UNSET, UNSET, 0, random.randint(0, layer.param_bytes)])
+        frozen[layer.name] = replace(layer, trained_bytes=trained)
+    for layer in layers:
+        if layer.shared_bytes:
+            shared_trained = min(layer.shared_bytes, frozen[layer.shares[0]].gradient_bytes)
+            frozen[layer.name] = replace(frozen[layer.name], shared_trained_bytes=shared_trained)
+    return list(frozen.values())
 
 
 def _split_badly(random: Random, measured: Measurement) -> Measurement:

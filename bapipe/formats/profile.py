@@ -32,11 +32,13 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         inputs, outputs: names of tensors; an input that is no layer's output is an input of the model.
-        param_bytes: bytes of the parameters that no earlier layer uses; their gradients take as much.
+        param_bytes: bytes of the parameters that no earlier layer uses.
+        trained_bytes: bytes of those of them that are trained, and of their gradients. If left out, all are.
         update_ns: time of the optimizer's update of this layer.
         shares: names of the layers that share parameters with this one.
         shared_bytes: bytes of the parameters that are counted in another layer's `param_bytes`: in that of the first
             of `shares` that has no `shared_bytes` itself.
+        shared_trained_bytes: bytes of those of them that are trained. If left out, all are.
         no_gradient: the `outputs` that have no gradient (integers, masks, model constants).
     """
 
@@ -45,11 +47,23 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     param_bytes: NonNegative
+    trained_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     optimizer_state_bytes: NonNegative
     update_ns: NonNegative = 0
     shares: tuple[str, ...] = ()
     shared_bytes: NonNegative = 0
+    shared_trained_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     no_gradient: tuple[str, ...] = ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients: of those parameters that are trained."""
+        return self.param_bytes if self.trained_bytes is msgspec.UNSET else self.trained_bytes
+
+    @property
+    def shared_gradient_bytes(self) -> int:
+        """The bytes of the gradients of the parameters that another layer counts."""
+        return self.shared_bytes if self.shared_trained_bytes is msgspec.UNSET else self.shared_trained_bytes
 
 
 class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,14 +254,7 @@ def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
         for name in layer.shares:
             if name not in names:
                 raise InvalidFile(f"'{name}' is not a layer of the profile", f"{where}.shares")
-        if layer.shared_bytes:
-            counted = (other for other in layers if other.name in layer.shares and not other.shared_bytes)
-            held = next((other.param_bytes for other in counted), 0)
-            if layer.shared_bytes > held:
-                raise InvalidFile(
-                    f"{layer.shared_bytes} is more than the {held} bytes that the layer it shares them with counts",
-                    f"{where}.shared_bytes",
-                )
+        _check_bytes(layer, layers, where)
     for index, layer in enumerate(layers):
         for name in layer.inputs:
             if name in made or name not in names:
@@ -255,6 +262,24 @@ def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
             raise InvalidFile(
                 f"'{name}' is the name of a layer, but no layer gives a tensor of that name",
                 f"$.layers[{index}].inputs",
+            )
+
+
+def _check_bytes(layer: LayerProfile, layers: tuple[LayerProfile, ...], where: str) -> None:
+    if layer.gradient_bytes > layer.param_bytes:
+        raise InvalidFile(f"{layer.gradient_bytes} is more than `param_bytes`", f"{where}.trained_bytes")
+    if layer.shared_gradient_bytes > layer.shared_bytes:
+        raise InvalidFile(f"{layer.shared_gradient_bytes} is more than `shared_bytes`", f"{where}.shared_trained_bytes")
+    if not layer.shared_bytes:
+        return
+    owner = next((other for other in layers if other.name in layer.shares and not other.shared_bytes), None)
+    for field, shared, held in (
+        ("shared_bytes", layer.shared_bytes, owner.param_bytes if owner else 0),
+        ("shared_trained_bytes", layer.shared_gradient_bytes, owner.gradient_bytes if owner else 0),
+    ):
+        if shared > held:
+            raise InvalidFile(
+                f"{shared} is more than the {held} bytes that the layer it shares them with counts", f"{where}.{field}"
             )
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
@@ -178,6 +178,7 @@ def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer:
             first_layer.setdefault(id(parameter), index)
     counted = [[p for p in used if first_layer[id(p)] == index] for index, used in enumerate(parameters)]
     trained = [[p for p in used if p.requires_grad] for used in counted]
+    shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
     updates = [
         _optimizer_step(training_pass, layer.name, used, optimizer)
         for layer, used in zip(model.layers, trained, strict=True)
@@ -190,6 +191,7 @@ def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer:
             inputs=layer.inputs,
             outputs=layer.outputs,
             param_bytes=_num_bytes(counted[index]),
+            trained_bytes=_trained_bytes(counted[index]),
             optimizer_state_bytes=updates[index].state_bytes,
             update_ns=updates[index].ns,
             shares=tuple(
@@ -197,7 +199,8 @@ def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer:
                 for other, used in zip(model.layers, parameters, strict=True)
                 if other is not layer and any(id(parameter) in ids for parameter in used)
             ),
-            shared_bytes=_num_bytes([p for p in parameters[index] if p.requires_grad and first_layer[id(p)] != index]),
+            shared_bytes=_num_bytes(shared[index]),
+            shared_trained_bytes=_trained_bytes(shared[index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
         )
 
@@ -244,6 +247,12 @@ def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: Layer
             for index, output_bytes in enumerate([*outputs, (0,)])
         ),
     )
+
+
+def _trained_bytes(parameters: Sequence[nn.Parameter]) -> int | UnsetType:
+    """Returns the bytes of those parameters that are trained; UNSET if all are."""
+    trained = [p for p in parameters if p.requires_grad]
+    return UNSET if len(trained) == len(parameters) else _num_bytes(trained)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

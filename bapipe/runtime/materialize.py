@@ -1,7 +1,7 @@
 """Real storage and initial values for the layers of some stages; all others stay on, or go to, the meta device."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ _UNSET = -(2**40) - 7
 
 def materialize(
     parts: Split,
-    tensors: Iterable[Tensor],
+    tensors: Sequence[Tensor],
     device: torch.device,
     seed: int,
     initialize: Callable[[nn.Module], None] | None = None,
@@ -42,11 +42,19 @@ def materialize(
             if any(tensor.is_meta and id(tensor) in local for tensor in state.values()):
                 _initialize_layer(model.root, layer, state, seed, initialize)
         for tensor in _all_tensors(model.root, model.module):
-            if id(tensor) not in local:
-                if not tensor.is_meta:
-                    _swap(tensor, torch.empty_like(tensor, device="meta"))
-            elif tensor.device != device:
+            if id(tensor) in local and tensor.device != device:
                 _swap(tensor, tensor.detach().to(device))
+    drop_others(parts, tensors)
+
+
+def drop_others(parts: Split, tensors: Iterable[Tensor]) -> None:
+    """Puts all parameters and buffers of a model but some on the meta device, in place."""
+    model = parts.model
+    kept = {id(tensor) for tensor in tensors}
+    with without_weak_references(model.root):
+        for tensor in _all_tensors(model.root, model.module):
+            if id(tensor) not in kept and not tensor.is_meta:
+                _swap(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def _all_tensors(*modules: nn.Module) -> list[Tensor]:
@@ -76,12 +84,7 @@ def _initialize_layer(
         torch.manual_seed(layer_seed(seed, layer))
         for module in _owners(root, layer, unset):
             with _unchanged(t for t in (*module.parameters(), *module.buffers()) if id(t) not in written):
-                for child in reversed(list(module.modules())):  # parents last, as when the module is constructed
-                    reset = reset_method(child)
-                    if reset is not None:
-                        reset()
-                if initialize is not None:
-                    initialize(module)
+                reset_layer(module, initialize)
     for name, tensor in unset.items():
         if _is_unset(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -89,6 +92,16 @@ def _initialize_layer(
                 f"{kind} '{name}' is on the meta device and neither the layer's reset_parameters() nor the model's "
                 "initialize gives it a value: build the model on a real device, or set it there"
             )
+
+
+def reset_layer(module: nn.Module, initialize: Callable[[nn.Module], None] | None) -> None:
+    """Sets the parameters of a layer's module as torch does, and then as `initialize` does."""
+    for child in reversed(list(module.modules())):  # parents last, as when the module is constructed
+        reset = reset_method(child)
+        if reset is not None:
+            reset()
+    if initialize is not None:
+        initialize(module)
 
 
 def _owners(root: nn.Module, layer: str, unset: Iterable[str]) -> list[nn.Module]:

@@ -4,22 +4,25 @@ import ctypes
 import gc
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Measures the peak bytes on a device from its creation on.
+    """Measures the peak bytes on a device from its creation on, with those of tensors that are there already.
 
     On CUDA, of torch's allocator. On Linux, of the process's resident memory (its high-water mark less what was
     resident at the start); on other systems it is not known.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:
         self._device = device
+        self._held_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -37,10 +40,10 @@ class PeakMemory:
     def peak_bytes(self) -> int | None:
         """Returns the peak so far, or None if the system does not report it."""
         if self._device.type == "cuda":
-            return max(0, torch.cuda.max_memory_allocated(self._device) - self._base_bytes)
+            return max(0, torch.cuda.max_memory_allocated(self._device) - self._base_bytes + self._held_bytes)
         if sys.platform != "linux":
             return None
-        return max(0, _status_bytes("VmHWM") - self._base_bytes)
+        return max(0, _status_bytes("VmHWM") - self._base_bytes + self._held_bytes)
 
 
 def _status_bytes(key: str) -> int:

@@ -14,7 +14,7 @@ from bapipe.runtime.evaluate.forward import ForwardResult, split_for_evaluation
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
 from bapipe.runtime.local_stage import Loss
-from bapipe.runtime.materialize import materialize
+from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.optimizer import OptimizerFactory, StageOptimizers, clip_grad_norm, sgd
 from bapipe.runtime.peak_memory import PeakMemory
 from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
@@ -89,8 +89,7 @@ class Pipeline:
         )
         evaluated = split_for_evaluation(module, plan, inputs, self._split) if evaluates else None
 
-        # Give this rank's layers storage and values, after the peak of memory begins to be measured.
-        self._peak_memory = PeakMemory(self._device)
+        # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)
         self._modules: dict[int, nn.Module] = {
             s: stage_module(self._split, s, self._device, self._rng) for s in self.stages
@@ -98,6 +97,8 @@ class Pipeline:
         # The first stage also holds what no layer uses, so that checkpoints have all of the module.
         unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
         self._state = StageState(modules=self._modules, unused=unused, names=names, keys=keys)
+        drop_others(self._split, self._state.tensors())
+        self._peak_memory = PeakMemory(self._device, self._state.tensors())
         materialize(self._split, self._state.tensors(), self._device, seed, initialize)
 
         # Connect the ranks and build the executors. Groups are made by all ranks in the same order.

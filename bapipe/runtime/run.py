@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,14 +60,14 @@ def run(
     if not config.replan:
         _check_devices(plan, settings.threads)
     _check_optimizer(settings, config)
+    from bapipe.runtime.build import model_build
     from bapipe.runtime.train import train
     from bapipe.zoo.data.open_dataset import open_dataset
-    from bapipe.zoo.factory import build, current_folder_importable
+    from bapipe.zoo.factory import current_folder_importable
 
     arguments = dict(plan.arguments if config.arguments is None else config.arguments)
-    make = partial(build, factory, arguments, meta=True)
     with current_folder_importable(), _reporting(plan, config.tensorboard, on_step, on_evaluation) as callbacks:
-        example = make()
+        make, example = model_build(factory, arguments, config.seed)
         if plan.settings is not msgspec.UNSET:
             check_same(settings, msgspec.structs.replace(settings, dtype=_dtype(example.module)))
         dataset = open_dataset(config.data, example.data, factory, buckets=config.buckets, augment=config.augment)

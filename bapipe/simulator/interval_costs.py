@@ -127,6 +127,7 @@ class IntervalCosts:
         self._num_with_backward = sums([m.backward_ns is not UNSET for m in measured])
         self._update = sums([layer.update_ns for layer in layers])
         self._params = sums([layer.param_bytes for layer in layers])
+        self._gradients = sums([layer.gradient_bytes for layer in layers])
         self._optimizer = sums([layer.optimizer_state_bytes for layer in layers])
         self._stash = sums([m.stash_bytes for m in measured])
         self._gradient_stash = sums([m.left_by_input_grad_bytes for m in measured])
@@ -164,8 +165,12 @@ class IntervalCosts:
         return self._ns(self._update, begin, end)
 
     def param_bytes(self, begin: Index, end: Index) -> IntArray:
-        """Returns the bytes of the parameters; their gradients take as much."""
+        """Returns the bytes of the parameters."""
         return self._difference(self._params, begin, end)
+
+    def gradient_bytes(self, begin: Index, end: Index) -> IntArray:
+        """Returns the bytes of the gradients: of those parameters that are trained."""
+        return self._difference(self._gradients, begin, end)
 
     def optimizer_bytes(self, begin: Index, end: Index) -> IntArray:
         """Returns the bytes of the optimizer's state."""

@@ -136,10 +136,9 @@ def _workspaces_at_starts(both: Sequence[tuple[Span, int]], workspaces: Sequence
 def _constant_memory(rank: int, schedule: Schedule, stages: Sequence[Stage]) -> Memory:
     """Returns the memory of a rank that lives all through the step."""
     costs = {s: stages[s].costs[ranks.index(rank)] for s, ranks in enumerate(schedule.devices) if rank in ranks}
-    params = sum(cost.param_bytes for cost in costs.values())
     return Memory(
-        params=params,
-        gradients=params,
+        params=sum(cost.param_bytes for cost in costs.values()),
+        gradients=sum(cost.gradient_bytes for cost in costs.values()),
         optimizer=sum(cost.optimizer_bytes for cost in costs.values()),
         stash=0,
         workspace=0,

@@ -31,7 +31,8 @@ class StageCost:
         forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F.
         whole_backward_ns: B, with a recomputed F; None if it is I + W.
         update_ns: the optimizer's update, once a step.
-        param_bytes, optimizer_bytes: they live all through the step; gradients take `param_bytes` more.
+        param_bytes, optimizer_bytes: they live all through the step, as gradients do.
+        frozen_bytes: those of `param_bytes` that are not trained, and have no gradients.
         stash_bytes: activations kept from F to the end of the backward of a micro-batch.
         gradient_stash_bytes: what I leaves for W, kept besides from I to the end of W.
         workspace_bytes: the maximum that one of its layers needs while it runs.
@@ -45,11 +46,16 @@ class StageCost:
     whole_backward_ns: int | None = None
     update_ns: int = 0
     param_bytes: int = 0
+    frozen_bytes: int = 0
     optimizer_bytes: int = 0
     stash_bytes: int = 0
     gradient_stash_bytes: int = 0
     workspace_bytes: int = 0
     gradient_done_ns: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.param_bytes - self.frozen_bytes
 
     @property
     def backward_ns(self) -> int:
@@ -184,7 +190,7 @@ def _stage(
 ) -> Stage:
     names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
-    buckets = fill_buckets([layer.param_bytes for layer in layers]) if len(devices) > 1 else ()
+    buckets = fill_buckets([layer.gradient_bytes for layer in layers]) if len(devices) > 1 else ()
     ends = tuple(end for end, _ in buckets)
     tied = {device.kind: views[device.kind].tied_weights.cost_of(set(stage.layers)) for device in devices}
     return Stage(
@@ -206,14 +212,14 @@ def _stage(
     )
 
 
-def fill_buckets(param_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def fill_buckets(gradient_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Returns (end, bytes) of each all-reduce bucket, for layers given last to first.
 
     The bucket is full when the first `end` of the given layers have their gradients.
     """
     buckets: list[tuple[int, int]] = []
     end = filled = 0
-    for num_layers, num_bytes in enumerate(param_bytes, start=1):
+    for num_layers, num_bytes in enumerate(gradient_bytes, start=1):
         if num_bytes:
             end, filled = num_layers, filled + num_bytes
         if filled >= BUCKET_BYTES:
@@ -243,6 +249,8 @@ def stage_cost(
         return total(m.whole_backward_ns for m in last_layers) + recomputed
 
     measured = [m for _, m in layers]
+    param_bytes = sum(layer.param_bytes for layer, _ in layers) + tied.param_bytes
+    gradient_bytes = sum(layer.gradient_bytes for layer, _ in layers) + tied.gradient_bytes
     forward = total(m.forward_ns for _, m in layers)
     recomputed = forward if recompute else 0
     return StageCost(
@@ -251,7 +259,8 @@ def stage_cost(
         weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
         whole_backward_ns=whole_backward(measured),
         update_ns=at_speed(sum(layer.update_ns for layer, _ in layers) + tied.update_ns, speed),
-        param_bytes=sum(layer.param_bytes for layer, _ in layers) + tied.param_bytes,
+        param_bytes=param_bytes,
+        frozen_bytes=param_bytes - gradient_bytes,
         optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers) + tied.optimizer_bytes,
         stash_bytes=sum(m.stash_bytes for _, m in layers),
         gradient_stash_bytes=sum(m.left_by_input_grad_bytes for _, m in layers),

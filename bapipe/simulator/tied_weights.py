@@ -24,11 +24,13 @@ class TiedWeightCost:
 
     Attributes:
         gradients: those that it sums with other stages.
-        param_bytes, optimizer_bytes, update_ns: of its copies of parameters that a layer of another stage counts.
+        param_bytes, gradient_bytes, optimizer_bytes, update_ns: of its copies of parameters that a layer of another
+            stage counts.
     """
 
     gradients: tuple[TiedGradient, ...] = ()
     param_bytes: int = 0
+    gradient_bytes: int = 0
     optimizer_bytes: int = 0
     update_ns: int = 0
 
@@ -47,15 +49,17 @@ class TiedWeights:
     def copies(self) -> Iterator[tuple[LayerProfile, list[LayerProfile], TiedWeightCost]]:
         """Yields each owner, the other users of its parameters, and the cost of a copy of them."""
         for name, users in self._users.items():
-            owner, num_bytes = self._layers[name], max(user.shared_bytes for user in users)
+            owner, num_bytes = self._layers[name], max(user.shared_gradient_bytes for user in users)
+            trained_bytes = owner.gradient_bytes or 1  # 0 only if num_bytes is
             yield (
                 owner,
                 users,
                 TiedWeightCost(
-                    gradients=(TiedGradient(owner=name, num_bytes=num_bytes),),
-                    param_bytes=num_bytes,
-                    optimizer_bytes=owner.optimizer_state_bytes * num_bytes // owner.param_bytes,
-                    update_ns=owner.update_ns * num_bytes // owner.param_bytes,
+                    gradients=(TiedGradient(owner=name, num_bytes=num_bytes),) if num_bytes else (),
+                    param_bytes=max(user.shared_bytes for user in users),
+                    gradient_bytes=num_bytes,
+                    optimizer_bytes=owner.optimizer_state_bytes * num_bytes // trained_bytes,
+                    update_ns=owner.update_ns * num_bytes // trained_bytes,
                 ),
             )
 
@@ -75,6 +79,7 @@ class TiedWeights:
         return TiedWeightCost(
             gradients=tuple(gradients),
             param_bytes=sum(copy.param_bytes for copy in copies),
+            gradient_bytes=sum(copy.gradient_bytes for copy in copies),
             optimizer_bytes=sum(copy.optimizer_bytes for copy in copies),
             update_ns=sum(copy.update_ns for copy in copies),
         )

@@ -65,9 +65,10 @@ def cosmoflow(volume_size: int = 64, width: int = 16) -> Example:
     check_sizes(volume_size=volume_size, width=width)
     if volume_size not in (4, 8, 16, 32, 64, 128, 256, 512):
         raise ValueError(f"volume_size is {volume_size}; want a power of two from 4 to 512")
+    column = torch.randn(1, _CHANNELS, volume_size, 1, 1)
     return Example(
         module=CosmoFlow(volume_size, width).apply(initialize),
-        inputs=(torch.randn(1, _CHANNELS, *(volume_size,) * 3),),
+        inputs=(column.expand(-1, -1, -1, volume_size, volume_size),),  # a whole cube has up to 2 GiB
         target=torch.zeros(1, NUM_PARAMETERS),
         loss=functional.mse_loss,
         data=partial(synthetic_volumes, volume_size=volume_size),

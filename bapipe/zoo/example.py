@@ -32,7 +32,7 @@ class Example:
     """A model and how to train it.
 
     Attributes:
-        module: the model; on the meta device if its factory was called there.
+        module: the model.
         inputs: example inputs, batch first, of any batch size.
         target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch, a scalar.
@@ -42,7 +42,9 @@ class Example:
         metrics: by name, (output, target) -> a value for each sample; their means over held-out samples are reported.
         generation: how the model generates text token by token, for models that do.
         learning_rate: the default, for SGD with momentum 0.9.
-        initialize: sets the parameters of one layer's module in place; None calls its `reset_parameters()`.
+        initialize: sets the parameters of one layer's module in place, after its `reset_parameters()`. A run calls it
+            only if that gives the parameters the values, up to random draws, that the factory gave them, or if the
+            factory left torch's own; then no process holds more than its stages. Else it keeps the factory's values.
     """
 
     module: nn.Module

@@ -7,20 +7,18 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-
-import torch
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo.example import Example
 
 
-def build(factory: str, arguments: Mapping[str, object], meta: bool = False) -> Example:
+def build(factory: str, arguments: Mapping[str, object]) -> Example:
     """Returns what a factory, given as `module.path:function`, makes of the arguments.
 
-    The current folder is searched for the module too. With `meta`, parameters take no memory and hold no values.
+    The current folder is searched for the module too.
 
     Raises:
         InvalidModel: no such module or function, arguments it does not take, an error inside it, or another result
@@ -30,8 +28,7 @@ def build(factory: str, arguments: Mapping[str, object], meta: bool = False) -> 
         function = find(factory, "factory")
         _check_arguments(factory, function, arguments)
         try:
-            with torch.device("meta") if meta else nullcontext():
-                example = function(**arguments)
+            example = function(**arguments)
         except BapipeError:
             raise
         except Exception as error:  # whatever the factory's own code raises

@@ -56,15 +56,8 @@ def _example(image_size: int, num_classes: int, width: int, batch_norm: bool) ->
     check_sizes(image_size=image_size, num_classes=num_classes, width=width)
     if image_size < 32:
         raise ValueError(f"image_size is {image_size}; five poolings need at least 32")
-    device = torch.get_default_device()
-    with torch.device("meta"):  # torch would fill 138 M parameters with values that are then replaced
-        module = VGG(num_classes, width, batch_norm)
-    if device.type != "meta":
-        module = module.to_empty(device=device)
-        for layer in module.modules():
-            initialize(layer)
     return Example(
-        module=module,
+        module=VGG(num_classes, width, batch_norm).apply(initialize),
         inputs=(torch.randn(1, 3, image_size, image_size),),
         target=torch.zeros(1, dtype=torch.int64),
         loss=functional.cross_entropy,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from bapipe.zoo import ZOO
@@ -44,8 +45,14 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small(name: str, meta: bool = False) -> Example:
-    return build(ZOO[name], SMALL[name], meta=meta)
+def small(name: str) -> Example:
+    return build(ZOO[name], SMALL[name])
+
+
+def build_on_meta(factory: str, arguments: dict[str, Any]) -> Example:
+    """What a factory makes, with every tensor on the meta device."""
+    with torch.device("meta"):
+        return build(factory, arguments)
 
 
 def without_dropout(module: nn.Module) -> nn.Module:

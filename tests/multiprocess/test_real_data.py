@@ -2,13 +2,13 @@
 
 import importlib.util
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
+from bapipe.runtime.build import model_build
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import TrainResult
@@ -16,7 +16,7 @@ from bapipe.tracing import trace
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.gettext_corpus import ROOT
 from bapipe.zoo.data.open_dataset import open_dataset
-from bapipe.zoo.factory import build
+from tests.models.small_zoo import build_on_meta
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 NUM_MICROBATCHES = 4
@@ -28,12 +28,12 @@ needs_german = pytest.mark.skipif(not (ROOT / "de").is_dir(), reason="needs prog
 
 def learned(name: str, arguments: dict[str, Any], spec: str, training: TrainConfig, buckets: int = 1) -> TrainResult:
     factory = ZOO[name]
-    example = build(factory, arguments, meta=True)
+    example = build_on_meta(factory, arguments)
     layers = [layer.name for layer in trace(example.module, example.inputs).layers]
     order = named_order("1f1b", 2, NUM_MICROBATCHES)
     plan = make_plan(layers, (len(layers) // 2,), (0, 1), order, MICROBATCH_SIZE, NUM_MICROBATCHES)
     data = open_dataset(spec, example.data, factory, buckets=buckets, augment=False)
-    return train(plan, partial(build, factory, arguments, meta=True), data, replace(training, timeout_s=120))
+    return train(plan, model_build(factory, arguments, training.seed)[0], data, replace(training, timeout_s=120))
 
 
 @needs_digits

@@ -163,6 +163,8 @@ def random_layers(rng, style):
         tensors.extend(reversed(outputs))
     if rng.random() < 0.3:
         share_parameters(rng, layers)
+    if rng.random() < 0.4:
+        freeze_parameters(rng, layers)
     return layers
 
 
@@ -181,6 +183,20 @@ def share_parameters(rng, layers):
             free.remove(layer)
         for user in users:
             user["shared_bytes"] = rng.randint(1, owner["param_bytes"])
+
+
+def freeze_parameters(rng, layers):
+    """Some layers train only some of their parameters, or none; the bytes that a layer does not say are all trained."""
+    trained = {}
+    for layer in layers:
+        trained[layer["name"]] = layer["param_bytes"]
+        if rng.random() < 0.6:
+            trained[layer["name"]] = layer["trained_bytes"] = rng.choice([0, rng.randint(0, layer["param_bytes"])])
+    for layer in layers:
+        if layer.get("shared_bytes"):
+            owner = next(o for o in layers if o["name"] in layer["shares"] and not o.get("shared_bytes"))
+            most = min(layer["shared_bytes"], trained[owner["name"]])
+            layer["shared_trained_bytes"] = rng.choice([0, most, rng.randint(0, most)])
 
 
 def random_profiles(rng, style, layers, kinds, size):

@@ -98,9 +98,11 @@ class Case:
                     "bytes": sizes,
                     "gradient_bytes": {t: 0 if t in no_gradient else b for t, b in sizes.items()},
                     "param_bytes": layer["param_bytes"],
+                    "trained_bytes": layer.get("trained_bytes", layer["param_bytes"]),
                     "optimizer_state_bytes": layer["optimizer_state_bytes"],
                     "shares": layer.get("shares", []),
                     "shared_bytes": layer.get("shared_bytes", 0),
+                    "shared_trained_bytes": layer.get("shared_trained_bytes", layer.get("shared_bytes", 0)),
                 }
             graphs.append(graph)
         if any(graph != graphs[0] or list(graph) != list(graphs[0]) for graph in graphs):
@@ -174,8 +176,9 @@ class Case:
         """The update of the stage's layers and, by their part of it, of its copies of shared parameters."""
         mine = self.layer_figures[self.devices[device]["kind"]]
         total = sum(self.figures(s, device, "update_ns"))
-        for owner, size in copies(self, s):
-            total += mine[owner]["update_ns"] * size // self.graph[owner]["param_bytes"]
+        for owner, _, trained in copies(self, s):
+            if trained:
+                total += mine[owner]["update_ns"] * trained // self.graph[owner]["trained_bytes"]
         return half_up(total / self.speed(device))
 
     def backward_ns(self, s, device, last=None):
@@ -429,8 +432,8 @@ def buckets_of(case, s):
     layers = case.stages[s]["layers"]
     done = 0  # how many layers from the end must be done for the gradients held
     for k in range(1, len(layers) + 1):
-        size = case.graph[layers[-k]]["param_bytes"]
-        if size > 0:  # a layer without parameters has no gradient for a bucket to wait for
+        size = case.graph[layers[-k]]["trained_bytes"]
+        if size > 0:  # a layer without trained parameters has no gradient for a bucket to wait for
             held += size
             done = k
         if held >= BUCKET_BYTES:
@@ -482,12 +485,12 @@ def all_reduces(case, table, spans):
 
 
 def groups(case):
-    """[(the layer that counts shared parameters, {each other layer that uses them: bytes})], by their first users."""
+    """[(the layer that counts shared parameters, {each other layer that uses them: (bytes, trained)})], by first users."""
     found = {}
     for name, layer in case.graph.items():
         if layer["shared_bytes"] > 0:
             owner = next(other for other in layer["shares"] if case.graph[other]["shared_bytes"] == 0)
-            found.setdefault(owner, {})[name] = layer["shared_bytes"]
+            found.setdefault(owner, {})[name] = layer["shared_bytes"], layer["shared_trained_bytes"]
     return list(found.items())
 
 
@@ -496,8 +499,9 @@ def shared_sums(case, table, spans, syncs):
     apart = []
     for place, (owner, users) in enumerate(groups(case)):
         stages = {case.home[name] for name in [owner, *users]}
-        if len(stages) > 1:
-            apart.append((min(stages), place, stages, max(users.values())))
+        trained = max(size for _, size in users.values())
+        if len(stages) > 1 and trained:
+            apart.append((min(stages), place, stages, trained))
     sums = []
     for _, _, stages, size in sorted(apart, key=lambda item: item[:2]):
         devices = sorted({name for s in stages for name in case.stages[s]["devices"]})
@@ -515,11 +519,11 @@ def shared_sums(case, table, spans, syncs):
 
 
 def copies(case, s):
-    """[(the layer that counts them, bytes)] of parameters that stage s uses and another stage counts."""
+    """[(the layer that counts them, bytes, trained bytes)] of parameters that stage s uses and another stage counts."""
     found = []
     for owner, users in groups(case):
         if case.home[owner] != s and any(case.home[name] == s for name in users):
-            found.append((owner, max(users.values())))
+            found.append((owner, *(max(sizes) for sizes in zip(*users.values(), strict=True))))
     return found
 
 
@@ -555,9 +559,11 @@ def peak(case, table, spans, device):
             continue
         for name in stage["layers"]:
             layer = case.graph[name]
-            static += layer["param_bytes"] + layer["param_bytes"] + layer["optimizer_state_bytes"]
-        for owner, size in copies(case, s):
-            static += 2 * size + case.graph[owner]["optimizer_state_bytes"] * size // case.graph[owner]["param_bytes"]
+            static += layer["param_bytes"] + layer["trained_bytes"] + layer["optimizer_state_bytes"]
+        for owner, size, trained in copies(case, s):
+            static += size + trained
+            if trained:
+                static += case.graph[owner]["optimizer_state_bytes"] * trained // case.graph[owner]["trained_bytes"]
         for m in case.micro_batches:
             if case.device_of(s, m) != device:
                 continue

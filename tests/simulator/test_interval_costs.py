@@ -40,6 +40,7 @@ def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> 
         "backward_ns": costs.backward_ns(begin, end),
         "update_ns": costs.update_ns(begin, end),
         "param_bytes": costs.param_bytes(begin, end),
+        "gradient_bytes": costs.gradient_bytes(begin, end),
         "optimizer_bytes": costs.optimizer_bytes(begin, end),
         "stash_bytes": costs.stash_bytes(begin, end),
         "gradient_stash_bytes": costs.gradient_stash_bytes(begin, end),
@@ -50,7 +51,7 @@ def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> 
 @pytest.mark.parametrize("speed", SPEEDS)
 def test_intervals_of_a_chain_cost_what_a_stage_of_their_layers_costs(speed: float) -> None:
     for seed in range(20):
-        profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1)
+        profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, frozen=seed % 4 > 1)
         costs = IntervalCosts(profile, 2, speed)
         for begin in range(6):
             for end in range(begin + 1, 7):
@@ -60,7 +61,7 @@ def test_intervals_of_a_chain_cost_what_a_stage_of_their_layers_costs(speed: flo
 @pytest.mark.parametrize("speed", SPEEDS)
 def test_stages_of_a_chain_cost_what_the_simulator_says(speed: float) -> None:
     for seed in range(30):
-        profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, shares=seed % 3 == 1)
+        profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, shares=seed % 3 == 1, frozen=seed % 4 > 1)
         names = [layer.name for layer in profile.layers]
         chain = Chain(profile, 2, speed)
         device = Device(name="d0", host="h", kind=profile.device.kind, memory_bytes=0, speed=speed)

@@ -1,5 +1,7 @@
 """What layers that share parameters cost in different stages, by hand."""
 
+from msgspec.structs import replace
+
 from bapipe.formats.profile import LayerProfile
 from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights, inseparable_layers
 
@@ -28,9 +30,27 @@ def test_a_stage_that_holds_all_users_or_none_has_nothing_to_share() -> None:
 def test_a_stage_without_the_layer_that_counts_them_holds_a_copy() -> None:
     gradients = (TiedGradient(owner="embedding", num_bytes=100),)
     assert TiedWeights(TIED).cost_of({"embedding", "block"}) == TiedWeightCost(gradients=gradients)
-    copied = TiedWeightCost(gradients=gradients, param_bytes=100, optimizer_bytes=200, update_ns=100)
+    copied = TiedWeightCost(
+        gradients=gradients, param_bytes=100, gradient_bytes=100, optimizer_bytes=200, update_ns=100
+    )
     assert TiedWeights(TIED).cost_of({"decoder", "head"}) == copied
     assert TiedWeights(TIED).cost_of({"head"}) == copied
+
+
+def test_of_tied_weights_that_are_not_trained_only_the_copy_costs() -> None:
+    layers = [replace(made, trained_bytes=0, optimizer_state_bytes=0, update_ns=0) for made in TIED]
+    layers[2:] = [replace(made, shared_trained_bytes=0) for made in layers[2:]]
+    assert TiedWeights(layers).cost_of({"embedding", "block"}) == TiedWeightCost()
+    assert TiedWeights(layers).cost_of({"head"}) == TiedWeightCost(param_bytes=100)
+    assert not list(inseparable_layers(layers))
+
+
+def test_a_copy_has_the_state_of_its_trained_part() -> None:
+    half = replace(TIED[0], trained_bytes=50, optimizer_state_bytes=100, update_ns=60)
+    user = replace(TIED[2], shared_trained_bytes=25)
+    copied = TiedWeights([half, user]).cost_of({"decoder"})
+    assert (copied.param_bytes, copied.gradient_bytes, copied.optimizer_bytes, copied.update_ns) == (100, 25, 50, 30)
+    assert copied.gradients == (TiedGradient(owner="embedding", num_bytes=25),)
 
 
 def test_only_parameters_of_unknown_size_tie_layers_together() -> None:

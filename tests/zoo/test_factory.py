@@ -16,6 +16,7 @@ from bapipe.zoo import ZOO, resolve
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.vqa import visual_questions
 from bapipe.zoo.factory import build
+from tests.models.small_zoo import build_on_meta
 
 VGG = "bapipe.zoo.vgg:vgg16"
 POOLS = (4, 9, 16, 23, 30)
@@ -41,7 +42,7 @@ def test_resolve() -> None:
 
 
 def test_vgg16_has_torchvision_s_names_and_parameters() -> None:
-    module = build(VGG, {}, meta=True).module
+    module = build_on_meta(VGG, {}).module
     assert sum(p.numel() for p in module.parameters()) == 138_357_544
     assert [layer.name for layer in trace(module).layers] == [
         *(f"features.{i}" for i in range(31)),
@@ -58,7 +59,7 @@ def test_vgg16_has_torchvision_s_names_and_parameters() -> None:
 
 
 def test_vgg16_bn_has_torchvision_s_names_and_parameters() -> None:
-    module = build("bapipe.zoo.vgg:vgg16_bn", {}, meta=True).module
+    module = build_on_meta("bapipe.zoo.vgg:vgg16_bn", {}).module
     assert sum(p.numel() for p in module.parameters()) == 138_357_544 + 2 * sum(WIDTHS) == 138_365_992
     convs = (0, 3, 7, 10, 14, 17, 20, 24, 27, 30, 34, 37, 40)
     kinds = {int(name.split(".")[1]): type(m) for name, m in module.named_modules() if name.startswith("features.")}
@@ -70,13 +71,13 @@ def test_vgg16_bn_has_torchvision_s_names_and_parameters() -> None:
 
 
 def test_vgg16_on_the_meta_device_holds_no_values() -> None:
-    example = build(VGG, {"num_classes": 7}, meta=True)
+    example = build_on_meta(VGG, {"num_classes": 7})
     assert all(tensor.is_meta for tensor in (*example.module.parameters(), *example.inputs, example.target))
     assert example.module(*example.inputs).shape == (1, 7)
 
 
 def test_vgg16_initialises_a_layer_by_its_published_rule() -> None:
-    initialize = build(VGG, {}, meta=True).initialize
+    initialize = build_on_meta(VGG, {}).initialize
     assert initialize is not None
     torch.manual_seed(0)
     conv, linear = nn.Conv2d(64, 128, 3), nn.Linear(1000, 100)
@@ -128,7 +129,7 @@ def test_a_factory_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "own_bad.py").write_text("import nothing_of_that_name\n")
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
-    assert build("own_net:net", {}, meta=True).inputs[0].shape == (1, 3, 64, 64)
+    assert build_on_meta("own_net:net", {}).inputs[0].shape == (1, 3, 64, 64)
     with pytest.raises(InvalidModel) as error:
         build("own_bad:net", {})
     assert str(error.value) == (

@@ -19,6 +19,7 @@ from bapipe.zoo.data.gettext_corpus import catalogue_pairs
 from bapipe.zoo.data.translation import Translations, translations
 from bapipe.zoo.factory import build
 from bapipe.zoo.gnmt import GNMT, Attention, smoothed_loss
+from tests.models.small_zoo import build_on_meta
 
 GNMT_FACTORY = "bapipe.zoo.gnmt:gnmt"
 H, V = 1024, 32_320
@@ -45,13 +46,13 @@ GNMT_8 = 2 * V * H + PAIRS_OF_4 + ATTENTION + V * H + V
     ],
 )
 def test_sizes(factory: str, arguments: dict[str, object], count: int, in_words: int) -> None:
-    module = build(factory, arguments, meta=True).module
+    module = build_on_meta(factory, arguments).module
     assert sum(p.numel() for p in module.parameters()) == count == in_words
     assert len(list(module.parameters())) == len(list(module.named_parameters(remove_duplicate=False)))  # none is tied
 
 
 def test_layers() -> None:
-    example = build(ZOO["gnmt8"], {}, meta=True)
+    example = build_on_meta(ZOO["gnmt8"], {})
     model = trace(example.module)
     kinds = [layer.kind for layer in model.layers]
     assert {kind: kinds.count(kind) for kind in kinds} == {"Embedding": 2, "Dropout": 8, "LSTM": 9, "Linear": 3}

@@ -10,8 +10,8 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import EvaluationData, check_scores
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
-from bapipe.zoo.factory import build
 from bapipe.zoo.metrics import bleu, top_1
+from tests.models.small_zoo import build_on_meta
 
 
 def test_bleu_by_hand() -> None:
@@ -28,7 +28,7 @@ def test_bleu_by_hand() -> None:
 
 def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
-    example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
+    example = build_on_meta("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9})
     with pytest.raises(BapipeError) as error:
         check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (
@@ -37,7 +37,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_without_texts_is_refused() -> None:
-    example = build("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9}, meta=True)
+    example = build_on_meta("bapipe.zoo.gnmt:gnmt", {"num_pairs": 2, "hidden_size": 4, "vocabulary_size": 9})
     with pytest.raises(BapipeError) as error:
         check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (

@@ -11,6 +11,7 @@ from bapipe.errors import InvalidModel
 from bapipe.tracing import trace
 from bapipe.zoo.factory import build
 from bapipe.zoo.resnet import Bottleneck
+from tests.models.small_zoo import build_on_meta
 
 RESNET = "bapipe.zoo.resnet:resnet50"
 
@@ -41,14 +42,14 @@ def published() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def test_it_has_torchvision_s_names_and_parameters() -> None:
-    module = build(RESNET, {}, meta=True).module
+    module = build_on_meta(RESNET, {}).module
     assert [(name, tuple(tensor.shape)) for name, tensor in module.state_dict().items()] == list(published())
     assert sum(p.numel() for p in module.parameters()) == 25_557_032
     assert len(module.state_dict()) == 320
 
 
 def test_it_traces_to_the_published_layers() -> None:
-    model = trace(build(RESNET, {}, meta=True).module)
+    model = trace(build_on_meta(RESNET, {}).module)
     kinds = [layer.kind for layer in model.layers]
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "Conv2d": 53, "BatchNorm2d": 53, "ReLU": 49, "MaxPool2d": 1, "AdaptiveAvgPool2d": 1, "Linear": 1,

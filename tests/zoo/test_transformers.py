@@ -14,6 +14,7 @@ from bapipe.zoo.data.language_modeling import IGNORED, masked_texts, next_token_
 from bapipe.zoo.factory import build
 from bapipe.zoo.gpt2 import GPT2, next_word_loss
 from bapipe.zoo.transformer import PreNormBlock
+from tests.models.small_zoo import build_on_meta
 
 
 def block(h: int) -> int:
@@ -41,7 +42,7 @@ def bert(layers: int, h: int) -> int:
     ],
 )
 def test_sizes(name: str, arguments: dict[str, object], count: int, published: int) -> None:
-    example = build(ZOO[name], arguments, meta=True)
+    example = build_on_meta(ZOO[name], arguments)
     assert sum(p.numel() for p in example.module.parameters()) == count == published
     assert isinstance(example.module, GPT2 | BERT)
     assert example.module.head.weight is example.module.word_embedding.weight
@@ -237,7 +238,7 @@ def test_losses_in_closed_form() -> None:
 )
 def test_errors(name: str, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidModel) as error:
-        build(ZOO[name], arguments, meta=True)
+        build_on_meta(ZOO[name], arguments)
     assert str(error.value) == f"factory '{ZOO[name]}' failed: ValueError: {message}"
 
 

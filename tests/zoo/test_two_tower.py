@@ -9,6 +9,7 @@ from bapipe.zoo import ZOO
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.vqa import visual_questions
 from bapipe.zoo.factory import build
+from tests.models.small_zoo import build_on_meta
 
 TWO_TOWER = ZOO["two_tower"]
 TINY: dict[str, object] = {
@@ -22,12 +23,12 @@ def test_size() -> None:
     image = 3 * 8 * 8 * h + h + 64 * h + 6 * block + 2 * h
     text = (3 + 50 + 10) * h + 16 * h + 6 * block + 2 * h
     joint = 2 * h * h + h + 10 * h + 10
-    module = build(TWO_TOWER, {}, meta=True).module
+    module = build_on_meta(TWO_TOWER, {}).module
     assert sum(p.numel() for p in module.parameters()) == image + text + joint == 21_723_274
 
 
 def test_towers_meet_late() -> None:
-    model = trace(build(TWO_TOWER, TINY, meta=True).module)
+    model = trace(build_on_meta(TWO_TOWER, TINY).module)
     layers = {layer.name: layer for layer in model.layers}
     for tower, other in (("image", "text"), ("text", "image")):
         own = {name for name in layers if name.startswith(f"{tower}.") and name != f"{tower}.norm"}  # where they meet
@@ -64,7 +65,7 @@ def test_answers_depend_on_both_and_not_on_padding() -> None:
 )
 def test_errors(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidModel) as error:
-        build(TWO_TOWER, arguments, meta=True)
+        build_on_meta(TWO_TOWER, arguments)
     assert str(error.value) == f"factory '{TWO_TOWER}' failed: ValueError: {message}"
 
 

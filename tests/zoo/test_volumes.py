@@ -14,10 +14,11 @@ from bapipe.zoo import ZOO
 from bapipe.zoo.data.segmentation import segmentation_pairs
 from bapipe.zoo.data.synthetic_volumes import synthetic_volumes
 from bapipe.zoo.factory import build
+from tests.models.small_zoo import build_on_meta
 
 
 def num_parameters(name: str, **arguments: object) -> int:
-    return sum(p.numel() for p in build(ZOO[name], arguments, meta=True).module.parameters())
+    return sum(p.numel() for p in build_on_meta(ZOO[name], arguments).module.parameters())
 
 
 def test_unet_size() -> None:
@@ -46,13 +47,13 @@ def test_cosmoflow_size_at_every_volume() -> None:
     dense = sum(a * b + b for a, b in ((256 * 8, 2048), (2048, 256), (256, 4)))
     for volume_size in (4, 8, 16, 32, 64, 128, 256, 512):
         assert num_parameters("cosmoflow", volume_size=volume_size) == features + dense == 9_438_644
-        example = build(ZOO["cosmoflow"], {"volume_size": volume_size}, meta=True)
+        example = build_on_meta(ZOO["cosmoflow"], {"volume_size": volume_size})
         assert example.inputs[0].shape == (1, 4, *[volume_size] * 3)
         assert example.module(*example.inputs).shape == (1, 4)
 
 
 def test_cosmoflow_spends_its_time_in_three_layers() -> None:
-    module = build(ZOO["cosmoflow"], {"volume_size": 512}, meta=True).module
+    module = build_on_meta(ZOO["cosmoflow"], {"volume_size": 512}).module
     work: list[int] = []
     for layer in module.modules():
         if isinstance(layer, nn.Conv3d):
@@ -162,7 +163,7 @@ def test_starting_values() -> None:
 )
 def test_errors(name: str, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidModel) as error:
-        build(ZOO[name], arguments, meta=True)
+        build_on_meta(ZOO[name], arguments)
     assert str(error.value) == f"factory '{ZOO[name]}' failed: ValueError: {message}"
 
 

@@ -41,10 +41,11 @@ class Chain:
         self._workspace = [m.workspace_bytes for m in measured]
         self._update = _sums([layer.update_ns for layer in profile.layers])
         self._params = _sums([layer.param_bytes for layer in profile.layers])
+        self._layer_gradients = [layer.gradient_bytes for layer in profile.layers]
+        self._gradients = _sums(self._layer_gradients)
         self._optimizer = _sums([layer.optimizer_state_bytes for layer in profile.layers])
         self.send_bytes, self.grad_bytes = (sums.tolist() for sums in cut_bytes(profile, microbatch_size))
         self.legal = _legal(profile)
-        self._layer_params = [layer.param_bytes for layer in profile.layers]
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
         # Caches: the layouts that a search simulates share most of their intervals.
@@ -63,13 +64,15 @@ class Chain:
             input_grad_ns = at_speed(self._input_grad[stop] - self._input_grad[start], self._speed)
             backward_ns = self._measured_backward_ns(start, stop)
             tied = self.tied_weight_cost(start, stop)
+            param_bytes = self._params[stop] - self._params[start] + tied.param_bytes
             cost = self._costs[key] = StageCost(
                 forward_ns=forward_ns,
                 input_grad_ns=input_grad_ns + recompute_ns,
                 weight_grad_ns=at_speed(self._weight_grad[stop] - self._weight_grad[start], self._speed),
                 whole_backward_ns=None if backward_ns is None else backward_ns + recompute_ns,
                 update_ns=at_speed(self._update[stop] - self._update[start] + tied.update_ns, self._speed),
-                param_bytes=self._params[stop] - self._params[start] + tied.param_bytes,
+                param_bytes=param_bytes,
+                frozen_bytes=param_bytes - (self._gradients[stop] - self._gradients[start] + tied.gradient_bytes),
                 optimizer_bytes=self._optimizer[stop] - self._optimizer[start] + tied.optimizer_bytes,
                 stash_bytes=self._stash[stop] - self._stash[start],
                 gradient_stash_bytes=self._gradient_stash[stop] - self._gradient_stash[start],
@@ -85,7 +88,7 @@ class Chain:
     def buckets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
         """Returns the all-reduce buckets of layers [start, stop), as `fill_buckets` does."""
         if (start, stop) not in self._buckets:
-            self._buckets[start, stop] = fill_buckets(self._layer_params[start:stop][::-1])
+            self._buckets[start, stop] = fill_buckets(self._layer_gradients[start:stop][::-1])
         return self._buckets[start, stop]
 
     def _measured_backward_ns(self, start: int, stop: int) -> int | None:

@@ -201,10 +201,10 @@ def _advice(
 def _too_large_layer(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
     """Returns a sentence about the largest layer if it alone exceeds every memory limit, else nothing."""
     layers = next(iter(profiles.values())).layers
-    # Parameters count twice, for themselves and for their gradients; activations are left out, so the sentence is
-    # certain.
-    largest = max(layers, key=lambda layer: 2 * layer.param_bytes + layer.optimizer_state_bytes)
-    num_bytes, max_limit = 2 * largest.param_bytes + largest.optimizer_state_bytes, max(options.limits(cluster))
+    # Activations are left out, so the sentence is certain.
+    sizes = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in layers]
+    num_bytes, max_limit = max(sizes), max(options.limits(cluster))
+    largest = layers[sizes.index(num_bytes)]
     if num_bytes <= max_limit:
         return ""
     return (

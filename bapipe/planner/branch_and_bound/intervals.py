@@ -93,8 +93,9 @@ class IntervalMemory:
     ) -> None:
         """`cut_bytes` are the activations and the gradients alive before each layer. [layers + 1]"""
         measured = profile.at(microbatch_size)
-        # Parameters count twice, for themselves and for their gradients.
-        static_bytes = [2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers]
+        static_bytes = [
+            layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in profile.layers
+        ]
         self.static_bytes = intervals.sums(static_bytes) + intervals.maxima([m.workspace_bytes for m in measured])
         self.static_bytes += _tied_copy_bytes(intervals, profile)
         self.stash_bytes = intervals.sums([m.stash_bytes for m in measured])
@@ -117,7 +118,8 @@ def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArra
     for owner, users, copy in TiedWeights(profile.layers).copies():
         # The layer that counts a tied parameter is elsewhere, but a layer that uses it is inside. [intervals]
         needs_copy = np.logical_or.reduce([contains(user) for user in users]) & ~contains(owner)
-        num_bytes += np.where(needs_copy, 2 * copy.param_bytes + copy.optimizer_bytes, 0)
+        copy_bytes = copy.param_bytes + copy.gradient_bytes + copy.optimizer_bytes
+        num_bytes += np.where(needs_copy, copy_bytes, 0)
     return num_bytes
 
 
@@ -194,12 +196,12 @@ class IntervalTimes:
         num_full = [0] * intervals.num_boundaries
         begin = intervals.num_boundaries - 2
         for layer in reversed(range(len(self.profile.layers))):
-            param_bytes = self.profile.layers[layer].param_bytes
-            if param_bytes:
+            gradient_bytes = self.profile.layers[layer].gradient_bytes
+            if gradient_bytes:
                 # One bucket per end serves all begins, as buckets fill from the last layer. This layer is in
                 # the intervals that begin here or before and end later. [boundaries]
                 inside = stops > layer
-                num_bytes = np.where(inside, num_bytes + param_bytes, num_bytes)
+                num_bytes = np.where(inside, num_bytes + gradient_bytes, num_bytes)
                 first = np.full_like(stops, layer)
                 stop = np.maximum(stops, first)
                 # The gradients of this layer are ready when its backward and that of all later layers are over.

@@ -93,13 +93,13 @@ class StageCostSums:
 
     def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> "IntArray":
         """Returns the update and the ring all-reduce over `devices` devices, once per step."""
-        all_reduce = ring_ns(np.asarray(self._costs.param_bytes(begin, end)), np.asarray(devices), [ring])
+        all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)), np.asarray(devices), [ring])
         return self._costs.update_ns(begin, end) + all_reduce
 
     def max_bytes(self, max_in_flight: int, num_microbatches: int) -> int:
         """Returns an upper bound on what any device of any plan holds."""
         costs = self._costs
-        constant = 2 * costs.param_bytes(0, -1) + costs.optimizer_bytes(0, -1)
+        constant = costs.param_bytes(0, -1) + costs.gradient_bytes(0, -1) + costs.optimizer_bytes(0, -1)
         held = constant + max_in_flight * costs.stash_bytes(0, -1) + self._workspaces.max()
         return int(held + num_microbatches * (self.send_bytes.max() + self.grad_bytes.max()))
 
@@ -112,7 +112,8 @@ class StageCostSums:
         limit_bytes: int,
     ) -> "BoolArray":
         """Returns whether a device can hold the layers, their stashes in flight, and what its micro-batches receive."""
-        held = 2 * self._costs.param_bytes(begin, end) + self._costs.optimizer_bytes(begin, end)
+        costs = self._costs
+        held = costs.param_bytes(begin, end) + costs.gradient_bytes(begin, end) + costs.optimizer_bytes(begin, end)
         buffers = num_microbatches * (self.send_bytes[begin] + self.grad_bytes[end])
         stashes = in_flight * self._costs.stash_bytes(begin, end)
         room: IntArray = np.asarray(limit_bytes - (held + stashes + buffers))
