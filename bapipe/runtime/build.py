@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from bapipe.errors import InvalidModel
 from bapipe.runtime.materialize import reset_layer
 from bapipe.torch_private import DispatchMode, argument_schemas, storage_key, tree_leaves, tree_map
-from bapipe.tracing.capture import is_layer
+from bapipe.tracing.captured import is_layer
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 
