@@ -13,8 +13,9 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.build import ModelBuild, model_build
 from bapipe.runtime.materialize import materialize
-from bapipe.runtime.split import split, stage_module
+from bapipe.runtime.split import split
 from bapipe.tracing import trace
+from bapipe.tracing.stage_module import stage_module
 from bapipe.zoo import ZOO
 from bapipe.zoo.example import Example
 from tests.models.small_zoo import SMALL
