@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 FILES_WITH_FLAGS = {"planner/branch_and_bound/infeasible.py"}
 """Files below `cli/` whose strings still name command-line flags; the aim is none."""
+
+ENTRY_POINTS = {"plan_step_time"}
+"""Functions that nothing in the package calls: the search for the step time alone, without cache and groupings."""
 
 TORCH_PRIVATE = "torch_private.py"
 
@@ -110,6 +114,35 @@ def test_the_actions_of_a_plan_are_parsed_once() -> None:
 def test_the_certificate_of_a_throughput_plan_names_its_space() -> None:
     plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, objective="throughput")
     assert plan.certificate.space
+
+
+def test_no_certificate_takes_its_bound_from_the_plan_alone() -> None:
+    """A certificate whose bound is the plan's own value would say "proven optimal" of any plan."""
+    calls = [
+        node
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("certify", "Certificate")
+    ]
+    assert len(calls) >= 3
+    for call in calls:
+        step, bound, space = call.args if call.args else (keyword.value for keyword in call.keywords[:3])
+        assert ast.unparse(step) != ast.unparse(bound), ast.unparse(call)
+        assert not isinstance(space, ast.Constant), ast.unparse(call)
+
+
+def test_every_function_and_class_of_a_module_is_used() -> None:
+    """What only its own definition names is dead; tests and benchmarks do not count as users."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    uses = Counter(re.findall(r"\w+", "\n".join(path.read_text() for path in [*FILES, ROOT / "pyproject.toml"])))
+    dead = [
+        f"{relative(path)}: {node.name}"
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__")
+        if uses[node.name] == 1 and node.name not in ENTRY_POINTS
+    ]
+    assert dead == []
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "formats" / "schemas").glob("*.json")), ids=lambda path: path.name)

@@ -1,0 +1,47 @@
+"""What the sentences of an explanation say for each form of a plan."""
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.explain import time_balanced_plan
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import explain
+from bapipe.planner.plan_step import plan_step_time
+from tests.builders import chain, devices
+
+
+def planned(forward_ms: list[int], num_devices: int, **options: object) -> tuple[Plan, dict[str, ModelProfile]]:
+    profiles = {"a": chain(forward_ms)}
+    return plan_step_time(profiles, devices(num_devices), PlanOptions(minibatch_size=4, **options)), profiles  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options", "strategy"),
+    [
+        (1, {}, "One device: d0 runs all layers."),
+        (2, {"num_stages": 1}, "Data parallelism: 2 devices run all layers and sum their gradients."),
+        (2, {"replicas": False}, "A pipeline of 2 stages, one device each."),
+        (3, {"replicas": False, "num_stages": 2}, "A pipeline of 2 stages, one device each; unused: d2."),
+        (2, {"schedules": ("interleaved-1f1b",)}, "A pipeline of 4 stages, several on each of 2 devices."),
+    ],
+)
+def test_the_first_sentence_names_the_strategy(num_devices: int, options: dict[str, object], strategy: str) -> None:
+    plan, profiles = planned([1, 1, 1, 1], num_devices, **options)
+    assert explain(plan, profiles, PlanOptions(minibatch_size=4))[0] == strategy
+
+
+def test_cuts_that_balance_compute_are_found_over_all_cuts() -> None:
+    plan, profiles = planned([4, 1, 1, 1, 1], 2, replicas=False, schedules=("1f1b",))
+    first, second = plan.stages
+    names = tuple(layer.name for layer in profiles["a"].layers)
+    unbalanced = replace(plan, stages=(replace(first, layers=names[:4]), replace(second, layers=names[4:])))
+    balanced = time_balanced_plan(unbalanced, profiles)
+    assert balanced is not None
+    assert [len(stage.layers) for stage in balanced.stages] == [1, 4]
+
+
+def test_several_stages_per_device_have_no_balanced_plan_to_compare_with() -> None:
+    plan, profiles = planned([1, 1, 1, 1], 2, schedules=("interleaved-1f1b",))
+    assert time_balanced_plan(plan, profiles) is None

@@ -1,0 +1,41 @@
+"""The Pareto front holds plans of which none is better than another in step time, memory and devices at once."""
+
+from bapipe.planner.analysis.pareto import pareto
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
+from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
+
+PROFILES = {"a": chain([1, 2, 2, 1], param_bytes=10**6, stash_bytes=10**6)}
+OPTIONS = PlanOptions(minibatch_size=4, schedules=("1f1b",))
+
+
+def test_no_point_of_the_front_dominates_another() -> None:
+    points = pareto(PROFILES, devices(3), OPTIONS)
+    keys = [(point.step_ns, point.peak_bytes, point.num_devices) for point in points]
+    assert len(keys) > 2
+    assert keys == sorted(set(keys))
+    for key in keys:
+        assert not any(other != key and all(a <= b for a, b in zip(other, key, strict=True)) for other in keys)
+
+
+def test_the_first_point_is_the_fastest_plan() -> None:
+    first = pareto(PROFILES, devices(3), OPTIONS)[0]
+    assert first.step_ns == plan_step_time(PROFILES, devices(3), OPTIONS).prediction.step_ns
+
+
+def test_every_point_is_what_the_simulator_predicts_of_its_plan() -> None:
+    for point in pareto(PROFILES, devices(2), OPTIONS):
+        timeline = simulate(point.plan, PROFILES)
+        assert point.step_ns == timeline.step_ns
+        assert point.peak_bytes == max(memory.total for memory in timeline.memory)
+        assert point.num_devices == len({name for stage in point.plan.stages for name in stage.devices})
+        assert 0 <= point.gap <= point.plan.certificate.gap
+
+
+def test_progress_names_the_devices_and_the_memory_limit_of_each_search() -> None:
+    searches: list[tuple[int, int]] = []
+    pareto(PROFILES, devices(2), OPTIONS, progress=lambda count, limit: searches.append((count, limit)))
+    limits = list(dict.fromkeys(limit for _, limit in searches))
+    assert limits == sorted(limits, reverse=True)
+    assert {count for count, _ in searches} == {1, 2}
