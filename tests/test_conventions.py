@@ -24,8 +24,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z]")
 FILES_WITH_FLAGS = {"planner/branch_and_bound/infeasible.py"}
 """Files below `cli/` whose strings still name command-line flags; the aim is none."""
 
-ENTRY_POINTS = {"plan_step_time"}
-"""Functions that nothing in the package calls: the search for the step time alone, without cache and groupings."""
+ENTRY_POINTS = {"plan_step_time", "numbers_kept"}
+"""Functions that nothing in the package calls: the search for the step time alone, and the numbers in a module."""
 
 TORCH_PRIVATE = "torch_private.py"
 
