@@ -11,6 +11,7 @@ import msgspec
 from bapipe.formats.plan import Memory
 from bapipe.schedules.table import Phase, Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
+from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
 from bapipe.simulator.stage_cost import Stage
 from bapipe.simulator.timeline import Span
 
@@ -91,9 +92,9 @@ def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
         for replica, cost in enumerate(stage.costs):
             kept, recomputed = kept_bytes(stages, s, replica), recomputed_bytes(stages, s, replica)
             left_for_w = cost.gradient_stash_bytes
-            takes += [kept, recomputed, recomputed + left_for_w, 0]  # F, B, I, W
-            workspaces += [cost.workspace_bytes] * 4
-            returns += [0, kept + recomputed, 0, kept + recomputed + left_for_w]
+            takes += [in_flight_bytes(TAKEN[phase], kept, recomputed, left_for_w) for phase in Phase]
+            workspaces += [cost.workspace_bytes] * len(Phase)
+            returns += [in_flight_bytes(RETURNED[phase], kept, recomputed, left_for_w) for phase in Phase]
     return takes, workspaces, returns
 
 

@@ -187,7 +187,7 @@ class _Model:
         for rank in range(problem.num_ranks):
             stages = problem.stages_on(rank)
             # With one kind of stash the limit is a number of micro-batches: K in flight at most.
-            if len(stages) == 1 and not problem.weight_grad_stash_bytes[stages[0]]:
+            if len(stages) == 1 and not problem.taken_bytes[3 * stages[0] + I]:
                 forward, weight_grad = 3 * stages[0] + F, 3 * stages[0] + W
                 max_in_flight = problem.max_in_flight(stages[0])
                 for k in range(max_in_flight, problem.num_microbatches):
@@ -203,11 +203,11 @@ class _Model:
         intervals, demands = [], []
         for s in stages:
             for k in range(problem.num_microbatches):
-                for phase, num_bytes in ((F, problem.stash_bytes[s]), (I, problem.weight_grad_stash_bytes[s])):
-                    # A stash is held from the begin of F or I to the end of W: an interval of variable size.
+                for phase in (F, I):
+                    # A stash lives from the begin of F or I to the end of W: an interval of variable size.
                     begin, size = self.begins[3 * s + phase][k], self.cp.new_int_var(0, self.max_step, "")
                     intervals.append(self.cp.new_interval_var(begin, size, self.end(3 * s + W, k), ""))
-                    demands.append(num_bytes // unit)
+                    demands.append(problem.taken_bytes[3 * s + phase] // unit)
                 for phase in (F, I, W):
                     begin, ns = self.begins[3 * s + phase][k], problem.action_ns[3 * s + phase]
                     intervals.append(self.cp.new_fixed_size_interval_var(begin, ns, ""))

@@ -97,7 +97,7 @@ class _State:
         self.arrived: list[list[int]] = [[] for _ in problem.action_ns]  # by code: when its k-th input arrives
         self.link_free = [0] * len(problem.action_ns)  # by sending code
         self.free_at = [0] * problem.num_ranks
-        self.held_bytes = [0] * problem.num_ranks
+        self.in_flight_bytes = [0] * problem.num_ranks
         self.orders: list[list[int]] = [[] for _ in range(problem.num_ranks)]
         self.events = [(0, rank) for rank in range(problem.num_ranks) if self.stages_of[rank]]
 
@@ -107,7 +107,7 @@ class _State:
         problem = self.problem
         self.orders[rank].append(code)
         self.num_started[code] += 1
-        self.held_bytes[rank] += self.growth_bytes(stage, phase)
+        self.in_flight_bytes[rank] += self.growth_bytes(code)
         end = self.free_at[rank] = now + problem.action_ns[code]
         heappush(self.events, (end, rank))
         if phase == F and stage + 1 < problem.num_stages:
@@ -122,10 +122,9 @@ class _State:
         self.arrived[consumer].append(arrival)
         heappush(self.events, (arrival, self.problem.rank_of[consumer // 3]))
 
-    def growth_bytes(self, stage: int, phase: int) -> int:
-        """Returns by how much an action changes what its device holds, once it has run."""
-        stash, weight_grad_stash = self.problem.stash_bytes[stage], self.problem.weight_grad_stash_bytes[stage]
-        return (stash, weight_grad_stash, -stash - weight_grad_stash)[phase]
+    def growth_bytes(self, code: int) -> int:
+        """Returns by how much an action changes what is in flight on its device, once it has run."""
+        return self.problem.taken_bytes[code] - self.problem.returned_bytes[code]
 
     def arrival(self, code: int) -> int | None:
         """Returns when the input of the next action of a code arrives; None if that is unknown, or none is left."""
@@ -171,43 +170,47 @@ class _State:
 
     def weight_grad_fits(self, rank: int, stage: int) -> bool:
         """Whether a W of the stage can run now; if not, one of another stage with a smaller workspace can."""
-        return self.held_bytes[rank] + self.problem.workspace_bytes[stage] <= self.problem.available_bytes[rank]
+        return self.in_flight_bytes[rank] + self.problem.workspace_bytes[stage] <= self.problem.available_bytes[rank]
 
     def is_safe(self, rank: int, code: int) -> bool:
         """Whether an F or I fits, and its device could afterwards finish all it began, the oldest micro-batch first."""
         problem, (stage, phase) = self.problem, divmod(code, 3)
-        held, available = self.held_bytes[rank] + self.growth_bytes(stage, phase), problem.available_bytes[rank]
-        if held + problem.workspace_bytes[stage] > available:
+        num_bytes, available = self.in_flight_bytes[rank] + self.growth_bytes(code), problem.available_bytes[rank]
+        if num_bytes + problem.workspace_bytes[stage] > available:
             return False
         if self.is_alone[rank]:  # its next I must fit too; after an I, its W does
-            during_input_grad = held + problem.weight_grad_stash_bytes[stage] + problem.workspace_bytes[stage]
+            during_input_grad = num_bytes + problem.taken_bytes[3 * stage + I] + problem.workspace_bytes[stage]
             return phase != F or during_input_grad <= available
-        return self.can_finish(rank, code, held)
+        return self.can_finish(rank, code, num_bytes)
 
-    def can_finish(self, rank: int, code: int, held: int) -> bool:
-        """Whether a device with several stages could finish its micro-batches in flight, after one action more."""
+    def can_finish(self, rank: int, code: int, num_bytes: int) -> bool:
+        """Whether a device with several stages could finish its micro-batches in flight, after one action more.
+
+        These then have `num_bytes`.
+        """
         problem, available = self.problem, self.problem.available_bytes[rank]
         stages = self.stages_of[rank]
         started = {c: self.num_started[c] + (c == code) for s in stages for c in (3 * s, 3 * s + 1, 3 * s + 2)}
         # First every pending W, the smallest workspace first: each frees memory.
         pending = [s for s in stages if started[3 * s + I] > started[3 * s + W]]
         for s in sorted(pending, key=lambda s: problem.workspace_bytes[s]):
-            if held + problem.workspace_bytes[s] > available:
+            if num_bytes + problem.workspace_bytes[s] > available:
                 return False
             num_pending = started[3 * s + I] - started[3 * s + W]
-            held -= num_pending * (problem.stash_bytes[s] + problem.weight_grad_stash_bytes[s])
+            num_bytes -= num_pending * problem.returned_bytes[3 * s + W]
         # Then micro-batch by micro-batch: the F that are missing, forwards, and the I with their W, backwards.
         oldest = min(started[3 * s + I] for s in stages)
         newest = max(started[3 * s + F] for s in stages)
         for k in range(oldest, newest):
             for s in stages:
                 if started[3 * s + F] <= k:
-                    held += problem.stash_bytes[s]
-                    if held + problem.workspace_bytes[s] > available:
+                    num_bytes += problem.taken_bytes[3 * s + F]
+                    if num_bytes + problem.workspace_bytes[s] > available:
                         return False
             for s in reversed(stages):
                 if started[3 * s + I] <= k:
-                    if held + problem.weight_grad_stash_bytes[s] + problem.workspace_bytes[s] > available:
+                    num_bytes += problem.taken_bytes[3 * s + I]
+                    if num_bytes + problem.workspace_bytes[s] > available:
                         return False
-                    held -= problem.stash_bytes[s]
+                    num_bytes -= problem.returned_bytes[3 * s + W]
         return True

@@ -18,10 +18,11 @@ orders. Such a problem is *monotone*, and its best order of codes is its best ta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
 from bapipe.simulator.memory import kept_bytes, peak_memory, recomputed_bytes
 from bapipe.simulator.stage_cost import Stage
 
@@ -48,6 +49,8 @@ class OrderProblem:
         workspace_bytes: by stage, held while one of its actions runs.
         available_bytes: by rank, what its memory has left for the three above.
         overlaps_transfers: by rank, whether it computes while it transfers.
+        taken_bytes, returned_bytes: by code, what an action adds to the stashes when it starts, and removes when it
+            ends.
     """
 
     rank_of: tuple[int, ...]
@@ -62,6 +65,18 @@ class OrderProblem:
     workspace_bytes: tuple[int, ...]
     available_bytes: tuple[int, ...]
     overlaps_transfers: tuple[bool, ...]
+    taken_bytes: tuple[int, ...] = field(init=False)
+    returned_bytes: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, changes in (("taken_bytes", TAKEN), ("returned_bytes", RETURNED)):
+            num_bytes = tuple(
+                # Every backward is an I and a W: what recomputation needs from I to W counts with what I leaves for W.
+                in_flight_bytes(changes[phase], kept, 0, besides)
+                for kept, besides in zip(self.stash_bytes, self.weight_grad_stash_bytes, strict=True)
+                for phase in PHASES
+            )
+            object.__setattr__(self, name, num_bytes)
 
     @property
     def num_stages(self) -> int:
@@ -96,12 +111,12 @@ class OrderProblem:
 
     def max_in_flight(self, stage: int) -> int:
         """Returns how many micro-batches a stage that is alone on its device can have between F and the end of W."""
-        stash = self.stash_bytes[stage]
-        if stash == 0:
+        forward_bytes, input_grad_bytes = self.taken_bytes[3 * stage + F], self.taken_bytes[3 * stage + I]
+        if forward_bytes == 0:
             return self.num_microbatches
-        # While an I or W runs, its micro-batch holds both stashes and the workspace, every other one the first stash.
-        fixed = self.weight_grad_stash_bytes[stage] + self.workspace_bytes[stage]
-        return min(self.num_microbatches, (self.available_bytes[self.rank_of[stage]] - fixed) // stash)
+        # While an I or W runs, every micro-batch keeps what its F took; this one has what I took and a workspace, too.
+        available = self.available_bytes[self.rank_of[stage]] - input_grad_bytes - self.workspace_bytes[stage]
+        return min(self.num_microbatches, available // forward_bytes)
 
     def fits(self, orders: Orders) -> bool:
         """Whether every device stays within its memory, by the simulator's rules. O(n) for n actions."""
@@ -109,18 +124,13 @@ class OrderProblem:
 
     def rank_fits(self, rank: int, codes: Sequence[int]) -> bool:
         """Whether one device stays within its memory; the rule of `bapipe.simulator.memory.rank_memory` on codes."""
-        held = 0
+        num_bytes = 0
         for code in codes:
-            stage, phase = divmod(code, 3)
-            if phase == F:
-                held += self.stash_bytes[stage]
-            elif phase == I:
-                held += self.weight_grad_stash_bytes[stage]
-            # The workspace is held while the action runs, together with what it adds.
-            if held + self.workspace_bytes[stage] > self.available_bytes[rank]:
+            num_bytes += self.taken_bytes[code]
+            # The workspace is needed while the action runs, together with what it adds.
+            if num_bytes + self.workspace_bytes[code // 3] > self.available_bytes[rank]:
                 return False
-            if phase == W:
-                held -= self.stash_bytes[stage] + self.weight_grad_stash_bytes[stage]
+            num_bytes -= self.returned_bytes[code]
         return True
 
     def is_phase_ordered(self, codes: Sequence[int]) -> bool:
@@ -218,8 +228,8 @@ def order_problem(
         ),
         workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
         available_bytes=tuple(
-            memory_bytes[rank] - (held.params + held.gradients + held.optimizer + held.buffers)
-            for rank, held in enumerate(fixed)
+            memory_bytes[rank] - (memory.params + memory.gradients + memory.optimizer + memory.buffers)
+            for rank, memory in enumerate(fixed)
         ),
         overlaps_transfers=tuple(device.overlaps_transfers for device in cluster.devices),
     )

@@ -1,8 +1,8 @@
-"""Symmetry of the cluster: classes of devices that the simulator cannot distinguish, and classes that can be exchanged.
+"""Symmetry of the cluster: classes of devices that the simulator cannot distinguish, and devices that hosts have alike.
 
 Exchanging two devices of one class leaves every step time and every memory peak as it is, so a placement counts devices
-per class. If two hosts are isomorphic (the same number of the same devices, the same links), exchanging all of their
-devices leaves everything as it is as well: their classes are symmetric.
+per class. Devices of several hosts that differ in their host alone are of one type, but not of one class: the host
+decides which link joins two of them. `ClassSymmetry` tells which placements on such hosts have equal futures.
 """
 
 from collections import Counter
@@ -13,6 +13,9 @@ from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 
+_TypeKey = tuple[str, float, bool, int, Hashable]
+"""Kind, speed, whether transfers overlap, memory limit, and what constraints distinguish."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClass:
@@ -22,14 +25,59 @@ class DeviceClass:
         ranks: their ranks in the cluster, ascending.
         device: the first of them.
         limit_bytes: the memory limit of each of them.
-        symmetric_to: the number of the first class that this one can be exchanged with as a whole, maybe itself: those
-            of isomorphic hosts.
+        type_number: the number of the first class of such devices, maybe this one: classes that differ in nothing but
+            their host are of one type.
+        host: the host that all of them are on, if it makes a difference to a link, else None.
     """
 
     ranks: tuple[int, ...]
     device: Device
     limit_bytes: int
-    symmetric_to: int
+    type_number: int
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSymmetry:
+    """Which choices of devices differ only in which of several hosts has which role.
+
+    Attributes:
+        types: the type of each class. [classes]
+        hosts: the host of each class; None if it makes no difference. [classes]
+    """
+
+    types: tuple[int, ...]
+    hosts: tuple[str | None, ...]
+
+    def key(self, taken: Sequence[int], remaining: Sequence[int]) -> Hashable:
+        """Returns a key of the devices of a stage and those that remain for later ones, by class.
+
+        Equal keys promise a one-to-one map between the devices of both choices that keeps the type of each, whether two
+        share a host, and the order of the classes or, if all are of one type, reverses it. The order is that of
+        replicas, so it decides which replicas of two stages meet: replica m mod R and replica m mod R'. With both
+        orders reversed, the same pairs meet. An exchange of hosts that orders them in another way may make replicas
+        meet on one host that were on two, so it is no symmetry.
+        """
+        used = [c for c, (now, later) in enumerate(zip(taken, remaining, strict=True)) if now or later]
+        ascending = self._in_order(used, taken, remaining)
+        if len({self.types[c] for c in used}) > 1:
+            return ascending
+        return min(ascending, self._in_order(used[::-1], taken, remaining))
+
+    def _in_order(
+        self, classes: Sequence[int], taken: Sequence[int], remaining: Sequence[int]
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        """The type, host, devices taken and devices that remain of each class; hosts by number, as they occur."""
+        numbers: dict[Hashable, int] = {}
+        return tuple(
+            (
+                self.types[c],
+                numbers.setdefault(c if self.hosts[c] is None else self.hosts[c], len(numbers)),
+                taken[c],
+                remaining[c],
+            )
+            for c in classes
+        )
 
 
 def device_classes(
@@ -46,24 +94,30 @@ def device_classes(
     linked = {end for link in cluster.links for end in (link.source, link.target)}
     num_on_host = Counter(device.host for device in cluster.devices)
     same_links = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
-    ranks_of: dict[tuple[Hashable, ...], list[int]] = {}
+    ranks_of: dict[tuple[_TypeKey, str | None, str | None], list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         # The host matters only if it makes a difference to a link; a link of its own makes a device unique.
         host = None if same_links or num_on_host[device.host] == 1 else device.host
         name = device.name if device.name in linked else None
-        key = (device.kind, device.speed, device.overlaps_transfers, limits[rank], distinctions[rank], host, name)
-        ranks_of.setdefault(key, []).append(rank)
+        alike = (device.kind, device.speed, device.overlaps_transfers, limits[rank], distinctions[rank])
+        ranks_of.setdefault((alike, host, name), []).append(rank)
     # Ascending numbers of classes mean descending speed: replicas in this order are the fastest first.
     groups = sorted(ranks_of.items(), key=lambda group: (ns_per_sample[group[1][0]], group[1][0]))
     first_class: dict[Hashable, int] = {}
-    symmetric_to = []
-    for number, ((*kind, on_host, own_name), ranks) in enumerate(groups):
-        is_exchangeable = on_host is not None and own_name is None
-        symmetric_to.append(first_class.setdefault((*kind, len(ranks)), number) if is_exchangeable else number)
-    return tuple(
-        DeviceClass(ranks=tuple(ranks), device=cluster.devices[ranks[0]], limit_bytes=limits[ranks[0]], symmetric_to=to)
-        for (_, ranks), to in zip(groups, symmetric_to, strict=True)
-    )
+    classes = []
+    for number, ((alike, host, own_name), ranks) in enumerate(groups):
+        # A device with a link of its own, or in a class without a host, is like no device of another class.
+        type_key = number if host is None or own_name is not None else alike
+        classes.append(
+            DeviceClass(
+                ranks=tuple(ranks),
+                device=cluster.devices[ranks[0]],
+                limit_bytes=limits[ranks[0]],
+                type_number=first_class.setdefault(type_key, number),
+                host=host,
+            )
+        )
+    return tuple(classes)
 
 
 class ClassLinks:

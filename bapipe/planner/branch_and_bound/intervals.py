@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.simulator.in_flight import InFlight, in_flight_bytes
 from bapipe.simulator.interval_costs import IntervalCosts, prefix_sums, ring_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 from bapipe.simulator.tied_weights import TiedWeights
@@ -103,6 +104,17 @@ class IntervalMemory:
         # [layers + 1] -> [boundaries]. Activations come in at the begin of a stage, gradients at its end.
         send, grad = (np.array([side[cut] for cut in intervals.cuts], dtype=np.int64) for side in cut_bytes)
         self.input_bytes, self.output_grad_bytes = send[intervals.begins], grad[intervals.ends]
+
+    def in_flight_bytes(self, peaks: Sequence[InFlight], rows: slice, *, recompute: bool) -> IntArray:
+        """Returns the maximum over some states of a device of what its micro-batches in flight keep. [rows]"""
+        stash, gradient_stash = self.stash_bytes[rows], self.gradient_stash_bytes[rows]
+        # Without recomputation a micro-batch keeps its stash all the time, and nothing besides during its backward.
+        states = peaks if recompute else dict.fromkeys(peak._replace(in_backward=0) for peak in peaks)
+        kept = self.input_bytes[rows] if recompute else stash
+        num_bytes: IntArray = np.maximum.reduce(
+            [in_flight_bytes(state, kept, stash, gradient_stash) for state in states]
+        )
+        return num_bytes
 
 
 def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArray:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import permutations, product
 
+from bapipe.planner.branch_and_bound.devices import ClassSymmetry
 from bapipe.planner.branch_and_bound.stage_schedule import StageSchedule, stage_schedule_of
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
@@ -35,8 +36,8 @@ class StagePlacement:
         receives_activations, receives_gradients: whether the stages before and after are on other devices, so that
             their tensors need receive buffers.
         max_last_replicas: the maximum number of replicas of the last stage, if that is a later one.
-        symmetry_key: equal for placements that differ only in which of some interchangeable device classes has which
-            role; None if that is not known.
+        symmetry_key: equal for placements that differ only in which of several hosts has which role, and so have equal
+            futures; None if that is not known.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class PlacementGraph:
     """The placements of one schedule and number of micro-batches; equal ones are the same object.
 
     Attributes:
-        symmetric_classes: for each device class, the first of the classes that it can be exchanged with as a whole.
+        symmetry: which device classes are alike, and on which hosts.
         permute_replicas: whether unlike devices of one stage are taken in every order, not only in ascending order of
             their classes.
     """
@@ -94,14 +95,13 @@ class PlacementGraph:
         self,
         schedule: str,
         num_microbatches: int,
-        symmetric_classes: Sequence[int],
+        symmetry: ClassSymmetry,
         *,
         replicas: bool,
         permute_replicas: bool = False,
     ) -> None:
         self.schedule, self.num_microbatches, self.replicas = schedule, num_microbatches, replicas
-        self.symmetric_classes = tuple(symmetric_classes)
-        self.permute_replicas = permute_replicas
+        self.symmetry, self.permute_replicas = symmetry, permute_replicas
         self._tables: dict[int, Schedule] = {}
         # Small numbers in place of long tuples of actions: equal orders get equal numbers, which are fast to compare.
         self._ids: dict[Hashable, int] = {}
@@ -162,11 +162,8 @@ class PlacementGraph:
                 continue
             ascending = tuple(c for c, count in enumerate(group) for _ in range(count))
             make_successors = partial(self._any_order, after, num_used, _one_less(num_stages))
-            # Symmetry: exchanging classes of isomorphic hosts permutes (class, taken, remaining), so the sorted list of
-            # these triples identifies the placement up to such an exchange.
-            symmetry_key = None
-            if not self.permute_replicas:
-                symmetry_key = (*state, tuple(sorted(zip(self.symmetric_classes, group, after, strict=True))))
+            # If replicas are taken in every order, the key would have to tell the order, too.
+            symmetry_key = None if self.permute_replicas else (*state, self.symmetry.key(group, after))
             # Replica k takes micro-batches k, k + R, ...: which of several unlike devices is replica k matters.
             for devices in sorted(set(permutations(ascending))) if self.permute_replicas else [ascending]:
                 key = (*state, remaining, devices)

@@ -74,6 +74,7 @@ class _BestFirst:
         self.problems, self.progress = problems, progress
         self.incumbent: SearchResult | None = None
         self.upper_bound_ns = INF
+        self._proved_ns = 0
         self.num_nodes = self._num_simulated = self._num_pushed = self._since_dive = 0
         self.queue: list[tuple[int, int, int, _Node]] = []
         for problem in problems:
@@ -85,31 +86,39 @@ class _BestFirst:
     @property
     def is_open(self) -> bool:
         """Whether a node can still lead to a better layout."""
-        return bool(self.queue) and self.queue[0][0] < self.upper_bound_ns
+        return bool(self.queue) and self.lower_bound_ns < self.upper_bound_ns
+
+    @property
+    def lower_bound_ns(self) -> int:
+        """The bound proved so far on all layouts: whatever was pruned or is not open is no better than the incumbent.
+
+        If devices have several stages, a child's bound may be smaller than its parent's, which holds for it, too: so
+        the smallest bound in the queue may decrease, but what it once proved remains true.
+        """
+        smallest_ns = self.queue[0][0] if self.queue else self.upper_bound_ns
+        return min(self.upper_bound_ns, max(self._proved_ns, smallest_ns))
 
     def result(self) -> SearchResult | None:
         if self.incumbent is None:
             return None
-        # Whatever was pruned is no better than the incumbent; whatever is open is no better than its bound.
-        bound_ns = min(self.upper_bound_ns, self.queue[0][0]) if self.queue else self.upper_bound_ns
         return SearchResult(
             problem=self.incumbent.problem,
             layout=self.incumbent.layout,
             step_ns=self.upper_bound_ns,
-            lower_bound_ns=int(bound_ns),
+            lower_bound_ns=int(self.lower_bound_ns),
         )
 
     def expand_best(self) -> None:
         """Expands the node with the smallest lower bound."""
         bound_ns, _, _, node = heappop(self.queue)
+        self._proved_ns = max(self._proved_ns, bound_ns)
         self.num_nodes += 1
         if node.root is not None:
             self._expand_root(node.problem, node.root)
             return
         partial = node.partial
         assert partial is not None
-        # Lazy successor generation: the next sibling takes the place of this child in the queue, then the child is
-        # made.
+        # Lazy successor generation: the next sibling takes this child's place in the queue, then the child is made.
         if node.siblings is not None:
             self._push_child(node.problem, partial, node.siblings, node.number + 1)
             partial = node.problem.lower_bound.extend(partial, *node.siblings.choice(node.number))

@@ -11,7 +11,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, device_classes
+from bapipe.planner.branch_and_bound.devices import ClassLinks, ClassSymmetry, DeviceClass, device_classes
 from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, IntervalMemory, IntervalTimes
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import ClassCounts, ClassSequence, PlacementGraph, StagePlacement
@@ -115,6 +115,7 @@ def build_space(
     constraints = constraints or Constraints()
     classes = device_classes(cluster, limits, constraints.allowed_layers(cluster), _ns_per_sample(profiles, cluster))
     links = ClassLinks(cluster, classes)
+    symmetry = ClassSymmetry(types=tuple(cls.type_number for cls in classes), hosts=tuple(cls.host for cls in classes))
     kinds = {cls.device.kind: profiles[cls.device.kind] for cls in classes}
     intervals: IntervalIndex | None = None
     # A stage has at most one replica per micro-batch, and there are at most as many stages as layers.
@@ -135,7 +136,7 @@ def build_space(
             placements = PlacementGraph(
                 schedule,
                 num_microbatches,
-                [cls.symmetric_to for cls in classes],
+                symmetry,
                 replicas=replicas,
                 permute_replicas=len(cluster.devices) <= MAX_PERMUTED_DEVICES,
             )

@@ -90,8 +90,6 @@ class ReplicaCost:
         forward_ns, critical_backward_ns: f and r.
         deferred_ns: the W of a micro-batch if it is separate from r, else 0.
         sync_ns: all-reduces and update, after the last action.
-        shortfall_bytes, recompute_shortfall_bytes: bytes by which it exceeds the device's limit, without and with
-            recomputation; negative if it fits.
     """
 
     index: int
@@ -100,8 +98,6 @@ class ReplicaCost:
     critical_backward_ns: IntArray
     deferred_ns: IntArray
     sync_ns: IntArray
-    shortfall_bytes: IntArray
-    recompute_shortfall_bytes: IntArray
 
 
 class StageCostTable:
@@ -147,21 +143,22 @@ class StageCostTable:
     def candidates(self, placement: StagePlacement, rows: slice) -> StageCandidates:
         """Returns the stages with the intervals in `rows`."""
         replicas = [self.replica_cost(placement, k, rows) for k in self.distinct_replicas(placement)]
-        # Every replica must fit, so the one with the largest shortfall decides. [n]
-        fits_plain = _max(replica.shortfall_bytes for replica in replicas) <= 0
+        fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
         fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
         if self.may_recompute and not fits_plain.all() and placement.position is None:
             # Recomputation only costs time, so a stage recomputes only if it does not fit without.
-            fits = fits_plain | (_max(replica.recompute_shortfall_bytes for replica in replicas) <= 0)
+            fits = fits_plain | (self._shortfall_bytes(placement, rows, recompute=True) <= 0)
             recompute = fits & ~fits_plain
         forbidden = self._forbidden(placement, rows)
         if forbidden is not None:
             fits = fits & ~forbidden
-        # Recomputation repeats F at the start of every backward.
-        critical_ns = [replica.critical_backward_ns + replica.forward_ns * recompute for replica in replicas]
+        critical_ns = [replica.critical_backward_ns for replica in replicas]
+        if recompute.any():  # recomputation repeats F at the start of every backward
+            critical_ns = [
+                ns + replica.forward_ns * recompute for ns, replica in zip(critical_ns, replicas, strict=True)
+            ]
         microbatch_ns = [
-            replica.forward_ns + replica.critical_backward_ns + replica.deferred_ns + replica.forward_ns * recompute
-            for replica in replicas
+            replica.forward_ns + ns + replica.deferred_ns for ns, replica in zip(critical_ns, replicas, strict=True)
         ]
         # Bound "work" of each replica: n (f + b), then all-reduces and update. [replicas][n]
         counts = [replica.num_microbatches for replica in replicas]
@@ -190,12 +187,29 @@ class StageCostTable:
 
     def shortfall_bytes(self, placement: StagePlacement) -> IntArray:
         """Returns for every interval the shortfall of the replica with the largest one; `INF` if forbidden."""
-        replicas = [self.replica_cost(placement, k, slice(None)) for k in self.distinct_replicas(placement)]
-        shortfall = _max(replica.shortfall_bytes for replica in replicas)
+        shortfall = self._shortfall_bytes(placement, slice(None), recompute=False)
         if self.may_recompute and placement.position is None:
-            shortfall = np.minimum(shortfall, _max(replica.recompute_shortfall_bytes for replica in replicas))
+            shortfall = np.minimum(shortfall, self._shortfall_bytes(placement, slice(None), recompute=True))
         forbidden = self._forbidden(placement, slice(None))
         return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)
+
+    def _shortfall_bytes(self, placement: StagePlacement, rows: slice, *, recompute: bool) -> IntArray:
+        """The bytes by which the worst replica exceeds its device's limit; negative if all fit. [n]
+
+        As the simulator counts: static bytes, receive buffers of all micro-batches of the step, and the maximum over
+        the schedule's peaks of what is in flight.
+        """
+        shortfalls = []
+        for k in self.distinct_replicas(placement):
+            c, load = placement.device_classes[k], placement.schedule.replicas[k]
+            memory = self.memory[c]
+            needed = memory.static_bytes[rows] + memory.in_flight_bytes(load.memory_peaks, rows, recompute=recompute)
+            if placement.receives_activations:
+                needed = needed + load.num_microbatches * memory.input_bytes[rows]
+            if placement.receives_gradients:
+                needed = needed + load.num_microbatches * memory.output_grad_bytes[rows]
+            shortfalls.append(needed - self.classes[c].limit_bytes)
+        return _max(shortfalls)
 
     def transfers(
         self, placement: StagePlacement, successor: StagePlacement, forward: bool
@@ -266,7 +280,7 @@ class StageCostTable:
     def replica_cost(self, placement: StagePlacement, k: int, rows: slice) -> ReplicaCost:
         """Returns the k-th replica of a placement with the intervals in `rows`."""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
-        times, memory = self._times[c], self.memory[c]
+        times = self._times[c]
         forward, backward = times.forward_ns[rows], times.backward_ns[rows]
         # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
@@ -277,24 +291,6 @@ class StageCostTable:
                 total = np.minimum(critical + deferred, backward)
                 critical = np.minimum(critical, total)
                 deferred = total - critical
-        # Memory, as the simulator counts it: static bytes, receive buffers of all micro-batches of the step, and the
-        # maximum over the schedule's peaks of what micro-batches keep.
-        static = memory.static_bytes[rows]
-        if placement.receives_activations:
-            static = static + load.num_microbatches * memory.input_bytes[rows]
-        if placement.receives_gradients:
-            static = static + load.num_microbatches * memory.output_grad_bytes[rows]
-        # What a micro-batch keeps from F to the end of its backward: the stash; if recomputed, the stage's input, and
-        # the stash only during the backward (docs/algorithm.md, Memory).
-        limit, stash, kept_input = self.classes[c].limit_bytes, memory.stash_bytes[rows], memory.input_bytes[rows]
-        gradient_stash = memory.gradient_stash_bytes[rows]
-        peaks = load.memory_peaks
-        # Both lists: [peaks][n]
-        plain = [in_flight * stash + late * gradient_stash for in_flight, _, late in peaks]
-        recomputed = [
-            in_flight * kept_input + in_backward * stash + late * gradient_stash
-            for in_flight, in_backward, late in peaks
-        ]
         return ReplicaCost(
             index=k,
             num_microbatches=load.num_microbatches,
@@ -302,8 +298,6 @@ class StageCostTable:
             critical_backward_ns=critical,
             deferred_ns=deferred,
             sync_ns=times.update_ns[rows] + self._all_reduce_ns(placement, c, rows),
-            shortfall_bytes=static + _max(plain) - limit,
-            recompute_shortfall_bytes=static + _max(recomputed) - limit,
         )
 
     def _all_reduce_ns(self, placement: StagePlacement, c: int, rows: slice) -> IntArray:

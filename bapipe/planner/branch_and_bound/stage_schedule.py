@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.schedules.table import Action, Phase
-
-MemoryPeak = tuple[int, int, int]
-"""Micro-batches between F and the end of their backward; those in their backward; those between I and the end of W."""
+from bapipe.simulator.in_flight import InFlight, in_flight_during
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,7 @@ class ReplicaLoad:
     """
 
     num_microbatches: int
-    memory_peaks: tuple[MemoryPeak, ...]
+    memory_peaks: tuple[InFlight, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +69,7 @@ def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedu
     """Returns the order of a stage shared among `num_replicas` replicas. O(actions)."""
     # Micro-batch m runs on replica m mod R, in the order that the table has. [replicas][actions]
     orders = [[action for action in order if action.microbatch % num_replicas == k] for k in range(num_replicas)]
-    in_flight = [_in_flight_at_backwards(own, num_replicas) for own in orders]
+    in_flight = [_in_flight_at_backwards(actions, num_replicas) for actions in orders]
     # If c forwards, from the k-th micro-batch's own on, come before its backward, then F of the (k + c)-th comes after
     # it and F of the (k + c - 1)-th before it. For all k, d is the maximum of c, and a the minimum less 1.
     max_in_flight = max(max(counts, default=1) for counts in in_flight)
@@ -83,15 +81,16 @@ def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedu
     return StageSchedule(
         replicas=tuple(
             ReplicaLoad(
-                num_microbatches=sum(action.phase is Phase.FORWARD for action in own), memory_peaks=_memory_peaks(own)
+                num_microbatches=sum(action.phase is Phase.FORWARD for action in actions),
+                memory_peaks=_memory_peaks(actions),
             )
-            for own in orders
+            for actions in orders
         ),
         # Counted in micro-batches of the replica, which are `num_replicas` apart.
         max_in_flight=max_in_flight * num_replicas,
         forwards_ahead=(min_in_flight - 1) * num_replicas,
         phases=frozenset(action.phase for action in order),
-        last_phases=frozenset(own[-1].phase for own in orders if own),
+        last_phases=frozenset(actions[-1].phase for actions in orders if actions),
     )
 
 
@@ -113,23 +112,10 @@ def _in_flight_at_backwards(order: Sequence[Action], num_replicas: int) -> list[
     return [in_flight[microbatch] for microbatch in sorted(in_flight)]
 
 
-def _memory_peaks(order: Sequence[Action]) -> tuple[MemoryPeak, ...]:
+def _memory_peaks(order: Sequence[Action]) -> tuple[InFlight, ...]:
     """The Pareto-maximal states of a replica's memory over its actions."""
-    # In flight: stash, or the stage's input if recomputed. In backward: whole stash. Before W: what I leaves for W.
-    num_in_flight = num_in_backward = num_before_weight_grad = 0
-    states: set[MemoryPeak] = set()
-    for _, phase, _ in order:
-        if phase is Phase.FORWARD:
-            num_in_flight += 1
-        elif phase is not Phase.WEIGHT_GRAD:
-            num_in_backward += 1
-            num_before_weight_grad += phase is Phase.INPUT_GRAD
-        # Memory is taken when an action begins: this is the state while it runs.
-        states.add((num_in_flight, num_in_backward, num_before_weight_grad))
-        if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):  # memory is freed when the action ends
-            num_in_flight, num_in_backward = num_in_flight - 1, num_in_backward - 1
-            num_before_weight_grad -= phase is Phase.WEIGHT_GRAD
-    peaks: list[MemoryPeak] = []
+    states = set(in_flight_during(action.phase for action in order))
+    peaks: list[InFlight] = []
     for state in sorted(states, reverse=True):  # lexicographically descending: only earlier ones can dominate
         if not any(all(a <= b for a, b in zip(state, other, strict=True)) for other in peaks):
             peaks.append(state)

@@ -99,7 +99,7 @@ class FeasibleIntervals:
         num = loads[k].num_microbatches
         # At most `max_in_flight` F start before the first backward ends; in a forwards-first schedule, F of the
         # micro-batches before the final one are over before any backward starts.
-        max_in_flight = max((in_flight for in_flight, _, _ in loads[k].memory_peaks), default=num)
+        max_in_flight = max((peak.kept for peak in loads[k].memory_peaks), default=num)
         table = lower_bound.cost_to_go
         num_before_final = table.num_before_final(placement) if table.forwards_first else 0
         return BottleneckReplica(
@@ -195,17 +195,11 @@ class FeasibleIntervals:
                 room = self.costs.classes[c].limit_bytes - self._static_bytes[c]
                 if placement.receives_activations:
                     room = room - num * memory.input_bytes
-                stash, gradient_stash, kept_input = memory.stash_bytes, memory.gradient_stash_bytes, memory.input_bytes
                 # Buffers for gradients are left out: they depend on the end, and need not grow with it.
-                usage = _max([in_flight * stash + late * gradient_stash for in_flight, _, late in peaks])
+                usage = memory.in_flight_bytes(peaks, slice(None), recompute=False)
                 plain = np.minimum(plain, self._last_ends(usage <= room))
                 if may_recompute:
-                    usage = _max(
-                        [
-                            in_flight * kept_input + in_backward * stash + late * gradient_stash
-                            for in_flight, in_backward, late in peaks
-                        ]
-                    )
+                    usage = memory.in_flight_bytes(peaks, slice(None), recompute=True)
                     recomputed = np.minimum(recomputed, self._last_ends(usage <= room))
             self._memory_ends[key] = plain, np.maximum(plain, recomputed) if may_recompute else plain
         return self._memory_ends[key]
@@ -248,8 +242,3 @@ class FeasibleIntervals:
 def _sums_of_min(sums: Sequence[IntArray]) -> IntArray:
     """Prefix sums of the minimum over several prefix sums, layer by layer. [boundaries]"""
     return prefix_sums(np.minimum.reduce([np.diff(values) for values in sums]))
-
-
-def _max(values: Sequence[IntArray]) -> IntArray:
-    maximum: IntArray = np.maximum.reduce(list(values))
-    return maximum

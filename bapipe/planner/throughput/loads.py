@@ -100,8 +100,8 @@ class StageCostSums:
         """Returns an upper bound on what any device of any plan holds."""
         costs = self._costs
         constant = costs.param_bytes(0, -1) + costs.gradient_bytes(0, -1) + costs.optimizer_bytes(0, -1)
-        held = constant + max_in_flight * costs.stash_bytes(0, -1) + self._workspaces.max()
-        return int(held + num_microbatches * (self.send_bytes.max() + self.grad_bytes.max()))
+        needed = constant + max_in_flight * costs.stash_bytes(0, -1) + self._workspaces.max()
+        return int(needed + num_microbatches * (self.send_bytes.max() + self.grad_bytes.max()))
 
     def fits(
         self,
@@ -113,10 +113,11 @@ class StageCostSums:
     ) -> "BoolArray":
         """Returns whether a device can hold the layers, their stashes in flight, and what its micro-batches receive."""
         costs = self._costs
-        held = costs.param_bytes(begin, end) + costs.gradient_bytes(begin, end) + costs.optimizer_bytes(begin, end)
+        constant = costs.param_bytes(begin, end) + costs.gradient_bytes(begin, end) + costs.optimizer_bytes(begin, end)
         buffers = num_microbatches * (self.send_bytes[begin] + self.grad_bytes[end])
-        stashes = in_flight * self._costs.stash_bytes(begin, end)
-        room: IntArray = np.asarray(limit_bytes - (held + stashes + buffers))
+        # Every device runs F and whole B only, without recomputation: what is in flight are stashes.
+        stashes = in_flight * costs.stash_bytes(begin, end)
+        room: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))
         # The largest workspace of a stage is a range maximum, which differences cannot give. It is computed only for
         # the few stages whose room lies between zero and the largest workspace of all layers.
         fits: BoolArray = room >= self._workspaces.max()

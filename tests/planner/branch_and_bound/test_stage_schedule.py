@@ -10,6 +10,7 @@ from bapipe.planner.branch_and_bound.stage_schedule import (
 )
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Action, Phase
+from bapipe.simulator.in_flight import InFlight
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -17,7 +18,7 @@ def test_1f1b_has_a_micro_batch_in_flight_per_stage_to_come(stage: int) -> None:
     schedule = stage_schedule_of(SCHEDULES["1f1b"](4, 8).order[stage], 1)
     in_flight = 4 - stage
     assert (schedule.max_in_flight, schedule.forwards_ahead) == (in_flight, in_flight - 1)
-    assert schedule.replicas == (ReplicaLoad(num_microbatches=8, memory_peaks=((in_flight, 1, 0),)),)
+    assert schedule.replicas == (ReplicaLoad(num_microbatches=8, memory_peaks=(InFlight(in_flight, 1, 0),)),)
 
 
 def test_gpipe_has_all_micro_batches_in_flight() -> None:
