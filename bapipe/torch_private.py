@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DispatchMode",
     "DropoutBase",
+    "FakeTensor",
+    "FakeTensorMode",
     "NormBase",
     "OpOverload",
     "TreeSpec",
@@ -38,6 +43,7 @@ __all__ = [
     "default_group_timeout",
     "get_param_groups",
     "is_compiled",
+    "is_functorch_wrapped",
     "is_view",
     "needs_gradient_for_every_input",
     "pipeline_runtime",
@@ -54,6 +60,8 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "version",
+    "without_fake_tensors",
     "without_weak_references",
 ]
 
@@ -80,8 +88,16 @@ def is_view(tensor: Tensor) -> bool:
 
 def storage_key(tensor: Tensor) -> int:
     """Returns a number that tensors have in common which share memory, also on the meta device, while one is alive."""
-    key: int = tensor.untyped_storage()._cdata
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # of layouts without a storage, such as sparse ones
+        return id(tensor)
     return key
+
+
+def version(tensor: Tensor) -> int:
+    """Returns how often a tensor's memory was written to; 0 if torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,13 +1,33 @@
 """Finds which operators of a graph write to their inputs, and which return memory of their inputs (views)."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from bapipe.torch_private import NormBase, OpOverload, argument_schemas, return_schemas
 from bapipe.tracing.model import TracedModel
+
+MEMORY = "memory"
+"""Key in a node's `meta`: its `Memory`, if the operator was seen running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What an operator did to the memory of tensors when it ran.
+
+    Attributes:
+        shares: the inputs whose memory its result shares.
+        writes: the inputs that it wrote to.
+        returns_written: it returned an input that it wrote to.
+    """
+
+    shares: Sequence[fx.Node]
+    writes: Sequence[fx.Node]
+    returns_written: bool
+
 
 _MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _OPERATORS = frozenset(
@@ -20,26 +40,38 @@ _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, ope
 
 def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether the result of an operator may share memory with its first input."""
+    if MEMORY in node.meta:
+        return bool(node.meta[MEMORY].shares)
+    changes = any(True for _ in _written_inputs(module, node))
     if node.op == "call_module":
-        return isinstance(module.get_submodule(str(node.target)), _MODULES) or changes_in_place(module, node)
+        return isinstance(module.get_submodule(str(node.target)), _MODULES) or changes
     if isinstance(node.target, OpOverload):
         aliased = any(result.alias_info is not None for result in return_schemas(node.target))
         return aliased or node.target.overloadpacket.__name__ == "dropout"
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in _OPERATORS or changes_in_place(module, node)
-
-
-def changes_in_place(module: fx.GraphModule, node: fx.Node, tensor: fx.Node | None = None) -> bool:
-    """Returns whether an operator writes to an input, or to the given one."""
-    return any(tensor is None or written is tensor for written in _written_inputs(module, node))
+    return name in _OPERATORS or changes
 
 
 def returns_what_it_changes(node: fx.Node) -> bool:
     """Returns whether an operator that writes to its first input also returns it."""
+    if MEMORY in node.meta:
+        return bool(node.meta[MEMORY].returns_written)
     return node.target is not operator.setitem
 
 
+def _shared_inputs(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Returns the inputs whose memory an operator's result may share."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return []
+    if MEMORY in node.meta:
+        return [source for source in node.meta[MEMORY].shares if source in node.all_input_nodes]
+    return list(_nodes(node.args[0])) if node.args and may_alias(module, node) else []
+
+
 def _written_inputs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    if MEMORY in node.meta:
+        yield from node.meta[MEMORY].writes
+        return
     if isinstance(node.target, OpOverload):
         arguments = argument_schemas(node.target)
         for argument, value in zip(arguments, node.args, strict=False):
@@ -77,6 +109,8 @@ def rewire_inplace_uses(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or not returns_what_it_changes(node):
             continue
+        if MEMORY in node.meta:  # recorded in this order
+            continue
         for tensor in set(_written_inputs(module, node)):
             if tensor.op == "get_attr":
                 continue
@@ -94,14 +128,9 @@ def alias_set(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
         if node in aliases or node.op == "get_attr":
             continue
         aliases.add(node)
-        if node.op not in ("placeholder", "output") and node.args and may_alias(module, node):
-            todo += _nodes(node.args[0])
-        todo += [user for user in node.users if user.args and node in _nodes(user.args[0]) and _aliases(module, user)]
+        todo += _shared_inputs(module, node)
+        todo += [user for user in node.users if node in _shared_inputs(module, user)]
     return aliases
-
-
-def _aliases(module: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output", "get_attr") and may_alias(module, node)
 
 
 def writers(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

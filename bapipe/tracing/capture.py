@@ -12,6 +12,7 @@ from bapipe.torch_private import is_compiled
 from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
+from bapipe.tracing.recorded_capture import capture_by_recording
 
 
 def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]) -> Captured:
@@ -35,6 +36,10 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
         first = error
     export_error = None
     if inputs is not None:
+        try:
+            return capture_by_recording(module, inputs, leaf_modules)
+        except TracingFailed as error:
+            export_error = _first_line(error.cause)
         try:
             return capture_with_export(module, inputs, frozenset(leaf_modules))
         except Exception as error:  # whatever torch.export or the model's own code raises

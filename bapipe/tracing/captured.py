@@ -27,6 +27,7 @@ class Captured:
         layer_of_call: the layer of each operator inside the call of a layer's module; others are between layers.
         kinds: class of the module of each layer.
         leaf_reasons: why modules that the caller did not name are leaf modules, by path.
+        sizes: numbers, and shapes of tensors, at two batch sizes, if capturing found them: see `bapipe.tracing.sizes`.
     """
 
     module: fx.GraphModule
@@ -35,6 +36,7 @@ class Captured:
     layer_of_call: dict[fx.Node, str]
     kinds: dict[str, str]
     leaf_reasons: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[fx.Node, tuple[Any, Any]] | None = None
 
 
 def is_layer(module: nn.Module, path: str, leaf_modules: frozenset[str] = frozenset()) -> bool:

@@ -12,10 +12,12 @@ from bapipe.errors import InvalidModel
 from bapipe.tracing.aliasing import alias_set, returns_what_it_changes, rewire_inplace_uses, writers
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import Captured, is_layer
+from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.model import Hazard, Result, TracedLayer, TracedModel, node_state
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
-from bapipe.tracing.sizes import is_size, observe_sizes
+from bapipe.tracing.recorded_capture import capture_by_recording
+from bapipe.tracing.sizes import UnknownSizes, is_size, observe_sizes
 
 OPERATOR = "op:"
 """Prefix of the name of a layer that is one operator."""
@@ -47,8 +49,23 @@ def trace(
         InvalidModel: the module cannot be traced, has no layers, or returns values that are not tensors.
     """
     with state_restored(module):
-        captured = capture(module, inputs, _matching_paths(module, leaf_modules))
-        return _traced(module, captured, inputs, operator_layers)
+        paths = _matching_paths(module, leaf_modules)
+        captured = capture(module, inputs, paths)
+        try:
+            return _traced(module, captured, inputs, operator_layers)
+        except UnknownSizes:
+            return _traced(module, _captured_with_sizes(captured, module, inputs, paths), inputs, operator_layers)
+
+
+def _captured_with_sizes(
+    captured: Captured, module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]
+) -> Captured:
+    """Returns what recording captures, which knows the sizes; if that fails, what was captured, without sizes."""
+    assert inputs is not None
+    try:
+        return capture_by_recording(module, inputs, leaf_modules)
+    except TracingFailed:
+        return replace(captured, sizes={})
 
 
 def _traced(
@@ -63,7 +80,9 @@ def _traced(
     def crosses(node: fx.Node) -> bool:
         return node in replicated or any(layer_of.get(user) != layer_of[node] for user in node.users)
 
-    sizes = {} if inputs is None else observe_sizes(captured.module, inputs, crosses)
+    sizes = captured.sizes
+    if sizes is None:
+        sizes = {} if inputs is None else observe_sizes(captured.module, inputs, crosses)
     return _traced_model(module, captured, sizes, replicated, layer_of)
 
 

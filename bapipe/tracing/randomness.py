@@ -19,7 +19,12 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
-    return bool(_NAMES.search(getattr(node.target, "__name__", str(node.target))))
+    return has_random_name(getattr(node.target, "__name__", str(node.target)))
+
+
+def has_random_name(name: str) -> bool:
+    """Returns whether a function's name says that it may draw random numbers."""
+    return bool(_NAMES.search(name))
 
 
 def _module_is_random(module: nn.Module) -> bool:

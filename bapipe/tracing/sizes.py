@@ -19,10 +19,14 @@ from bapipe.torch_private import tree_map
 BATCH_SIZES = (5, 7)
 """The two batch sizes; odd, so that other dimensions, mostly even, are not mistaken for the batch."""
 
-_CHECK_BATCH_SIZE = 11
+CHECK_BATCH_SIZE = 11
 """The third batch size, at which values must be those that the first two predict."""
 
 _META = torch.device("meta")
+
+
+class UnknownSizes(Exception):
+    """The graph cannot run without values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +39,22 @@ class TensorShape:
 def observe_sizes(
     module: fx.GraphModule, inputs: Sequence[Tensor], crosses: Callable[[fx.Node], bool]
 ) -> dict[fx.Node, tuple[Any, Any]]:
-    """Returns the values of nodes at the two batch sizes, for tensors their `TensorShape`; empty if the model fails.
+    """Returns the values of nodes at the two batch sizes, for tensors their `TensorShape`.
 
     The graph runs on the meta device, which allocates nothing. Nodes that may be sizes are observed first. All others,
     which are slow for recurrent layers, are observed only if a size that depends on the batch `crosses` from one layer
     to another, because the stage of the other layer must then find the batch size in a tensor.
+
+    Raises:
+        UnknownSizes: the model fails without values.
     """
     try:
         known = _observe_nodes(module, inputs, _size_nodes(module))
         if any(a != b and crosses(node) for node, (a, b) in known.items() if is_size(known, node)):
             every = [node for node in module.graph.nodes if node.op not in ("output", "get_attr")]
             known |= _observe_nodes(module, inputs, every)
-    except Exception:  # whatever the model's own code raises without values
-        return {}
+    except Exception as error:  # whatever the model's own code raises without values
+        raise UnknownSizes(str(error)) from error
     return known
 
 
@@ -77,7 +84,7 @@ def _observe_nodes(
     known = dict(zip(nodes, zip(first, second, strict=True), strict=True))
     varying = [node for node in nodes if known[node][0] != known[node][1] and is_size(known, node)]
     third = (
-        [_without_values(value) for value in meta_values(module, inputs, _CHECK_BATCH_SIZE, varying)] if varying else []
+        [_without_values(value) for value in meta_values(module, inputs, CHECK_BATCH_SIZE, varying)] if varying else []
     )
     for node, value in zip(varying, third, strict=True):
         if value != _predicted(*known[node]):
@@ -90,7 +97,7 @@ def _predicted(first: Any, second: Any) -> Any:
     if isinstance(first, tuple | list):
         return type(first)(_predicted(a, b) for a, b in zip(first, second, strict=True))
     if isinstance(first, int) and not isinstance(first, bool):
-        return first + (second - first) // (BATCH_SIZES[1] - BATCH_SIZES[0]) * (_CHECK_BATCH_SIZE - BATCH_SIZES[0])
+        return first + (second - first) // (BATCH_SIZES[1] - BATCH_SIZES[0]) * (CHECK_BATCH_SIZE - BATCH_SIZES[0])
     return first
 
 

@@ -1,0 +1,472 @@
+"""Records what a module's forward calls, by running it on tensors without values.
+
+The module's own Python code runs, as in training, on fake tensors: they have shapes, strides, views and versions, but
+no values. Every function of torch that it calls, and every call of a layer's module, is recorded with its arguments.
+Numbers that come from shapes are recorded as they are at that batch size; `merge` compares recordings at several sizes.
+"""
+
+import copy
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from bapipe.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TreeSpec,
+    is_functorch_wrapped,
+    storage_key,
+    tree_flatten,
+    version,
+    without_fake_tensors,
+)
+from bapipe.tracing.constant_values import ConstantValues
+from bapipe.tracing.fx_capture import TracingFailed
+
+IsLayer = Callable[[nn.Module, str], bool]
+"""(module, its path) -> whether a call of it is one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The result of an earlier call, in place of a tensor."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call that the forward made, or a tensor that it read.
+
+    Attributes:
+        op, target, args, kwargs: as in a node of torch.fx; tensors are `Ref`s.
+        path: the module in whose forward it was.
+        layer: the path of the layer's module, and which call of this module it is, counted from 1.
+        no_grad: gradients were off.
+        shape: of its result, if that is a tensor.
+        shares: earlier results whose memory its result shares.
+        writes: earlier results that it wrote to.
+        returns_written: it returned a tensor that it wrote to.
+    """
+
+    op: str
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
+    layer: tuple[str, int] | None = None
+    no_grad: bool = False
+    shape: tuple[int, ...] | None = None
+    shares: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    returns_written: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a forward called and returned.
+
+    Attributes:
+        returned: leaves of the result; tensors are `Ref`s.
+        spec: how the forward nests them.
+        constants: tensors that belong to no module, by the name of the call that reads them.
+    """
+
+    calls: tuple[Call, ...]
+    returned: tuple[Any, ...]
+    spec: TreeSpec
+    constants: dict[str, Any]
+
+
+class NotRecorded(Exception):
+    """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
+
+
+def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, is_layer: IsLayer) -> Recording:
+    """Returns what a module calls for inputs of some batch size; the module does not change.
+
+    Raises:
+        TracingFailed: its code reads values of tensors, or does something else that cannot be recorded.
+    """
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        names: dict[int, str] = {}
+        own = _copy_without_values(module, device, names)
+        examples = tuple(
+            torch.empty((batch, *e.shape[1:]), dtype=e.dtype, device=device).requires_grad_(e.requires_grad)
+            for e in inputs
+        )
+        recorder = _Recorder(own, module, names, is_layer)
+        return recorder.run(examples)
+
+
+def _copy_without_values(module: nn.Module, device: torch.device, names: dict[int, str]) -> nn.Module:
+    """Returns a copy whose parameters and buffers are fake, and puts their names into `names`, by `id`.
+
+    Tensors in other attributes stay the module's own.
+    """
+    memo: dict[int, Any] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        fake: Tensor = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake
+        names[id(fake)] = name
+    for part in module.modules():
+        for tensor in _tensors(vars(part)):
+            memo.setdefault(id(tensor), tensor)
+    return copy.deepcopy(module, memo)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, module: nn.Module, original: nn.Module, names: dict[int, str], is_layer: IsLayer) -> None:
+        super().__init__()
+        self._module, self._original, self._is_layer = module, original, is_layer
+        self._names = names  # of parameters, buffers and attributes, by id
+        self._paths: dict[int, str] = {}
+        for path, part in module.named_modules():
+            self._paths.setdefault(id(part), path)
+        self._calls: list[Call] = []
+        self._index: dict[int, int] = {}  # of the call that made a tensor, by the tensor's id
+        self._alive: list[Any] = [module]  # so that ids stay unique
+        self._constants: dict[str, Any] = {}
+        self._num_calls: dict[str, int] = {}  # of layers' modules
+        self._inside: list[str] = [""]  # paths of the modules whose forwards run
+        self._paused = False
+        self._values = ConstantValues()
+        self._grad, self._autocast = torch.is_grad_enabled(), autocast_state()
+        self._failed_in: str | None = None
+
+    def run(self, inputs: Sequence[Tensor]) -> Recording:
+        for name, tensor in zip(_argument_names(self._module, len(inputs)), inputs, strict=True):
+            self._add(Call(op="placeholder", target=name, shape=tuple(tensor.shape)), tensor)
+        try:
+            with self._patched(), self:
+                result = self._module(*inputs)
+            leaves, spec = tree_flatten(result)
+            returned = tuple(self._returned(leaf) for leaf in leaves)
+        except Exception as error:  # whatever the model's own code raises without values
+            raise TracingFailed(self._failed_in or "", error) from error
+        return Recording(calls=tuple(self._calls), returned=returned, spec=spec, constants=self._constants)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        known = self._values.read(func, args)
+        if known is not None:
+            return known[0]
+        return self._observed(func, args, kwargs, _node_target(func), None)
+
+    # What is recorded
+
+    def _observed(self, func: Any, args: Any, kwargs: Any, target: tuple[str, Any] | None, layer: Any) -> Any:
+        """Calls a function and records the call, if its result holds tensors or it wrote to some."""
+        tensors = list(_tensors((args, kwargs)))
+        versions = [version(tensor) for tensor in tensors]
+        result = func(*args, **kwargs)
+        if target == ("call_function", set_item):
+            result = args[0]
+        leaves = list(_tensors(result))
+        written = [tensor for tensor, before in zip(tensors, versions, strict=True) if version(tensor) != before]
+        if not leaves and not written and getattr(func, "__name__", "") != "register_hook":
+            return result
+        if target is None:
+            raise NotRecorded(f"{func} cannot be recorded")
+        if autocast_state() != self._autocast:
+            raise NotRecorded("the forward changes autocast")
+        op, name = target
+        shares = self._sharing(leaves, tensors)
+        call = Call(
+            op=op,
+            target=name,
+            args=tuple(self._argument(value) for value in args),
+            kwargs={key: self._argument(value) for key, value in kwargs.items()},
+            path=self._inside[-1],
+            layer=layer,
+            no_grad=self._grad and not torch.is_grad_enabled(),
+            shape=tuple(result.shape) if isinstance(result, Tensor) else None,
+            shares=tuple(dict.fromkeys(self._ref(tensor).index for tensor in shares)),
+            writes=tuple(dict.fromkeys(self._ref(tensor).index for tensor in written)),
+            returns_written=any(leaf is tensor for leaf in leaves for tensor in written),
+        )
+        self._check_writes(call)
+        index = self._add(call, result)
+        if not isinstance(result, Tensor):
+            self._add_parts(result, Ref(index), call)
+        for tensor in written:
+            self._values.forget(tensor)
+        if layer is None:
+            self._values.follow(func, args, kwargs, result)
+        return result
+
+    def _check_writes(self, call: Call) -> None:
+        for index in call.writes:
+            if self._calls[index].op == "get_attr":
+                raise NotRecorded(f"'{self._calls[index].target}' is changed outside of the layer that holds it")
+
+    @staticmethod
+    def _sharing(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        storages = {storage_key(result) for result in results}
+        return [tensor for tensor in tensors if storage_key(tensor) in storages] if storages else []
+
+    def _add(self, call: Call, result: Any) -> int:
+        index = len(self._calls)
+        self._calls.append(call)
+        self._alive.append(result)
+        if isinstance(result, Tensor):
+            self._index[id(result)] = index
+        return index
+
+    def _add_parts(self, result: Any, ref: Ref, call: Call) -> None:
+        """Records the selection of each tensor in a nested result, as part of the same layer."""
+        for select, key, part in _parts(result):
+            if next(_tensors(part), None) is None:
+                continue
+            selected = Call(
+                op="call_function",
+                target=select,
+                args=(ref, key),
+                path=call.path,
+                layer=call.layer,
+                no_grad=call.no_grad,
+                shape=tuple(part.shape) if isinstance(part, Tensor) else None,
+                shares=call.shares,
+            )
+            index = self._add(selected, part)
+            if not isinstance(part, Tensor):
+                self._add_parts(part, Ref(index), call)
+
+    # Arguments
+
+    def _argument(self, value: Any) -> Any:
+        """Returns an argument with `Ref`s in place of tensors."""
+        if isinstance(value, Tensor):
+            return self._ref(value)
+        if value is None or isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, list | tuple):
+            return (list if isinstance(value, list) else tuple)(self._argument(part) for part in value)
+        if type(value) is dict:
+            return {key: self._argument(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+            return value.item()
+        if next(_tensors(vars(value) if hasattr(value, "__dict__") else value), None) is not None:
+            raise NotRecorded(f"a {type(value).__name__} that holds tensors is an argument")
+        return self._constant(value)
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        if id(tensor) in self._index:
+            return Ref(self._index[id(tensor)])
+        if is_functorch_wrapped(tensor):
+            raise NotRecorded("a function under vmap or grad is called")
+        name = self._names.get(id(tensor))
+        if name is None:
+            if isinstance(tensor, FakeTensor):
+                raise NotRecorded("a tensor comes from where torch functions are not seen")
+            return self._constant(tensor)
+        call = Call(op="get_attr", target=name, path=self._inside[-1], shape=tuple(tensor.shape))
+        return Ref(self._add(call, tensor))
+
+    def _constant(self, value: Any) -> Ref:
+        name = f"_constant{len(self._constants)}"
+        self._constants[name] = value
+        call = Call(op="get_attr", target=name, shape=tuple(value.shape) if isinstance(value, Tensor) else None)
+        index = self._add(call, value)
+        self._index[id(value)] = index
+        return Ref(index)
+
+    def _returned(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._ref(leaf)
+        return leaf if leaf is None or isinstance(leaf, _PLAIN) else None
+
+    # Modules and functions
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Routes calls of modules and of autograd functions through this recorder."""
+        call, apply = nn.Module.__call__, Function.__dict__["apply"]
+        recorder = self
+
+        def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return recorder._call_module(call, module, args, kwargs)
+
+        def function_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return recorder._apply(function, apply.__get__(None, function), args, kwargs)
+
+        nn.Module.__call__ = module_call  # type: ignore[method-assign, assignment]
+        Function.apply = classmethod(function_apply)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+            Function.apply = apply
+
+    def _call_module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self._paths.get(id(module))
+        if self._paused or path is None:
+            return call(module, *args, **kwargs)
+        if path and self._is_layer(module, path):
+            self._num_calls[path] = self._num_calls.get(path, 0) + 1
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return self._run_layer(call, module, path, args, kwargs)
+
+            with self._pause():
+                return self._observed(run, args, kwargs, ("call_module", path), (path, self._num_calls[path]))
+        self._inside.append(path)
+        try:
+            return call(module, *args, **kwargs)
+        except Exception:
+            if self._failed_in is None:
+                self._failed_in = path
+            raise
+        finally:
+            self._inside.pop()
+
+    def _run_layer(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Runs a layer; if its code needs values, runs the original's copy on random values."""
+        try:
+            return call(module, *args, **kwargs)
+        except Exception as error:  # whatever its code raises without values
+            original = self._original.get_submodule(path)
+            if any(tensor.is_meta for tensor in (*original.parameters(), *original.buffers())):
+                raise error
+            return _run_with_values(original, args, kwargs)
+
+    def _apply(self, function: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._paused or function.__module__ == "torch.utils.checkpoint":
+            if not self._paused and function.__name__ == "CheckpointFunction":
+                return args[0](*args[2:])  # the runtime has recomputation of its own
+            return apply(*args, **kwargs)
+        with self._pause():
+            target = ("call_function", plain_function(apply, function.__name__))
+            return self._observed(apply, args, kwargs, target, None)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
+    range,
+)  # fmt: skip
+
+
+
+def _node_target(func: Any) -> tuple[str, Any] | None:
+    """Returns op and target of the node that calls a function of torch."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func.__self__, "__name__", "")
+        return ("call_function", plain_function(func, f"{name.strip('_')}_{attribute}"))
+    if name == "__getitem__":
+        return ("call_function", operator.getitem)
+    if name == "__setitem__":
+        return ("call_function", set_item)
+    if getattr(Tensor, name, None) is func:
+        return ("call_method", name)
+    return ("call_function", func)
+
+
+def set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    """Writes to a part of a tensor; returns the tensor, so that later uses of it come after this one in a graph."""
+    tensor[key] = value
+    return tensor
+
+
+def plain_function(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns a function that calls another callable; torch.fx graphs can call plain functions only."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = re.sub(r"\W", "_", name)
+    return function
+
+
+def _parts(value: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
+    """Returns the parts of a nested value, each with the function and the key that select it."""
+    if isinstance(value, Mapping):
+        return [(operator.getitem, key, part) for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [(operator.getitem, index, part) for index, part in enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(getattr, part.name, getattr(value, part.name)) for part in fields(value)]
+    return []
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a nested value."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for _, _, part in _parts(value):
+            yield from _tensors(part)
+
+
+def _run_with_values(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Returns tensors without values, of the shapes that a copy of a module returns for some values."""
+    with without_fake_tensors(), torch.no_grad():
+        result = copy.deepcopy(module)(*_map(args, _with_values), **_map(kwargs, _with_values))
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    trained = trained or (torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))))
+    return _map(result, lambda tensor: _without_values(tensor, trained))
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a nested value with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(part, change) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_map(part, change) for part in value)
+    if isinstance(value, Mapping):
+        return type(value)({key: _map(part, change) for key, part in value.items()})
+    return value
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_values(tensor: Tensor, trained: bool) -> Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return fake.requires_grad_(trained and (tensor.is_floating_point() or tensor.is_complex()))
+
+
+def _argument_names(module: nn.Module, count: int) -> list[str]:
+    """Returns the names of the first arguments of a module's forward."""
+    names: list[str] = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{index}" for index in range(count - len(names))]
+        elif parameter.kind is not Parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    return names[:count]
+
+
+def autocast_state() -> tuple[bool, ...]:
+    """Returns on which kinds of devices autocast is on."""
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

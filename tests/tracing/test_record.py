@@ -1,0 +1,192 @@
+"""Capturing by recording: the graph computes what the module's own code does, at every batch size."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bapipe.tracing.captured import NO_GRAD, Captured
+from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.recorded_capture import capture_by_recording
+
+
+class Code(nn.Module):
+    """Two layers with code between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.between(self, self.a(x)))
+
+
+class Scaled(torch.autograd.Function):
+    """Its gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * grads[0], None
+
+
+def _by_batch(self: Any, x: Tensor) -> Tensor:
+    rows, width = x.shape
+    return x.view(rows * 2, width // 2).flip(1).reshape(rows, width) + torch.zeros(2 * rows + 1).size(0)
+
+
+def _in_place(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0] = 1
+    y[:, 1:3].mul_(3)
+    y += 1
+    return y
+
+
+def _without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean()
+    return x / scale
+
+
+def _skipped(self: Any, x: Tensor) -> Tensor:
+    """What layer drop with probability 0 does."""
+    return x * 0 if torch.rand([]) < 0.0 else x.tanh()
+
+
+def _split(self: Any, x: Tensor) -> Tensor:
+    parts = x.chunk(3, dim=1)
+    largest = torch.max(parts[1], dim=1)
+    return torch.cat([parts[2], largest.values[:, None] * parts[0], x[:, :2]], dim=1)
+
+
+def _hooked(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda grad: grad * 5)
+    return y.sin()
+
+
+CODE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sizes": _by_batch,
+    "in place": _in_place,
+    "layer drop": _skipped,
+    "several results": _split,
+    "hook": _hooked,
+    "autograd function": lambda self, x: Scaled.apply(x.sin(), 3.0),
+    "checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
+    "reentrant checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
+    "buffer and parameter": lambda self, x: (x - self.mean) @ self.a.weight.T,
+    "constants": lambda self, x: x * torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=x.dtype) if torch.ones(()).item() else x,
+}
+
+
+def _trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    output = run(x)
+    output.square().sum().backward()
+    return [output.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+
+
+@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("rows", [2, 9])
+def test_the_graph_computes_what_the_code_does(name: str, rows: int) -> None:
+    torch.manual_seed(0)
+    module = Code(CODE[name]).double()
+    before = copy.deepcopy(module.state_dict())
+    captured = capture_by_recording(module, (torch.zeros(3, 6, dtype=torch.float64),), ())
+    assert not captured.leaf_reasons
+    assert list(captured.layer_of_call.values()) == ["a", "b"]
+    x = torch.randn(rows, 6, dtype=torch.float64)
+    want = _trained(module, module, x)
+    got = _trained(lambda x: captured.module(x)[0], captured.module, x)
+    assert len(got) == len(want) == 5
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module.state_dict(), before)
+
+
+def test_where_gradients_are_off() -> None:
+    graph = capture_by_recording(Code(_without_gradients), (torch.zeros(3, 6),), ()).module.graph
+    assert [node.name for node in graph.nodes if node.meta.get(NO_GRAD)] == ["abs_1", "mean"]
+
+
+class Nested(nn.Module):
+    """A module whose code may or may not be recorded."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), Code(between), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def _captured(between: Callable[[Any, Tensor], Any]) -> Captured:
+    return capture_by_recording(Nested(between), (torch.zeros(3, 6),), ())
+
+
+def _writes_to_buffer(self: Any, x: Tensor) -> Tensor:
+    self.mean.mul_(0.9).add_(x.detach().mean(0))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda self, x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
+        (lambda self, x: x[x[:, 0] > 0].sum(0) + x, "nonzero"),
+        (lambda self, x: x * 0 if torch.rand([]) < 0.5 else x, "_local_scalar_dense"),
+        (lambda self, x: x * (1 / len(x)), "an argument is 0.2 or "),
+        (lambda self, x: torch.vmap(lambda row: row * 2)(x), "vmap"),
+        (_writes_to_buffer, "'inner.mean' is changed"),
+    ],
+)
+def test_a_module_that_cannot_be_recorded_becomes_a_leaf(between: Callable[[Any, Tensor], Any], reason: str) -> None:
+    captured = _captured(between)
+    assert list(captured.layer_of_call.values()) == ["first", "inner", "last"]
+    assert list(captured.leaf_reasons) == ["inner"]
+    assert reason in captured.leaf_reasons["inner"]
+
+
+def test_code_outside_of_modules_that_cannot_be_recorded() -> None:
+    with pytest.raises(TracingFailed) as error:
+        capture_by_recording(Code(lambda self, x: x if x.sum() > 0 else -x), (torch.zeros(3, 6),), ())
+    assert error.value.path == ""
+
+
+
+
+class Returns(nn.Module):
+    """Returns a nest of tensors and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.LSTM(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y, (hidden, _) = self.b(self.a(x))
+        return {"scores": y, "loss": None, "both": (hidden, 7)}
+
+
+def test_returned_constants() -> None:
+    captured = capture_by_recording(Returns(), (torch.zeros(3, 6),), ())
+    assert [leaf for leaf in captured.returned if not isinstance(leaf, torch.fx.Node)] == [None, 7]
+    assert set(captured.layer_of_call.values()) == {"a", "b"}
+
+
+def test_models_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        module = Nested(lambda self, x: x * 2)
+    captured = capture_by_recording(module, (torch.zeros(3, 6),), ())
+    assert list(captured.layer_of_call.values()) == ["first", "inner.a", "inner.b", "last"]
+    assert all(parameter.is_meta for parameter in captured.module.parameters())
