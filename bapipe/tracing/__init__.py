@@ -2,7 +2,8 @@
 
 Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in four steps.
 
-1. `capture`: the operators of the module as one torch.fx graph, by torch.fx (`fx_capture`) or torch.export
+1. `capture`: the operators of the module as one torch.fx graph, by torch.fx (`fx_capture`), by recording what its code
+   calls (`recorded_capture`: `record`, then `merge_recordings`), or by torch.export
    (`export_capture`).
 2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random.
 3. `layers`: assigns each operator to a layer, and names the tensors between layers.

@@ -1,4 +1,4 @@
-"""Captures a module as a graph of operators: by torch.fx, else by torch.export, else with some modules as leaves."""
+"""Captures a module as a graph of operators: by torch.fx, by recording its calls, or by torch.export."""
 
 import re
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ from bapipe.tracing.recorded_capture import capture_by_recording
 def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]) -> Captured:
     """Returns the operators of a module.
 
-    torch.fx is tried first, because it keeps the model's modules and with them their hooks. It fails if the model's
-    code depends on its inputs. Then torch.export is tried, which needs `inputs`, examples of any batch size. If that
-    fails too, the modules in which torch.fx fails become leaf modules, one after another, until it does not.
+    torch.fx is tried first, because it keeps the model's modules and with them their hooks, and is valid for all sizes.
+    It fails if the model's code depends on its inputs. Then, with `inputs`, examples of any batch size, the calls of
+    the model's code are recorded; modules in which that fails become leaf modules. If one of these would hold most of
+    the model, torch.export is tried. The last resort is torch.fx with the modules in which it fails as leaf modules.
 
     Args:
         leaf_modules: paths of modules to take as one layer each.
@@ -33,19 +34,39 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
     try:
         return capture_with_fx(module, num_inputs, frozenset(leaf_modules))
     except TracingFailed as error:
-        first = error
-    export_error = None
-    if inputs is not None:
-        try:
-            return capture_by_recording(module, inputs, leaf_modules)
-        except TracingFailed as error:
-            export_error = _first_line(error.cause)
-        try:
-            return capture_with_export(module, inputs, frozenset(leaf_modules))
-        except Exception as error:  # whatever torch.export or the model's own code raises
-            export_error = _first_line(error)
+        failed = error
+    if inputs is None:
+        return _capture_with_leaves(module, num_inputs, leaf_modules, failed, "")
+    try:
+        recorded = capture_by_recording(module, inputs, leaf_modules)
+    except TracingFailed:
+        recorded = None
+    if recorded is not None and not _is_coarse(module, recorded):
+        return recorded
+    try:
+        return capture_with_export(module, inputs, frozenset(leaf_modules))
+    except Exception as error:  # whatever torch.export or the model's own code raises
+        reason = f"; torch.export fails too: {_first_line(error)}"
+    return recorded or _capture_with_leaves(module, num_inputs, leaf_modules, failed, reason)
+
+
+def _is_coarse(module: nn.Module, captured: Captured) -> bool:
+    """Returns whether one of the modules that capturing made leaf modules holds most of the model's parameters."""
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    leaves = (module.get_submodule(path) for path in captured.leaf_reasons)
+    return any(2 * sum(parameter.numel() for parameter in leaf.parameters()) > whole for leaf in leaves)
+
+
+def _capture_with_leaves(
+    module: nn.Module, num_inputs: int | None, leaf_modules: Sequence[str], failed: TracingFailed, also: str
+) -> Captured:
+    """Returns what torch.fx captures if the modules in which it fails are leaf modules.
+
+    Args:
+        failed: how it failed without these.
+        also: what to add to the message of the error.
+    """
     reasons: dict[str, str] = {}
-    failed = first
     while failed.path:
         reasons[failed.path] = f"it cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}"
         try:
@@ -53,9 +74,8 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
             return replace(captured, leaf_reasons=reasons)
         except TracingFailed as error:
             failed = error
-    reason = f"; torch.export fails too: {export_error}" if export_error is not None else ""
     raise InvalidModel(
-        f"{type(module).__name__} cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}{reason}; "
+        f"{type(module).__name__} cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}{also}; "
         "its forward is traced without values, so it cannot branch on tensors: put such code into a module of its own, "
         "which is then one layer"
     ) from failed.cause

@@ -1,4 +1,4 @@
-"""A graph of a module's operators, as torch.fx or torch.export captured it."""
+"""A graph of a module's operators, however it was captured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -26,7 +26,7 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     device = next(module.parameters(), inputs[0]).device
     examples = tuple(repeat_to_batch(example, num_rows, device) for example in inputs)
     batch = Dim("batch")
-    with _silenced(), torch.random.fork_rng(devices=[]):
+    with silenced(), torch.random.fork_rng(devices=[]):
         program = export(
             _copy_sharing_memory(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False
         )
@@ -49,7 +49,7 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Discards logs, warnings and stderr; an error says enough."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

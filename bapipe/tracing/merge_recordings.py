@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from bapipe.tracing.aliasing import MEMORY, Memory
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.record import Call, Recording, Ref
+from bapipe.tracing.recording import Call, Recording, Ref
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE, TensorShape
 
 Three = tuple[Any, Any, Any]

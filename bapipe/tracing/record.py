@@ -9,9 +9,8 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
 from inspect import Parameter
 from typing import Any
 
@@ -23,69 +22,19 @@ from torch.overrides import TorchFunctionMode
 from bapipe.torch_private import (
     FakeTensor,
     FakeTensorMode,
-    TreeSpec,
     is_functorch_wrapped,
     storage_key,
     tree_flatten,
     version,
-    without_fake_tensors,
 )
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.nested_tensors import parts_of, tensors_in
+from bapipe.tracing.recording import Call, Recording, Ref
+from bapipe.tracing.run_with_values import run_with_values
 
 IsLayer = Callable[[nn.Module, str], bool]
 """(module, its path) -> whether a call of it is one layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """The result of an earlier call, in place of a tensor."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call that the forward made, or a tensor that it read.
-
-    Attributes:
-        op, target, args, kwargs: as in a node of torch.fx; tensors are `Ref`s.
-        path: the module in whose forward it was.
-        layer: the path of the layer's module, and which call of this module it is, counted from 1.
-        no_grad: gradients were off.
-        shape: of its result, if that is a tensor.
-        shares: earlier results whose memory its result shares.
-        writes: earlier results that it wrote to.
-        returns_written: it returned a tensor that it wrote to.
-    """
-
-    op: str
-    target: Any
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    path: str = ""
-    layer: tuple[str, int] | None = None
-    no_grad: bool = False
-    shape: tuple[int, ...] | None = None
-    shares: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    returns_written: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """What a forward called and returned.
-
-    Attributes:
-        returned: leaves of the result; tensors are `Ref`s.
-        spec: how the forward nests them.
-        constants: tensors that belong to no module, by the name of the call that reads them.
-    """
-
-    calls: tuple[Call, ...]
-    returned: tuple[Any, ...]
-    spec: TreeSpec
-    constants: dict[str, Any]
 
 
 class NotRecorded(Exception):
@@ -121,20 +70,26 @@ def _copy_without_values(module: nn.Module, device: torch.device, names: dict[in
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = fake
-        names[id(fake)] = name
+        names[id(fake)] = names[id(tensor)] = name  # code in a closure may use the module's own
     for part in module.modules():
-        for tensor in _tensors(vars(part)):
+        for tensor in tensors_in(vars(part)):
             memo.setdefault(id(tensor), tensor)
     return copy.deepcopy(module, memo)
 
 
 class _Recorder(TorchFunctionMode):
+    """Records what a module's copy without values calls.
+
+    It sees every function of torch, because it is a mode of torch; and calls of modules and of autograd functions,
+    because these are routed through it.
+    """
+
     def __init__(self, module: nn.Module, original: nn.Module, names: dict[int, str], is_layer: IsLayer) -> None:
         super().__init__()
         self._module, self._original, self._is_layer = module, original, is_layer
         self._names = names  # of parameters, buffers and attributes, by id
         self._paths: dict[int, str] = {}
-        for path, part in module.named_modules():
+        for path, part in (*module.named_modules(), *original.named_modules()):
             self._paths.setdefault(id(part), path)
         self._calls: list[Call] = []
         self._index: dict[int, int] = {}  # of the call that made a tensor, by the tensor's id
@@ -172,12 +127,12 @@ class _Recorder(TorchFunctionMode):
 
     def _observed(self, func: Any, args: Any, kwargs: Any, target: tuple[str, Any] | None, layer: Any) -> Any:
         """Calls a function and records the call, if its result holds tensors or it wrote to some."""
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         versions = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         if target == ("call_function", set_item):
             result = args[0]
-        leaves = list(_tensors(result))
+        leaves = list(tensors_in(result))
         written = [tensor for tensor, before in zip(tensors, versions, strict=True) if version(tensor) != before]
         if not leaves and not written and getattr(func, "__name__", "") != "register_hook":
             return result
@@ -230,8 +185,8 @@ class _Recorder(TorchFunctionMode):
 
     def _add_parts(self, result: Any, ref: Ref, call: Call) -> None:
         """Records the selection of each tensor in a nested result, as part of the same layer."""
-        for select, key, part in _parts(result):
-            if next(_tensors(part), None) is None:
+        for select, key, part in parts_of(result):
+            if next(tensors_in(part), None) is None:
                 continue
             selected = Call(
                 op="call_function",
@@ -263,7 +218,7 @@ class _Recorder(TorchFunctionMode):
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
         if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
             return value.item()
-        if next(_tensors(vars(value) if hasattr(value, "__dict__") else value), None) is not None:
+        if next(tensors_in(vars(value) if hasattr(value, "__dict__") else value), None) is not None:
             raise NotRecorded(f"a {type(value).__name__} that holds tensors is an argument")
         return self._constant(value)
 
@@ -308,12 +263,12 @@ class _Recorder(TorchFunctionMode):
             return recorder._apply(function, apply.__get__(None, function), args, kwargs)
 
         nn.Module.__call__ = module_call  # type: ignore[method-assign, assignment]
-        Function.apply = classmethod(function_apply)  # type: ignore[assignment]
+        Function.apply = classmethod(function_apply)  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
-            Function.apply = apply
+            Function.apply = apply  # type: ignore[method-assign]
 
     def _call_module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._paths.get(id(module))
@@ -345,7 +300,7 @@ class _Recorder(TorchFunctionMode):
             original = self._original.get_submodule(path)
             if any(tensor.is_meta for tensor in (*original.parameters(), *original.buffers())):
                 raise error
-            return _run_with_values(original, args, kwargs)
+            return run_with_values(original, args, kwargs)
 
     def _apply(self, function: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._paused or function.__module__ == "torch.utils.checkpoint":
@@ -369,7 +324,6 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
     range,
 )  # fmt: skip
-
 
 
 def _node_target(func: Any) -> tuple[str, Any] | None:
@@ -401,59 +355,6 @@ def plain_function(call: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = re.sub(r"\W", "_", name)
     return function
-
-
-def _parts(value: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
-    """Returns the parts of a nested value, each with the function and the key that select it."""
-    if isinstance(value, Mapping):
-        return [(operator.getitem, key, part) for key, part in value.items()]
-    if isinstance(value, list | tuple):
-        return [(operator.getitem, index, part) for index, part in enumerate(value)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(getattr, part.name, getattr(value, part.name)) for part in fields(value)]
-    return []
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a nested value."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for _, _, part in _parts(value):
-            yield from _tensors(part)
-
-
-def _run_with_values(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Returns tensors without values, of the shapes that a copy of a module returns for some values."""
-    with without_fake_tensors(), torch.no_grad():
-        result = copy.deepcopy(module)(*_map(args, _with_values), **_map(kwargs, _with_values))
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    trained = trained or (torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs))))
-    return _map(result, lambda tensor: _without_values(tensor, trained))
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a nested value with other tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(part, change) for part in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_map(part, change) for part in value)
-    if isinstance(value, Mapping):
-        return type(value)({key: _map(part, change) for key, part in value.items()})
-    return value
-
-
-def _with_values(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _without_values(tensor: Tensor, trained: bool) -> Tensor:
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return fake.requires_grad_(trained and (tensor.is_floating_point() or tensor.is_complex()))
 
 
 def _argument_names(module: nn.Module, count: int) -> list[str]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from bapipe.tracing.captured import Captured, is_layer
-from bapipe.tracing.merge_recordings import merge
+from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.merge_recordings import merge
 from bapipe.tracing.record import record
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
 
@@ -22,12 +23,15 @@ def capture_by_recording(module: nn.Module, inputs: Sequence[Tensor], leaf_modul
     while True:
         leaves = frozenset((*leaf_modules, *reasons))
         try:
-            recordings = [
-                record(module, inputs, batch, lambda part, path: is_layer(part, path, leaves))
-                for batch in (*BATCH_SIZES, CHECK_BATCH_SIZE)
-            ]
-            return replace(merge(module, recordings), leaf_reasons=reasons)
+            return replace(_captured(module, inputs, leaves), leaf_reasons=reasons)
         except TracingFailed as error:
             if not error.path or error.path in leaves:
                 raise
-            reasons[error.path] = f"it cannot be traced: {error}"
+            reasons[error.path] = f"it cannot be traced: {str(error).partition(chr(10))[0]}"
+
+
+def _captured(module: nn.Module, inputs: Sequence[Tensor], leaves: frozenset[str]) -> Captured:
+    is_whole = lambda part, path: is_layer(part, path, leaves)  # noqa: E731
+    with silenced():
+        recordings = [record(module, inputs, batch, is_whole) for batch in (*BATCH_SIZES, CHECK_BATCH_SIZE)]
+    return merge(module, recordings)

@@ -164,8 +164,6 @@ def test_code_outside_of_modules_that_cannot_be_recorded() -> None:
     assert error.value.path == ""
 
 
-
-
 class Returns(nn.Module):
     """Returns a nest of tensors and constants."""
 

@@ -1,0 +1,58 @@
+"""What a forward called, with numbers as they were at one batch size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bapipe.torch_private import TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The result of an earlier call, in place of a tensor."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call that the forward made, or a tensor that it read.
+
+    Attributes:
+        op, target, args, kwargs: as in a node of torch.fx; tensors are `Ref`s.
+        path: the module in whose forward it was.
+        layer: the path of the layer's module, and which call of this module it is, counted from 1.
+        no_grad: gradients were off.
+        shape: of its result, if that is a tensor.
+        shares: earlier results whose memory its result shares.
+        writes: earlier results that it wrote to.
+        returns_written: it returned a tensor that it wrote to.
+    """
+
+    op: str
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
+    layer: tuple[str, int] | None = None
+    no_grad: bool = False
+    shape: tuple[int, ...] | None = None
+    shares: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    returns_written: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a forward called and returned.
+
+    Attributes:
+        returned: leaves of the result; tensors are `Ref`s.
+        spec: how the forward nests them.
+        constants: tensors that belong to no module, by the name of the call that reads them.
+    """
+
+    calls: tuple[Call, ...]
+    returned: tuple[Any, ...]
+    spec: TreeSpec
+    constants: dict[str, Any]
