@@ -1,6 +1,5 @@
 """Makes one graph of what a forward called at three batch sizes, with numbers as functions of the batch size."""
 
-import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -169,8 +168,15 @@ def _name(call: Call) -> str:
 
 def _with_constants(module: nn.Module, constants: Mapping[str, Any]) -> nn.Module:
     """Returns a module with the parts of another and more attributes; the other does not change."""
-    root = copy.copy(module)
-    root._buffers = dict(module._buffers)
+    root = nn.Module()
+    root.training = module.training
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path and "." not in path]
+    for path in paths:  # named_children would leave out a second name of a module
+        root.add_module(path, module.get_submodule(path))
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        root.register_parameter(name, parameter)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        root.register_buffer(name, buffer)
     for name, value in constants.items():
         if isinstance(value, Tensor):
             root.register_buffer(name, value, persistent=False)
