@@ -32,7 +32,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a nested value with other tensors."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and type(value) is not tuple:
         return type(value)(*(map_tensors(part, change) for part in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(part, change) for part in value)
