@@ -21,9 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from bapipe.errors import BapipeError
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -158,14 +161,44 @@ def one_line(error: BaseException) -> str:
 
 
 def _write_job(file: Path, function: Callable[..., object], arguments: Sequence[object]) -> None:
-    pickled = pickle.dumps((function, tuple(arguments)))
+    pickled = _pickled((function, tuple(arguments)))
     # Only if the job refers to the caller's script must a process import that script.
     main: dict[str, Any] | None = None
-    if b"__main__" in pickled:
+    if b"__main__" in pickled and _has_script():
         main = multiprocessing.spawn.get_preparation_data(multiprocessing.current_process().name)
         del main["authkey"]  # cannot be pickled, and is not needed
     path = [folder or os.getcwd() for folder in sys.path]
     file.write_bytes(pickle.dumps((path, sys.argv, main, pickled)))
+
+
+def _pickled(job: object) -> bytes:
+    """Returns a job in bytes; functions that no process can import, as those of a notebook, are in it with their code.
+
+    Raises:
+        BapipeError: there are such functions, and the package cloudpickle is not there to put them in.
+    """
+    try:
+        pickled = pickle.dumps(job)
+        reason = "it is defined in a notebook or an interactive session, which they cannot import"
+        if b"__main__" not in pickled or _has_script():
+            return pickled
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        reason = one_line(error)
+    try:
+        cloudpickle = import_module("cloudpickle")
+    except ModuleNotFoundError:
+        raise BapipeError(
+            f"a function cannot be sent to the processes that run it ({reason}): define it at the top level of a "
+            "module or script, or install cloudpickle"
+        ) from None
+    by_value: bytes = cloudpickle.dumps(job)
+    return by_value
+
+
+def _has_script() -> bool:
+    """Returns whether this process runs a script or module that another process can import."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
 
 def _start(index: int, folder: Path, environment: dict[str, str], quiet: bool) -> LocalProcess:

@@ -33,11 +33,8 @@ def gpt2(num_layers: int = 4, hidden_size: int = 128, num_heads: int = 4, length
         eos_token_id=0,
         use_cache=False,
     )
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # transformers draws the weights as it builds the model, the same on every rank
-        model = GPT2LMHeadModel(config)
     return bapipe.Example(
-        module=model,
+        module=GPT2LMHeadModel(config),
         inputs=(torch.zeros(1, length, dtype=torch.long),),
         target=torch.zeros(1, length, dtype=torch.long),
         loss=loss,

@@ -20,7 +20,11 @@ from bapipe.zoo import ZOO
 
 def profile(
     model: Annotated[
-        str, typer.Argument(help=f"One of {', '.join(sorted(ZOO))}; or a factory of your own, as module.path:function.")
+        str,
+        typer.Argument(
+            help=f"One of {', '.join(sorted(ZOO))}; a factory of your own, as module.path:function; or hf:CLASS, a "
+            "model of transformers, with settings of its config as --arg."
+        ),
     ],
     device: Kind = "cpu",
     microbatch_size: Sizes = "1,2,4,8",

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import bapipe
 from bapipe import report
 from bapipe.cli.attribute_docs import attribute_docs
-from bapipe.cli.inputs import read_or_make_plan
+from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, Output, key_values
 from bapipe.cli.progress import err, note, out, show_parts
 from bapipe.errors import BapipeError
@@ -22,9 +22,11 @@ from bapipe.formats.codec import check_writable, read, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs import Profiles
+from bapipe.runtime.run import check_training
 from bapipe.runtime.run import export as export_checkpoint
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
+from bapipe.zoo import resolve
 
 _HELP = attribute_docs(TrainConfig)
 
@@ -63,6 +65,7 @@ def run(
     eval_samples: Annotated[int | None, typer.Option("--eval-samples", min=1, help=_HELP["evaluate_samples"])] = None,
     tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help=_HELP["tensorboard"])] = None,
     seed: Annotated[int, typer.Option("--seed", help=_HELP["seed"])] = 0,
+    weights: Annotated[Path | None, typer.Option("--weights", help=_HELP["weights"])] = None,
     arg: Arguments = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the last step's measured timeline as a Chrome trace.")
@@ -91,6 +94,7 @@ def run(
         optimizer_arguments=key_values(optimizer_arg, "--optimizer-arg", "weight_decay=0.01"),
         clip_norm=clip_norm,
         seed=seed,
+        weights=weights,
         evaluate_every=eval_every,
         evaluate_samples=eval_samples,
         checkpoint=checkpoint,
@@ -102,6 +106,8 @@ def run(
         timeout_s=timeout,
         tensorboard=tensorboard,
     )
+    if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
+        check_training(resolve(source), key_values(arg), config)
     plan, result = train_with_bar(
         read_or_make_plan(source, arg), config, [read(path, ModelProfile) for path in profile] if profile else None
     )

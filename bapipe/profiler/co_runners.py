@@ -46,14 +46,16 @@ def _train(
 ) -> None:
     torch = require_torch()
     from bapipe.torch_device import prepare_cpu
+    from bapipe.tracing import only_tensor_inputs
     from bapipe.tracing.sizes import repeat_to_batch
     from bapipe.zoo.factory import build
 
     prepare_cpu(1)
     example = build(factory, arguments)
-    *inputs, target = (
-        repeat_to_batch(tensor, microbatch_size, torch.device("cpu")) for tensor in (*example.inputs, example.target)
-    )
-    send("training")
-    while True:  # until the parent leaves the context, or dies
-        example.loss(example.module(*inputs), target).backward()  # type: ignore[no-untyped-call]
+    with only_tensor_inputs(example.module, example.inputs) as tensors:
+        *inputs, target = (
+            repeat_to_batch(tensor, microbatch_size, torch.device("cpu")) for tensor in (*tensors, example.target)
+        )
+        send("training")
+        while True:  # until the parent leaves the context, or dies
+            example.loss(example.module(*inputs), target).backward()  # type: ignore[no-untyped-call]

@@ -27,14 +27,14 @@ from bapipe.profiler.prepare import (
 )
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
-from bapipe.tracing import TracedModel, trace
+from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs, trace
 
 CPU = torch.device("cpu")
 
 
 def measure_model(
     module: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Inputs,
     target: Tensor,
     loss: Callable[[Tensor, Tensor], Tensor],
     *,
@@ -79,7 +79,8 @@ def measure_model(
     if settings.optimizer not in OPTIMIZERS:
         raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
     report = progress or (lambda done, total, next_part: None)
-    check_examples(inputs, target)
+    check_inputs(inputs)
+    check_examples(tensor_inputs(inputs), target)
     check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
@@ -92,10 +93,10 @@ def measure_model(
     layer_by_layer = layer_by_layer or not fits_on_device(module, device)
     if not layer_by_layer:
         module.to(device)
-    with prepared(module, device, settings):
-        model = _traced(module, inputs, leaf_modules, operator_layers)
+    with prepared(module, device, settings), only_tensor_inputs(module, inputs) as tensors:
+        model = _traced(module, tensors, leaf_modules, operator_layers)
         for size in missing_sizes:
-            *batch, batch_target = batch_on_device((*inputs, target), size, device)
+            *batch, batch_target = batch_on_device((*tensors, target), size, device)
             batch = [in_memory_format(tensor, settings) for tensor in batch]
             training_pass = TrainingPass(
                 model=model, loss=loss, inputs=tuple(batch), target=batch_target, autocast=autocast

@@ -12,7 +12,7 @@ from bapipe.torch_device import describe
 from bapipe.tracing.sizes import repeat_to_batch
 
 
-def check_examples(inputs: Sequence[object], target: object) -> None:
+def check_examples(inputs: Sequence[Tensor], target: object) -> None:
     """Raises InvalidModel unless all examples are tensors with at least one sample."""
     named = [(f"input {index}", example) for index, example in enumerate(inputs)]
     for name, example in (*named, ("the target", target)):

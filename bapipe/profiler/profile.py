@@ -19,10 +19,12 @@ from bapipe.zoo import resolve
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from bapipe.tracing import Inputs
+
 
 def profile(
     module: "nn.Module",
-    inputs: "Sequence[Tensor]",
+    inputs: "Inputs",
     target: "Tensor",
     loss: "Callable[[Tensor, Tensor], Tensor]",
     *,
@@ -37,7 +39,9 @@ def profile(
     """Returns the profile of a module: times and bytes of its layers, measured while it trains on this machine.
 
     Args:
-        inputs, target: example tensors, batch first, of any batch size.
+        inputs: examples of the inputs, by position or, as a mapping, by name: tensors, batch first, of any batch size;
+            and constants that the forward takes, such as None or flags.
+        target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch.
         name: the model's name in the profile; None for the name of its class.
         settings: how the model is computed; their `dtype` is replaced by the module's.

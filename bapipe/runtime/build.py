@@ -21,7 +21,7 @@ from bapipe.runtime.materialize import reset_layer
 from bapipe.torch_private import DispatchMode, argument_schemas, storage_key, tree_leaves, tree_map
 from bapipe.tracing.captured import is_layer
 from bapipe.zoo.example import Example
-from bapipe.zoo.factory import build
+from bapipe.zoo.factory import Factory, build
 
 _FILLING = frozenset(
     f"aten.{name}_" for name in ("bernoulli", "copy", "exponential", "fill", "normal", "random", "uniform", "zero")
@@ -41,7 +41,7 @@ class ModelBuild:
         without_values: parameters are on the meta device.
     """
 
-    factory: str
+    factory: Factory
     arguments: Mapping[str, object]
     seed: int
     without_values: bool
@@ -52,7 +52,7 @@ class ModelBuild:
             return build(self.factory, self.arguments)
 
 
-def model_build(factory: str, arguments: Mapping[str, object], seed: int) -> tuple[ModelBuild, Example]:
+def model_build(factory: Factory, arguments: Mapping[str, object], seed: int) -> tuple[ModelBuild, Example]:
     """Returns how ranks are to build a model, and what that gives.
 
     Raises:

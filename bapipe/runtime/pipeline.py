@@ -26,7 +26,7 @@ from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
-from bapipe.tracing import granularity, state_names, trace, unused_state
+from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names, trace, unused_state
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import with_inputs
 
@@ -50,7 +50,7 @@ class Pipeline:
         plan: Plan,
         *,
         loss: Loss,
-        inputs: Sequence[Tensor],
+        inputs: Inputs,
         optimizer: OptimizerFactory | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
@@ -64,7 +64,8 @@ class Pipeline:
         """Builds this rank's stages.
 
         Args:
-            inputs: examples of the model's inputs, of any batch size, on any device.
+            inputs: examples of the model's inputs, by position or, as a mapping, by name: tensors of any batch size, on
+                any device, in the order in which `step` takes them; and constants that the forward takes.
             optimizer: makes the optimizer of a stage's parameters; by default `sgd()`.
             clip_norm: the maximum norm of all gradients of the model together.
             autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors between
@@ -84,10 +85,11 @@ class Pipeline:
         # Cut the traced model. Nothing is allocated: shapes come from a pass on the meta device.
         keys, names = frozenset(module.state_dict()), state_names(module)
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
-        self._split = split(
-            trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, inputs
-        )
-        evaluated = split_for_evaluation(module, plan, inputs, self._split) if evaluates else None
+        with only_tensor_inputs(module, inputs) as tensors:
+            self._split = split(
+                trace(module, tensors, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, tensors
+            )
+            evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)

@@ -1,7 +1,7 @@
 """Training a plan, and exporting the trained model."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,8 @@ from bapipe.runtime.train_result import Evaluation, OnEvaluation, OnStep, StepRe
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from bapipe.zoo.example import Example
 
 
 def run(
@@ -61,8 +63,8 @@ def run(
         _check_devices(plan, settings.threads)
     _check_optimizer(settings, config)
     from bapipe.runtime.build import model_build
+    from bapipe.runtime.data.training_data import training_data
     from bapipe.runtime.train import train
-    from bapipe.zoo.data.open_dataset import open_dataset
     from bapipe.zoo.factory import current_folder_importable
 
     arguments = dict(plan.arguments if config.arguments is None else config.arguments)
@@ -70,7 +72,8 @@ def run(
         make, example = model_build(factory, arguments, config.seed)
         if plan.settings is not msgspec.UNSET:
             check_same(settings, msgspec.structs.replace(settings, dtype=_dtype(example.module)))
-        dataset = open_dataset(config.data, example.data, factory, buckets=config.buckets, augment=config.augment)
+        _check_weights(config, example)
+        dataset = training_data(config, make, example)
 
         def train_plan(current: Plan, resume: bool) -> TrainResult:
             return train(
@@ -93,6 +96,30 @@ def run(
             resume=config.resume,
             on_replan=on_replan or (lambda reason, new_plan: None),
         )
+
+
+def check_training(factory: str, arguments: Mapping[str, object], config: TrainConfig) -> None:
+    """Raises BapipeError if a model cannot be built, or not be trained on a configuration's data, from its weights.
+
+    Nothing is measured and nothing trained.
+    """
+    require_torch()
+    from bapipe.runtime.build import model_build
+    from bapipe.runtime.data.training_data import training_data
+    from bapipe.zoo.factory import current_folder_importable
+
+    with current_folder_importable():
+        build, example = model_build(factory, dict(arguments), config.seed)
+        _check_weights(config, example)
+        training_data(config, build, example)
+
+
+def _check_weights(config: TrainConfig, example: "Example") -> None:
+    """Raises BapipeError if the weights to start from are not the model's."""
+    if config.weights is not None:
+        from bapipe.runtime.checkpoint.weights import check_weights
+
+        check_weights(config.weights, example.module)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ class TrainConfig:
     The command line shows these texts as the help of `bapipe run`.
 
     Attributes:
-        factory: `module.path:function` that returns a `bapipe.Example`; by default the plan's own.
+        factory: function that returns a `bapipe.Example`, or its name as `module.path:function`; by default the plan's
+            own.
         arguments: arguments of the factory; by default the plan's own.
         data: what to train on: synthetic, what the README lists for the model such as mnist or a folder, or
             `module.path:function` that returns a data set.
@@ -35,6 +36,8 @@ class TrainConfig:
         optimizer_arguments: arguments of the optimizer besides the learning rate; without any, SGD has momentum 0.9.
         clip_norm: maximum norm of all gradients of the model together; by default they are not clipped.
         seed: seed of the weights, of the order of the data, and of dropout.
+        weights: safetensors file with the weights to start from, by their names in the module; by default those that
+            the factory gives the model.
         evaluate_every: steps between two evaluations on held-out data, with one after the last step too; by default
             no data is held out.
         evaluate_samples: number of held-out samples to evaluate on, drawn with the seed; by default all that the data
@@ -54,7 +57,7 @@ class TrainConfig:
         BapipeError: a value is out of range, or an option lacks another that it needs.
     """
 
-    factory: str | None = None
+    factory: str | Callable[..., object] | None = None
     arguments: Mapping[str, object] | None = None
 
     data: str = "synthetic"
@@ -70,6 +73,7 @@ class TrainConfig:
     optimizer_arguments: Mapping[str, object] = field(default_factory=dict)
     clip_norm: float | None = None
     seed: int = 0
+    weights: Path | None = None
 
     evaluate_every: int | None = None
     evaluate_samples: int | None = None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from bapipe.errors import RunFailed
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.manifest import Manifest, Position, read_manifest
+from bapipe.runtime.checkpoint.weights import load_weights
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
 from bapipe.runtime.data.loader import Batch, batches
@@ -98,13 +99,15 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         device=rank.device,
         seed=config.seed,
         initialize=example.initialize,
-        buckets=[bucket_examples(example.inputs, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
+        buckets=[bucket_examples(example.tensors, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
         evaluates=job.validation is not None,
     )
     validation = None if job.validation is None else evaluation_data(example, job.validation)
     writer = None
     if config.checkpoint is not None:
         writer = CheckpointWriter(config.checkpoint, config.keep, timedelta(seconds=config.timeout_s), job.devices)
+    if config.weights is not None and job.resume_from is None:
+        load_weights(config.weights, pipeline.state_dict())
     start = _resume(pipeline, job.resume_from)
     pipeline.start_at(start.step)
     seed_step(config.seed, rank.index, start.step)
@@ -120,7 +123,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
             is_slow_to_load=job.dataset.is_slow_to_load,
             num_ranks=rank.size,
             num_threads=settings.threads,
-            batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.inputs),
+            batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
         ),
         pin_memory=rank.device.type == "cuda",
     )
@@ -148,7 +151,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
 def evaluation_data(example: Example, dataset: PipelineDataset[Any]) -> EvaluationData:
     """Returns what evaluating the example's model on a data set needs."""
     generation = example.generation
-    length = 0 if generation is None else example.inputs[generation.input_index].shape[1]
+    length = 0 if generation is None else example.tensors[generation.input_index].shape[1]
     return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length)
 
 

@@ -14,18 +14,23 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
 """
 
 from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import granularity, trace
 from bapipe.tracing.model import TracedLayer, TracedModel, layer_states, state_names, unused_state
 
 __all__ = [
+    "Inputs",
     "TracedLayer",
     "TracedModel",
     "changes_buffers",
+    "check_inputs",
     "extract",
     "granularity",
     "layer_states",
+    "only_tensor_inputs",
     "state_names",
+    "tensor_inputs",
     "trace",
     "unused_state",
 ]

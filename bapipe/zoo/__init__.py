@@ -2,7 +2,8 @@
 
 A model is a module here with a factory that returns an `Example` (see `example`): the module, example inputs, the loss
 and the data. To add one, write such a module and add a line to `ZOO`. `transformer`, `position_ids`, `metrics` and
-`checks` are shared by models; `factory` calls a factory by its path; `data` has the data sets.
+`checks` are shared by models; `hugging_face` builds those of transformers; `factory` calls a factory by its path;
+`data` has the data sets.
 """
 
 from difflib import get_close_matches
@@ -27,14 +28,22 @@ ZOO: dict[str, str] = {
 """The factory of each model, as `module.path:function`."""
 
 
+HUGGING_FACE = "hf:"
+"""Begins the name of a model of Hugging Face's transformers, as in hf:LlamaForCausalLM."""
+
+
 def resolve(model: str) -> str:
     """Returns the factory of a model: that of a name in `ZOO`, or `model` itself if it is a `module.path:function`.
+
+    That of `hf:CLASS` builds a class of transformers, see `bapipe.zoo.hugging_face`.
 
     Raises:
         InvalidModel: it is neither.
     """
     if model in ZOO:
         return ZOO[model]
+    if model.startswith(HUGGING_FACE) and model.removeprefix(HUGGING_FACE).isidentifier():
+        return f"bapipe.zoo.hugging_face:{model.removeprefix(HUGGING_FACE)}"
     path, colon, name = model.partition(":")
     if colon and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
         return model

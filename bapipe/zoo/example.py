@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from bapipe.tracing import Inputs, tensor_inputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
@@ -33,11 +35,13 @@ class Example:
 
     Attributes:
         module: the model.
-        inputs: example inputs, batch first, of any batch size.
+        inputs: example inputs, by position or, as a mapping, by name: tensors, batch first, of any batch size; and
+            constants that the forward takes, such as None or flags.
         target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch, a scalar.
         data: opens the data that a user names, such as synthetic or a folder; items are (input, target), or
-            ((input, ...), target) for several inputs. See `bapipe.zoo.data.dataset.PipelineDataset` for what a data
+            ((input, ...), target) for several tensors in `inputs`, in their order; if None, only synthetic data, made
+            like the example inputs. See `bapipe.zoo.data.dataset.PipelineDataset` for what a data
             set may do besides.
         metrics: by name, (output, target) -> a value for each sample; their means over held-out samples are reported.
         generation: how the model generates text token by token, for models that do.
@@ -48,7 +52,7 @@ class Example:
     """
 
     module: nn.Module
-    inputs: tuple[Tensor, ...]
+    inputs: Inputs
     target: Tensor
     loss: Callable[[Any, Tensor], Tensor]
     data: Callable[[str], Dataset[Any]] | None = None
@@ -56,3 +60,8 @@ class Example:
     learning_rate: float = 0.01
     metrics: Mapping[str, Callable[[Any, Tensor], Tensor]] = field(default_factory=dict)
     generation: GenerationConfig | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the example inputs, in their order, which is that of the data's items."""
+        return tensor_inputs(self.inputs)

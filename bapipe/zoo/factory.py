@@ -9,36 +9,47 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo.example import Example
 
+Factory = str | Callable[..., object]
+"""A function that returns an `Example`, or its name as `module.path:function`."""
 
-def build(factory: str, arguments: Mapping[str, object]) -> Example:
-    """Returns what a factory, given as `module.path:function`, makes of the arguments.
 
-    The current folder is searched for the module too.
+def build(factory: Factory, arguments: Mapping[str, object]) -> Example:
+    """Returns what a factory makes of the arguments; the current folder is searched for the module of a name too.
 
     Raises:
         InvalidModel: no such module or function, arguments it does not take, an error inside it, or another result
             than an Example.
     """
     with current_folder_importable():
-        function = find(factory, "factory")
-        _check_arguments(factory, function, arguments)
+        function = find(factory, "factory") if isinstance(factory, str) else factory
+        name = factory_name(factory)
+        _check_arguments(name, function, arguments)
         try:
             example = function(**arguments)
         except BapipeError:
             raise
         except Exception as error:  # whatever the factory's own code raises
-            raise InvalidModel(f"factory '{factory}' failed: {type(error).__name__}: {error}") from error
+            raise InvalidModel(f"factory '{name}' failed: {type(error).__name__}: {error}") from error
     if not isinstance(example, Example):
         raise InvalidModel(
-            f"factory '{factory}' returned a {type(example).__name__}; want a bapipe.zoo.example.Example with the "
+            f"factory '{name}' returned a {type(example).__name__}; want a bapipe.zoo.example.Example with the "
             "module, example inputs, a target and the loss"
         )
     return example
+
+
+def factory_name(factory: Factory) -> str:
+    """Returns the name of a factory, as `module.path:function`."""
+    if isinstance(factory, str):
+        return factory
+    function = factory.func if isinstance(factory, partial) else factory
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def is_path(text: str) -> bool:

@@ -81,8 +81,8 @@ def pipelines(example: Example, plan: Plan, learning_rate: float) -> dict[str, S
     rank = dist.get_rank()
     layers = [name for stage in plan.stages for name in stage.layers]
     leaf_modules, operator_layers = granularity(example.module, layers)
-    traced = trace(example.module, example.inputs, leaf_modules=leaf_modules, operator_layers=operator_layers)
-    parts = split(traced, plan, example.inputs)
+    traced = trace(example.module, example.tensors, leaf_modules=leaf_modules, operator_layers=operator_layers)
+    parts = split(traced, plan, example.tensors)
     tensors, examples = parts.stages[rank], parts.examples
     module = stage_module(parts, rank)
     optimizer = optimizer_of(module, learning_rate)

@@ -40,7 +40,7 @@ MODELS = {
 def batch_like(example: Example, num_samples: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Returns random inputs and targets; sentences are all of full length."""
     torch.manual_seed(1)
-    inputs = tuple(_like(tensor, num_samples) for tensor in example.inputs)
+    inputs = tuple(_like(tensor, num_samples) for tensor in example.tensors)
     return inputs, torch.randint(4, 100, (num_samples, *example.target.shape[1:]))
 
 

@@ -26,7 +26,7 @@ def main(path: Path, steps: int) -> None:
     model = DistributedDataParallel(example.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=example.learning_rate, momentum=0.9)
     own = plan.num_microbatches // dist.get_world_size()
-    x = torch.randn(plan.microbatch_size, *example.inputs[0].shape[1:])
+    x = torch.randn(plan.microbatch_size, *example.tensors[0].shape[1:])
     y = example.target.expand(plan.microbatch_size, *example.target.shape[1:])
     times_ns = []
     for _ in range(steps):

@@ -59,7 +59,7 @@ def _made(name: str) -> Trained:
         example = small(name)
         rows = torch.arange(ROWS) % len(example.target)
         module = without_dropout(example.module)
-        return module, tuple(tensor[rows] for tensor in example.inputs), example.target[rows], example.loss
+        return module, tuple(tensor[rows] for tensor in example.tensors), example.target[rows], example.loss
     return HUGGING_FACE[name.partition("/")[2]]()
 
 

@@ -56,7 +56,7 @@ def points() -> Dataset[tuple[Tensor, ...]]:
 
 
 def plan_of(build: Callable[[], Example], cuts: tuple[int, ...], ranks: tuple[int | tuple[int, ...], ...]) -> Plan:
-    layers = [layer.name for layer in trace(build().module, build().inputs).layers]
+    layers = [layer.name for layer in trace(build().module, build().tensors).layers]
     order = (
         random_order(1, ranks, 4, 0.5)
         if any(isinstance(r, tuple) for r in ranks)

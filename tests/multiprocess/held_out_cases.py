@@ -92,13 +92,13 @@ def run(rank: Rank) -> list[Outcome]:
 
 
 def _plan(example: Example, cuts: Sequence[int], ranks: Sequence[int | tuple[int, ...]]) -> Plan:
-    layers = [layer.name for layer in trace(example.module, example.inputs).layers]
+    layers = [layer.name for layer in trace(example.module, example.tensors).layers]
     order = named_order("1f1b", 2, 2) if cuts else [["0F0", "0B0"], ["0F1", "0B1"]]
     return make_plan(layers, cuts, ranks, order, 2, 2)
 
 
 def _run(rank: Rank, example: Example, plan: Plan, data: Any) -> Outcome:
-    pipeline = Pipeline(example.module, plan, loss=example.loss, inputs=example.inputs, evaluates=True)
+    pipeline = Pipeline(example.module, plan, loss=example.loss, inputs=example.tensors, evaluates=True)
     held_out = EvaluationData(dataset=data, metrics=example.metrics, generation=example.generation, max_length=6)
     told: list[int] = []
     found, again = (evaluate(pipeline, plan, held_out, rank.device, 5, told.append) for _ in range(2))

@@ -29,7 +29,7 @@ needs_german = pytest.mark.skipif(not (ROOT / "de").is_dir(), reason="needs prog
 def learned(name: str, arguments: dict[str, Any], spec: str, training: TrainConfig, buckets: int = 1) -> TrainResult:
     factory = ZOO[name]
     example = build_on_meta(factory, arguments)
-    layers = [layer.name for layer in trace(example.module, example.inputs).layers]
+    layers = [layer.name for layer in trace(example.module, example.tensors).layers]
     order = named_order("1f1b", 2, NUM_MICROBATCHES)
     plan = make_plan(layers, (len(layers) // 2,), (0, 1), order, MICROBATCH_SIZE, NUM_MICROBATCHES)
     data = open_dataset(spec, example.data, factory, buckets=buckets, augment=False)

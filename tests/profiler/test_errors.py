@@ -227,7 +227,7 @@ def each(output: Tensor, target: Tensor) -> Tensor:
             nn.Sequential(nn.Linear(6, 5)),
             ([1.0, 2.0],),
             functional.cross_entropy,
-            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first: keep other values inside the module",
+            "input 0 is [1.0, 2.0] (list); examples must be tensors, batch first, or constants (numbers, flags, texts, None): keep other values inside the module",
         ),
         (
             nn.Sequential(nn.Linear(6, 5)),

@@ -154,9 +154,10 @@ def build_of(name: str, seed: int = 3) -> tuple[ModelBuild, Example]:
 
 def one_stage(made: Example, seed: int = 3) -> nn.Module:
     """The stage of a rank that has all layers; it returns a tuple."""
-    model = trace(made.module, made.inputs)
+    inputs = made.tensors
+    model = trace(made.module, inputs)
     plan: Plan = make_plan([layer.name for layer in model.layers], (), (0,), named_order("gpipe", 1, 1), 2, 1)
-    parts = split(model, plan, made.inputs)
+    parts = split(model, plan, inputs)
     stage = stage_module(parts, 0)
     materialize(parts, [*stage.parameters(), *stage.buffers()], torch.device("cpu"), seed, made.initialize)
     return stage
@@ -201,7 +202,8 @@ def test_all_other_models_are_built_as_they_are(name: str) -> None:
 def test_buffers_and_constants_keep_the_values_that_the_factory_computed() -> None:
     x = torch.randn(2, 4)
     made = build_of("plain")[0]()
-    stage, (first, second) = one_stage(made), made.module
+    stage = one_stage(made)
+    first, second = made.module.children()
     want = second.linear(first(x)) * torch.cos(torch.arange(4) / 7) * 3
     assert torch.equal(stage(x)[0], want)
     assert all(0 < p.abs().max() < 0.5 for p in made.module.parameters())  # uniform(-1/2, 1/2), as nn.Linear draws them
@@ -209,17 +211,19 @@ def test_buffers_and_constants_keep_the_values_that_the_factory_computed() -> No
 
 def test_tied_parameters_stay_tied() -> None:
     made = build_of("tied")[1]
-    assert made.module[2].weight is made.module[0].weight
+    first, _, last = made.module.children()
+    assert last.get_parameter("weight") is first.get_parameter("weight")
 
 
 def test_a_transformer_of_hugging_face_computes_what_the_original_does() -> None:
     build, made = build_of("llama")
     torch.manual_seed(3)
     original = llama().module
-    words = made.inputs[0]
+    (words,) = made.tensors
     with torch.no_grad():
         assert torch.equal(one_stage(build())(words)[0], original(words).logits)
-    assert made.module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.2)  # not torch's own 0.2
+    weight = made.module.get_parameter("lm_head.weight")
+    assert weight.std().item() == pytest.approx(0.02, rel=0.2)  # not torch's own 0.2
 
 
 def test_an_error_of_the_factory_is_reported_once_and_as_it_is() -> None:

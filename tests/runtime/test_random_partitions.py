@@ -33,7 +33,7 @@ def test_the_zoo_in_random_stages(name: str) -> None:
     example = small(name)
     rows = torch.arange(4) % len(example.target)
     module = without_dropout(example.module).double()
-    inputs = _double(tuple(tensor[rows] for tensor in example.inputs))
+    inputs = _double(tuple(tensor[rows] for tensor in example.tensors))
     (target,) = _double((example.target[rows],))
     assert check(module, inputs, target, example.loss, range(5)) >= 3
 

@@ -129,7 +129,7 @@ def test_a_factory_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "own_bad.py").write_text("import nothing_of_that_name\n")
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
-    assert build_on_meta("own_net:net", {}).inputs[0].shape == (1, 3, 64, 64)
+    assert build_on_meta("own_net:net", {}).tensors[0].shape == (1, 3, 64, 64)
     with pytest.raises(InvalidModel) as error:
         build("own_bad:net", {})
     assert str(error.value) == (

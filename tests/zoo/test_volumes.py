@@ -48,7 +48,7 @@ def test_cosmoflow_size_at_every_volume() -> None:
     for volume_size in (4, 8, 16, 32, 64, 128, 256, 512):
         assert num_parameters("cosmoflow", volume_size=volume_size) == features + dense == 9_438_644
         example = build_on_meta(ZOO["cosmoflow"], {"volume_size": volume_size})
-        assert example.inputs[0].shape == (1, 4, *[volume_size] * 3)
+        assert example.tensors[0].shape == (1, 4, *[volume_size] * 3)
         assert example.module(*example.inputs).shape == (1, 4)
 
 

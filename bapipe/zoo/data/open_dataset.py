@@ -12,19 +12,33 @@ from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.data.translation import LOCALE, Translations
 from bapipe.zoo.factory import current_folder_importable, find, is_path
 
+SYNTHETIC = "synthetic"
+"""The name of made-up data, which every model has."""
+
+Opener = Callable[[str], Dataset[Any]]
+
 
 def open_dataset(
-    spec: str, opener: Callable[[str], Dataset[Any]] | None, factory: str, *, buckets: int, augment: bool
+    spec: str,
+    opener: Opener | None,
+    factory: str,
+    *,
+    buckets: int,
+    augment: bool,
+    synthetic: Callable[[], Dataset[Any]] | None = None,
 ) -> PipelineDataset[Any]:
     """Returns the data set that `spec` names, see `open_data`, in buckets of lengths and with random augmentation."""
-    dataset = as_pipeline_dataset(open_data(spec, opener, factory))
+    dataset = as_pipeline_dataset(open_data(spec, opener, factory, synthetic))
     return augmented(bucketed(dataset, buckets, spec), augment, spec)
 
 
-def open_data(spec: str, opener: Callable[[str], Dataset[Any]] | None, factory: str) -> Dataset[Any]:
+def open_data(
+    spec: str, opener: Opener | None, factory: str, synthetic: Callable[[], Dataset[Any]] | None = None
+) -> Dataset[Any]:
     """Returns the data that `spec` names: what the function `module.path:function` returns, or what `opener` opens.
 
-    `opener` is the `data` of the example that `factory` made.
+    `opener` is the `data` of the example that `factory` made. If it has none, or that knows no synthetic data, these
+    are what `synthetic` returns.
 
     Raises:
         BapipeError: there is no such data, or it is not a data set.
@@ -32,11 +46,18 @@ def open_data(spec: str, opener: Callable[[str], Dataset[Any]] | None, factory: 
     if is_path(spec) and not spec.startswith(LOCALE) and not Path(spec).exists():
         return _called(spec)
     if opener is None:
+        if spec == SYNTHETIC and synthetic is not None:
+            return synthetic()
         raise BapipeError(
             f"'{factory}' has no data: give its Example a function named data, or name a function that returns the "
             "data, as `data` module.path:function"
         )
-    return opener(spec)
+    try:
+        return opener(spec)
+    except (BapipeError, OSError):  # a function of a user's may take the name for a file's
+        if spec != SYNTHETIC or synthetic is None:
+            raise
+        return synthetic()
 
 
 def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:

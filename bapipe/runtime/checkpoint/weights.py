@@ -1,0 +1,65 @@
+"""Weights to start training from: a safetensors file with a model's tensors by their names."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError, InvalidFile
+
+_NUM_SHOWN = 3
+"""Names that an error lists."""
+
+
+def check_weights(path: Path, module: nn.Module) -> None:
+    """Raises BapipeError unless a file has the tensors of a module's state dict, and no others.
+
+    Of tied weights one name is enough. Only names and shapes are read.
+    """
+    state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    names: dict[int, set[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), set()).add(name)
+    with _opened(path) as file:
+        there = set(file.keys())
+        missing = [name for name, tensor in state.items() if not names[id(tensor)] & there]
+        unexpected = sorted(there - set(state))
+        if missing or unexpected:
+            found = [_shown(*what) for what in (("lacks", missing), ("has besides", unexpected)) if what[1]]
+            raise BapipeError(f"{path} has other weights than the model: it {' and '.join(found)}")
+        for name in sorted(there):
+            shape = list(file.get_slice(name).get_shape())
+            if shape != list(state[name].shape):
+                raise BapipeError(
+                    f"{path} has other weights than the model: '{name}' has shape {shape} there and "
+                    f"{list(state[name].shape)} here"
+                )
+
+
+def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Sets tensors, given by their names, in place; reads only these of the file."""
+    with _opened(path) as file, torch.no_grad():
+        there = set(file.keys())
+        for name, tensor in tensors.items():
+            if name in there:
+                tensor.copy_(file.get_tensor(name))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise InvalidFile(f"{path} is no safetensors file: {error}") from None
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _shown(verb: str, names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{verb} {', '.join(repr(name) for name in names[:_NUM_SHOWN])}{more}"

@@ -1,0 +1,128 @@
+"""Models of Hugging Face's transformers, from the name of a class and settings of its config; nothing is downloaded.
+
+Every class of the package that ends in one of `_HEADS` is a factory here: `hf:LlamaForCausalLM` on the command line is
+`bapipe.zoo.hugging_face:LlamaForCausalLM`, which takes what `LlamaConfig` takes, and `length`, the words of a text.
+"""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bapipe.errors import InvalidModel
+from bapipe.zoo.data.language_modeling import next_token_texts
+from bapipe.zoo.example import Example
+
+_BATCH_SIZE = 2
+_LENGTH = 128
+
+
+def __getattr__(name: str) -> Callable[..., Example]:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return partial(_model, name)
+
+
+def _model(architecture: str, length: int | None = None, **settings: object) -> Example:
+    """Returns a model with fresh weights; `settings` are those of its config.
+
+    Raises:
+        InvalidModel: transformers is missing, has no such class, or its config has no such setting.
+    """
+    try:
+        transformers = import_module("transformers")
+    except ModuleNotFoundError:
+        raise InvalidModel(f"hf:{architecture} is a model of the package transformers: install it") from None
+    head = next((head for head in _HEADS if architecture.endswith(head)), None)
+    if head is None:
+        raise InvalidModel(f"hf:{architecture}: want a class that ends in {', '.join(_HEADS)}")
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        close = get_close_matches(architecture, dir(transformers), n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise InvalidModel(f"transformers {transformers.__version__} has no class '{architecture}'{hint}")
+    config = _config(model_class.config_class, settings)
+    inputs, target = _HEADS[head](config, length)
+    return Example(
+        module=model_class(config),
+        inputs=inputs,
+        target=target,
+        loss=loss,
+        data=_data(head, inputs, config),
+    )
+
+
+def _config(config_class: Any, settings: Mapping[str, object]) -> Any:
+    default = config_class()
+    known = {*default.to_dict(), *default.attribute_map}
+    for name in settings:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise InvalidModel(f"{config_class.__name__} has no setting '{name}'{hint}")
+    cache = {"use_cache": False} if "use_cache" in known else {}  # a cache of keys and values serves generation only
+    return config_class(**{**cache, **settings})
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    """Returns the mean cross entropy: over the samples, or over all words of texts, which are equally long."""
+    scores: Tensor = output["logits"]
+    return functional.cross_entropy(scores.flatten(0, -2), target.flatten())
+
+
+_Given = tuple[dict[str, Tensor], Tensor]
+"""Example inputs by name, and an example target."""
+
+
+def _words(config: Any, length: int | None) -> Tensor:
+    length = length or min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    return torch.randint(0, config.vocab_size, (_BATCH_SIZE, length))
+
+
+def _word_each(config: Any, length: int | None) -> _Given:
+    words = _words(config, length)
+    return {"input_ids": words}, words
+
+
+def _label_each(config: Any, length: int | None) -> _Given:
+    words = _words(config, length)
+    return {"input_ids": words}, words % config.num_labels
+
+
+def _label_of_text(config: Any, length: int | None) -> _Given:
+    return {"input_ids": _words(config, length)}, torch.arange(_BATCH_SIZE) % config.num_labels
+
+
+def _label_of_image(config: Any, length: int | None) -> _Given:
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    images = torch.randn(_BATCH_SIZE, config.num_channels, height, width)
+    return {"pixel_values": images}, torch.arange(_BATCH_SIZE) % config.num_labels
+
+
+def _translation(config: Any, length: int | None) -> _Given:
+    words = _words(config, length)
+    return {"input_ids": words, "decoder_input_ids": words.flip(1)}, words
+
+
+_HEADS: dict[str, Callable[[Any, int | None], _Given]] = {
+    "ForCausalLM": _word_each,
+    "LMHeadModel": _word_each,
+    "ForMaskedLM": _word_each,
+    "ForConditionalGeneration": _translation,
+    "ForSequenceClassification": _label_of_text,
+    "ForTokenClassification": _label_each,
+    "ForImageClassification": _label_of_image,
+}
+"""What each kind of head is trained on."""
+
+
+def _data(head: str, inputs: Mapping[str, Tensor], config: Any) -> Callable[[str], Any] | None:
+    if head not in ("ForCausalLM", "LMHeadModel"):
+        return None
+    return partial(next_token_texts, vocabulary_size=config.vocab_size, length=inputs["input_ids"].shape[1])

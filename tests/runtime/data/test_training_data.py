@@ -1,0 +1,75 @@
+"""Data are checked against the model's example inputs before anything is measured or trained."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.data.training_data import check_items
+from bapipe.runtime.run import check_training
+from bapipe.runtime.train_config import TrainConfig
+from bapipe.zoo.data.dataset import as_pipeline_dataset
+
+INPUTS = (torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
+
+
+class Broken:
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("label")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([((torch.zeros(4), 3), 0)], None),
+        ([((torch.zeros(4).numpy(), torch.tensor(3)), torch.zeros(2, 2))], None),
+        ([], None),
+        ([(torch.zeros(4), 0)], "data 'x' has items of 1 inputs and a target; the model takes 2 inputs"),
+        (
+            [((torch.zeros(4, 1), 3), 0)],
+            "data 'x' gives input 0 of shape (4, 1) and type float32; the model's example has shape (4,) and type float32",
+        ),
+        (
+            [((torch.zeros(4), 3.0), 0)],
+            "data 'x' gives input 1 of shape () and type float64; the model's example has shape () and type int64",
+        ),
+        ([((torch.zeros(4), "cat"), 0)], "data 'x' gives a list as input 1; want a tensor or numbers"),
+        (
+            [7],
+            "data 'x' fails at its first item: TypeError: cannot unpack non-iterable int object; want (input, target)",
+        ),
+        (
+            Broken(),
+            "data 'x' fails at its first item: KeyError: 'label'; want (input, target) or ((input, ...), target)",
+        ),
+    ],
+)
+def test_the_first_item(data: Any, message: str | None) -> None:
+    if message is None:
+        check_items(as_pipeline_dataset(data), INPUTS, "x")
+        return
+    with pytest.raises(BapipeError, match=rf"^{re.escape(message)}"):
+        check_items(as_pipeline_dataset(data), INPUTS, "x")
+
+
+def test_a_model_and_its_data_are_checked_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_pair.py").write_text(
+        "import torch\nfrom torch import nn\nfrom bapipe import Example\n"
+        "def net(width=4):\n"
+        "    return Example(module=nn.Linear(width, 2), inputs=(torch.zeros(1, width),),\n"
+        "                   target=torch.zeros(1, dtype=torch.int64), loss=nn.functional.cross_entropy)\n"
+        "def short(): return [(torch.zeros(3), 0)] * 9\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    check_training("own_pair:net", {}, TrainConfig())
+    check_training("own_pair:net", {"width": 3}, TrainConfig(data="own_pair:short"))
+    with pytest.raises(BapipeError, match=r"^data 'own_pair:short' gives input 0 of shape \(3,\)"):
+        check_training("own_pair:net", {}, TrainConfig(data="own_pair:short"))
+    with pytest.raises(BapipeError, match=r"^'own_pair:net' has no data: give its Example"):
+        check_training("own_pair:net", {}, TrainConfig(data="mnist"))

@@ -1,0 +1,76 @@
+"""Models of transformers from the name of a class and settings of its config."""
+
+import pytest
+import torch
+from torch import nn
+
+from bapipe.errors import InvalidModel
+from bapipe.tracing import only_tensor_inputs
+from bapipe.zoo import resolve
+from bapipe.zoo.factory import build
+
+TEXTS: dict[str, object] = {
+    "vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "length": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "scores"),
+    [
+        ("GPT2LMHeadModel", TEXTS, (2, 5, 23)),
+        ("LlamaForCausalLM", TEXTS | {"intermediate_size": 8}, (2, 5, 23)),
+        ("BertForMaskedLM", TEXTS | {"intermediate_size": 8}, (2, 5, 23)),
+        ("BertForSequenceClassification", TEXTS | {"intermediate_size": 8}, (2, 2)),
+        ("DistilBertForTokenClassification", TEXTS | {"hidden_dim": 8}, (2, 5, 2)),
+        (
+            "T5ForConditionalGeneration",
+            {"vocab_size": 23, "d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1, "d_ff": 8, "length": 5},
+            (2, 5, 23),
+        ),
+        (
+            "ViTForImageClassification",
+            {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "image_size": 16, "patch_size": 8},
+            (2, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_a_class_is_built_from_its_settings_and_can_be_trained(
+    name: str, settings: dict[str, object], scores: tuple[int, ...]
+) -> None:
+    example = build(resolve(f"hf:{name}"), settings)
+    assert type(example.module).__name__ == name
+    with only_tensor_inputs(example.module, example.inputs) as tensors:
+        output = example.module(*tensors)
+    assert output.logits.shape == scores
+    loss = example.loss(output, example.target)
+    halves = [example.loss({"logits": output.logits[i : i + 1]}, example.target[i : i + 1]) for i in range(2)]
+    assert loss.item() == pytest.approx(sum(half.item() for half in halves) / 2)
+    loss.backward()
+    assert sum(p.grad is not None for p in example.module.parameters()) > 3
+
+
+def test_texts_to_go_on_with_are_the_data_of_a_causal_model() -> None:
+    example = build(resolve("hf:GPT2LMHeadModel"), TEXTS)
+    assert example.data is not None
+    words, target = example.data("synthetic")[0]
+    assert torch.equal(words[1:], target[:-1])
+    assert words.shape == (5,)
+    assert isinstance(example.module.get_submodule("transformer.h"), nn.ModuleList)
+    assert len(example.module.get_submodule("transformer.h")) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "LamaForCausalLM",
+            {},
+            r"^transformers [\d.]+ has no class 'LamaForCausalLM'; did you mean 'LlamaForCausalLM'\?$",
+        ),
+        ("GPT2Config", {}, r"^hf:GPT2Config: want a class that ends in ForCausalLM, LMHeadModel, "),
+        ("GPT2LMHeadModel", {"n_layers": 2}, r"^GPT2Config has no setting 'n_layers'; did you mean 'n_layer'\?$"),
+    ],
+)
+def test_what_is_wrong_with_a_name_or_a_setting(name: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidModel, match=message):
+        build(resolve(f"hf:{name}"), settings)
