@@ -85,7 +85,7 @@ class _EmbeddingRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.num_rows: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.embedding, torch.ops.aten._embedding_bag):
+        if func.overloadpacket.__name__ in ("embedding", "_embedding_bag"):
             weight, rows = args[:2]
             key = storage_key(rows)
             self.num_rows[key] = min(len(weight), self.num_rows.get(key, len(weight)))
