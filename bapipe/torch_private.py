@@ -42,6 +42,7 @@ __all__ = [
     "construct_reverse_graph",
     "default_group_timeout",
     "get_param_groups",
+    "has_hooks",
     "is_compiled",
     "is_functorch_wrapped",
     "is_view",
@@ -103,6 +104,12 @@ def version(tensor: Tensor) -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what `torch.compile` returns."""
     return isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module runs hooks, forward or backward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
 
 
 def reset_method(module: nn.Module) -> Callable[[], object] | None:

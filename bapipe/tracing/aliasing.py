@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from bapipe.torch_private import NormBase, OpOverload, argument_schemas, return_schemas
+from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel
 
 MEMORY = "memory"
@@ -35,6 +36,7 @@ _OPERATORS = frozenset(
      "permute", "reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "type_as",
      "unbind", "unflatten", "unsqueeze", "view", "view_as")
 )  # fmt: skip
+_VIEW_ATTRIBUTES = ("data", "T", "H", "mT", "mH", "real", "imag")
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 
 
@@ -42,14 +44,23 @@ def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether the result of an operator may share memory with its first input."""
     if MEMORY in node.meta:
         return bool(node.meta[MEMORY].shares)
-    changes = any(True for _ in _written_inputs(module, node))
+    changes = changes_in_place(module, node)
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), _MODULES) or changes
+    if is_function_operator(node.target):
+        return True  # its forward may return a view
+    if node.target is getattr:
+        return node.args[1] in _VIEW_ATTRIBUTES
     if isinstance(node.target, OpOverload):
         aliased = any(result.alias_info is not None for result in return_schemas(node.target))
         return aliased or node.target.overloadpacket.__name__ == "dropout"
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name in _OPERATORS or changes
+
+
+def changes_in_place(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Returns whether an operator writes to an input."""
+    return next(_written_inputs(module, node), None) is not None
 
 
 def returns_what_it_changes(node: fx.Node) -> bool:
@@ -65,7 +76,9 @@ def _shared_inputs(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
         return []
     if MEMORY in node.meta:
         return [source for source in node.meta[MEMORY].shares if source in node.all_input_nodes]
-    return list(_nodes(node.args[0])) if node.args and may_alias(module, node) else []
+    if not may_alias(module, node):
+        return []
+    return [*_nodes(node.args[0] if node.args else None), *_nodes(node.kwargs.get("out"))]
 
 
 def _written_inputs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
@@ -74,10 +87,13 @@ def _written_inputs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
         return
     if isinstance(node.target, OpOverload):
         arguments = argument_schemas(node.target)
-        for argument, value in zip(arguments, node.args, strict=False):
+        given = [*zip(arguments, node.args, strict=False)]
+        given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
+        for argument, value in given:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from _nodes(value)
         return
+    yield from _nodes(node.kwargs.get("out"))
     if node.args and isinstance(node.args[0], fx.Node) and _changes_first_input(module, node):
         yield node.args[0]
 
@@ -131,6 +147,29 @@ def alias_set(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
         todo += _shared_inputs(module, node)
         todo += [user for user in node.users if node in _shared_inputs(module, user)]
     return aliases
+
+
+def written_state(module: fx.GraphModule, tensor: fx.Node) -> list[str]:
+    """Returns the parameters and buffers that share memory with a tensor: it is one, or a view of one."""
+    state, todo, seen = [], [tensor], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "get_attr":
+            state.append(str(node.target))
+        todo += _shared_inputs(module, node)
+    return state
+
+
+def writes_to_state(module: fx.GraphModule) -> Iterator[tuple[fx.Node, list[str]]]:
+    """Yields (operator, names of the parameters and buffers that it writes to)."""
+    for node in module.graph.nodes:
+        if node.op in ("call_module", "call_function", "call_method"):
+            names = [name for tensor in _written_inputs(module, node) for name in written_state(module, tensor)]
+            if names:
+                yield node, names
 
 
 def writers(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -1,17 +1,18 @@
 """Captures a module as a graph of operators: by torch.fx, by recording its calls, or by torch.export."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import is_compiled
-from bapipe.tracing.captured import Captured
+from bapipe.torch_private import has_hooks, is_compiled
+from bapipe.tracing.captured import Captured, is_layer
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
+from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.recorded_capture import capture_by_recording
 
 
@@ -31,23 +32,26 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
     """
     _check_has_layers(module)
     num_inputs = None if inputs is None else len(inputs)
+    leaves = _Leaves(leaf_modules)
+    leaves.add(_hooked_containers(module, leaves.paths))
     try:
-        return capture_with_fx(module, num_inputs, frozenset(leaf_modules))
+        return leaves.capture(module, num_inputs)
     except TracingFailed as error:
         failed = error
     if inputs is None:
-        return _capture_with_leaves(module, num_inputs, leaf_modules, failed, "")
+        return _capture_with_leaves(module, None, leaves, failed, "")
     try:
-        recorded = capture_by_recording(module, inputs, leaf_modules)
+        recorded = capture_by_recording(module, inputs, sorted(leaves.paths))
+        recorded = replace(recorded, leaf_reasons=leaves.reasons | dict(recorded.leaf_reasons))
     except TracingFailed:
         recorded = None
-    if recorded is not None and not _is_coarse(module, recorded):
+    if recorded is not None and (leaves.reasons or not _is_coarse(module, recorded)):
         return recorded
     try:
-        return capture_with_export(module, inputs, frozenset(leaf_modules))
+        return capture_with_export(module, inputs, leaves.paths)
     except Exception as error:  # whatever torch.export or the model's own code raises
         reason = f"; torch.export fails too: {_first_line(error)}"
-    return recorded or _capture_with_leaves(module, num_inputs, leaf_modules, failed, reason)
+    return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, reason)
 
 
 def _is_coarse(module: nn.Module, captured: Captured) -> bool:
@@ -58,7 +62,7 @@ def _is_coarse(module: nn.Module, captured: Captured) -> bool:
 
 
 def _capture_with_leaves(
-    module: nn.Module, num_inputs: int | None, leaf_modules: Sequence[str], failed: TracingFailed, also: str
+    module: nn.Module, num_inputs: int | None, leaves: "_Leaves", failed: TracingFailed, also: str
 ) -> Captured:
     """Returns what torch.fx captures if the modules in which it fails are leaf modules.
 
@@ -66,12 +70,10 @@ def _capture_with_leaves(
         failed: how it failed without these.
         also: what to add to the message of the error.
     """
-    reasons: dict[str, str] = {}
     while failed.path:
-        reasons[failed.path] = f"it cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}"
+        leaves.add({failed.path: f"it cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}"})
         try:
-            captured = capture_with_fx(module, num_inputs, frozenset((*leaf_modules, *reasons)))
-            return replace(captured, leaf_reasons=reasons)
+            return leaves.capture(module, num_inputs)
         except TracingFailed as error:
             failed = error
     raise InvalidModel(
@@ -79,6 +81,51 @@ def _capture_with_leaves(
         "its forward is traced without values, so it cannot branch on tensors: put such code into a module of its own, "
         "which is then one layer"
     ) from failed.cause
+
+
+class _Leaves:
+    """The modules to take as one layer each: those that the caller names, and those that must be, with reasons."""
+
+    def __init__(self, named: Iterable[str]) -> None:
+        self.paths = frozenset(named)
+        self.reasons: dict[str, str] = {}
+
+    def add(self, reasons: Mapping[str, str]) -> None:
+        self.reasons |= reasons
+        self.paths |= set(reasons)
+
+    def capture(self, module: nn.Module, num_inputs: int | None) -> Captured:
+        """Captures with torch.fx; modules that a graph cannot keep as they are become leaf modules.
+
+        Raises:
+            TracingFailed: the model's code cannot run without values, or a graph cannot keep the model's own forward.
+        """
+        while True:
+            try:
+                return replace(capture_with_fx(module, num_inputs, self.paths), leaf_reasons=self.reasons)
+            except CannotKeep as error:
+                if "" in error.reasons:
+                    raise TracingFailed("", error) from error
+                self.add(error.reasons)
+
+
+def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str]) -> dict[str, str]:
+    """Returns which modules that are no layers have hooks, which only a call of the module runs.
+
+    Raises:
+        InvalidModel: the model itself has hooks.
+    """
+    hooked = {
+        path: "it has a hook"
+        for path, part in module.named_modules()
+        if has_hooks(part) and not is_layer(part, path, leaf_modules)
+    }
+    if "" in hooked:
+        raise InvalidModel(
+            f"{type(module).__name__} has a hook on itself, which belongs to none of its layers: remove it, or "
+            "register it on a module inside"
+        )
+    return hooked
 
 
 def _check_has_layers(module: nn.Module) -> None:

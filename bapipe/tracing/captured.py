@@ -1,19 +1,40 @@
 """A graph of a module's operators, however it was captured."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from bapipe.torch_private import TreeSpec
+from bapipe.tracing.aliasing import changes_in_place, writes_to_state
+from bapipe.tracing.kept_calls import CannotKeep, registers_hook
 
 NO_GRAD = "no_grad"
 """Key in a node's `meta`: gradients were off when the operator ran."""
 
+AUTOCAST = "autocast"
+"""Key in a node's `meta`: the `Autocast` in which the operator ran, if that was not the mode of the whole trace."""
+
 _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast mode of one kind of device."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+
+
+def autocast_modes() -> dict[str, Autocast]:
+    """Returns the modes in which operators run now, by kind of device."""
+    kinds = ("cpu", "cuda")
+    return {kind: Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +79,32 @@ def call_name(path: str, call: int) -> str:
     return path if call == 1 else f"{path}#{call}"
 
 
-def drop_unused(graph: fx.Graph) -> None:
-    """Removes operators whose results are unused, except modules and operators that may write to memory."""
-    for node in reversed(list(graph.nodes)):
+def drop_unused(module: fx.GraphModule) -> None:
+    """Removes operators whose results are unused, except modules, hooks and operators that may write to memory."""
+    for node in reversed(list(module.graph.nodes)):
         if node.op not in ("call_function", "call_method", "get_attr") or node.users or node.is_impure():
             continue
-        if node.op != "call_method" or not str(node.target).endswith("_"):
-            graph.erase_node(node)
+        if node.op == "get_attr" or not (registers_hook(node.target) or changes_in_place(module, node)):
+            module.graph.erase_node(node)
+
+
+def check_writes(module: fx.GraphModule, path_of_node: Mapping[fx.Node, str]) -> None:
+    """Raises CannotKeep if the forwards of modules write to parameters or buffers.
+
+    Args:
+        path_of_node: the path of the module in whose forward an operator is; none for those inside a layer.
+    """
+    reasons: dict[str, str] = {}
+    for node, names in writes_to_state(module):
+        path = _enclosing(path_of_node.get(node, ""), names)
+        if path:
+            reasons.setdefault(path, f"its forward changes '{names[0]}'")
+    if reasons:
+        raise CannotKeep(reasons)
+
+
+def _enclosing(path: str, names: Iterable[str]) -> str:
+    """Returns the path of the innermost module at or around a path that holds all of some parameters and buffers."""
+    while path and not all(name.startswith(f"{path}.") for name in names):
+        path = path.rpartition(".")[0]
+    return path

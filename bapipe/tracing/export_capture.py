@@ -13,8 +13,10 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 
 from bapipe.torch_private import tree_leaves
-from bapipe.tracing.captured import NO_GRAD, Captured, call_name, drop_unused, is_layer, output_node
+from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
+from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
+from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.sizes import repeat_to_batch
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -26,11 +28,14 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     device = next(module.parameters(), inputs[0]).device
     examples = tuple(repeat_to_batch(example, num_rows, device) for example in inputs)
     batch = Dim("batch")
-    with silenced(), torch.random.fork_rng(devices=[]):
+    before = generator_states()
+    with silenced(), torch.random.fork_rng(devices=[]), generators_restored(), functions_refused():
         program = export(
             _copy_sharing_memory(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False
         )
         source = program.module(check_guards=False)
+        if generator_states() != before:
+            raise CannotKeep({"": DRAWS_IN_PYTHON})
     assert isinstance(source, fx.GraphModule)
     spec = program.call_spec.out_spec
     assert spec is not None
@@ -40,9 +45,11 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     leaves = tree_leaves(output_node(source.graph).args[0])
     returned = tuple(env[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     graph.output(returned)
-    drop_unused(graph)
     traced = fx.GraphModule(_state(module, source, graph), graph, type(module).__name__)
+    drop_unused(traced)
     layer_of_call, kinds = _layers_by_stack(module, graph, leaf_modules)
+    outside = (node for node in graph.nodes if node not in layer_of_call and node.meta.get("nn_module_stack"))
+    check_writes(traced, {node: next(reversed(node.meta["nn_module_stack"].values()))[0] for node in outside})
     for node in graph.nodes:
         node.meta = {key: value for key, value in node.meta.items() if key == NO_GRAD}
     return Captured(module=traced, returned=returned, spec=spec, layer_of_call=layer_of_call, kinds=kinds)

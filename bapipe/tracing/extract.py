@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from bapipe.tracing.aliasing import alias_set, writers
-from bapipe.tracing.captured import NO_GRAD
+from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Autocast
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.sizes import StageSizes, copy_node, is_size
@@ -39,23 +39,48 @@ def extract(
 
 
 class GradMode:
-    """Adds operators to a graph that turn gradients off and on as they were when the model was traced."""
+    """Adds operators to a graph that set gradients and autocast as they were when the model was traced."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._outside: fx.Node | None = None  # while they are off: whether they were on before
+        self._outside: fx.Node | None = None  # while gradients are off: whether they were on before
+        self._autocast: tuple[Autocast, fx.Node] | None = None  # the mode of the model's own, and its context
 
     def enter(self, node: fx.Node) -> None:
-        """Sets the mode of a node of the model; to be called before its copy is added."""
-        self.set(on=not node.meta.get(NO_GRAD))
+        """Sets the modes of a node of the model; to be called before its copy is added."""
+        self._set_gradients(on=not node.meta.get(NO_GRAD))
+        self._set_autocast(node.meta.get(AUTOCAST))
 
-    def set(self, *, on: bool) -> None:
+    def leave(self) -> None:
+        """Sets the modes that the graph was called in."""
+        self._set_gradients(on=True)
+        self._set_autocast(None)
+
+    def _set_gradients(self, *, on: bool) -> None:
         if not on and self._outside is None:
             self._outside = self._graph.call_function(torch.is_grad_enabled)
             self._graph.call_function(torch.set_grad_enabled, (False,))
         elif on and self._outside is not None:
             self._graph.call_function(torch.set_grad_enabled, (self._outside,))
             self._outside = None
+
+    def _set_autocast(self, mode: Autocast | None) -> None:
+        if self._autocast is not None and mode != self._autocast[0]:
+            self._graph.call_function(_leave_autocast, (self._autocast[1],))
+            self._autocast = None
+        if mode is not None and self._autocast is None:
+            arguments = (mode.device_type, mode.dtype, mode.enabled)
+            self._autocast = mode, self._graph.call_function(_enter_autocast, arguments)
+
+
+def _enter_autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> torch.autocast:
+    context = torch.autocast(device_type, dtype, enabled)
+    context.__enter__()
+    return context
+
+
+def _leave_autocast(context: torch.autocast) -> None:
+    context.__exit__(None, None, None)
 
 
 class _Extraction:
@@ -89,7 +114,7 @@ class _Extraction:
             if model.layer_of.get(node) in self._layers and node not in model.replicated:
                 self._add(node)
         results = tuple(self._source(model.node_of[name]) for name in outputs)
-        self._gradients.set(on=True)
+        self._gradients.leave()
         self._graph.output(results)
         self._graph.lint()
         return fx.GraphModule(model.module, self._graph)

@@ -1,14 +1,46 @@
 """Captures a module with torch.fx, which keeps its modules and with them their hooks."""
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
-from bapipe.torch_private import tree_flatten
-from bapipe.tracing.captured import NO_GRAD, Captured, call_name, drop_unused, is_layer, output_node
+from bapipe.torch_private import tree_flatten, tree_leaves, tree_map
+from bapipe.tracing.captured import (
+    AUTOCAST,
+    NO_GRAD,
+    Captured,
+    autocast_modes,
+    call_name,
+    check_writes,
+    drop_unused,
+    is_layer,
+    output_node,
+)  # fmt: skip
+from bapipe.tracing.kept_calls import (
+    DRAWS_IN_PYTHON,
+    CannotKeep,
+    Function,
+    apply_function,
+    function_operator,
+    functions_intercepted,
+    hook_operator,
+)  # fmt: skip
+from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.python_state import state_restored
+
+_SIZES = frozenset(
+    ("size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point",
+     "is_complex", "get_device", "element_size", "type", "__hash__", "__repr__", "__format__")
+)  # fmt: skip
+"""Methods of a tensor that do not read its values, which tracing may call."""
+
+_RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"))
+"""Functions that draw random numbers also if no argument is a tensor."""
 
 
 class TracingFailed(Exception):
@@ -20,20 +52,27 @@ class TracingFailed(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's tracer, which also records where gradients are off, and in which module it failed."""
+    """torch.fx's tracer, which also records where gradients are off, autocast, functions with a backward of their own,
+    hooks on tensors, and in which module it failed.
+    """
 
     def __init__(self, leaf_modules: frozenset[str]) -> None:
-        super().__init__()
-        self._leaf_modules = leaf_modules
-        self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
+        super().__init__(param_shapes_constant=True)
+        self.leaf_modules = leaf_modules
+        self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
         self.failed_in: str | None = None
+        self.path_of_node: dict[fx.Node, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_layer(m, module_qualified_name, self._leaf_modules)
+        return is_layer(m, module_qualified_name, self.leaf_modules)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before = generator_states()
         try:
-            return super().call_module(m, forward, args, kwargs)
+            result = super().call_module(m, forward, args, kwargs)
+            if generator_states() != before:
+                raise CannotKeep({self.path_of_module(m): DRAWS_IN_PYTHON})
+            return result
         except Exception:
             if self.failed_in is None:
                 self.failed_in = self.path_of_module(m)
@@ -41,27 +80,103 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        if _autocast() != self._autocast:
-            raise RuntimeError("the forward changes autocast, which torch.fx does not record")
+        self.path_of_node[node] = self._path()
         if self._grad and not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
+        changed = [mode for kind, mode in autocast_modes().items() if mode != self._autocast[kind]]
+        if changed:
+            node.meta[AUTOCAST] = changed[0]
         return node
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any) -> fx.Proxy:
+        if kind == "call_method" and target == "register_hook":
+            tensor, hook = args
+            return super().create_proxy("call_function", hook_operator(hook), (tensor,), {})
+        return super().create_proxy(kind, target, args, kwargs, *more, **options)
+
+    def apply_function(self, cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call of an autograd function, whose backward torch.fx would lose."""
+        if not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+            return apply_function(cls, args, kwargs)
+        return self.create_proxy("call_function", function_operator(cls), args, kwargs)
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Returns for each operator the path of the module in whose forward it is, and what identifies it."""
+        return [
+            (path, node.op, getattr(node.target, "__name__", str(node.target)), str(node.args), str(node.kwargs))
+            for node, path in self.path_of_node.items()
+        ]
+
+    def _path(self) -> str:
+        """Returns the path of the module whose forward runs."""
+        return str(next(reversed(self.module_stack.values()))[0]) if self.module_stack else ""
+
+
+class _StateCalls(TorchFunctionMode):
+    """Records operators that read no value of the batch but must run at every call: on the module's own tensors, and
+    random ones.
+
+    torch.fx would run them once, while it traces, and keep their results.
+    """
+
+    def __init__(self, tracer: _Tracer, root: nn.Module) -> None:
+        super().__init__()
+        self._tracer = tracer
+        plain = ((f"{path}.{name}".lstrip("."), v) for path, m in root.named_modules() for name, v in vars(m).items())
+        named = (*plain, *root.named_buffers(), *root.named_parameters())
+        self._names = {id(value): name for name, value in named if isinstance(value, Tensor)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        name = getattr(func, "__name__", "")
+        if any(id(leaf) in self._names for leaf in leaves):
+            return self._on_state(func, name, args, kwargs)
+        if name in _RANDOM and not any(isinstance(leaf, Tensor | fx.Proxy) for leaf in leaves):
+            return self._tracer.create_proxy("call_function", func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _on_state(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in _SIZES:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            value = func(*args, **kwargs)
+            return getattr(self._proxy(args[0]), func.__self__.__name__) if isinstance(value, Tensor) else value
+        args, kwargs = tree_map(self._proxy, (args, kwargs))
+        if not args or not isinstance(args[0], fx.Proxy) or not hasattr(Tensor, name):
+            return func(*args, **kwargs)
+        if name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
+            return getattr(operator, f"__{name[3:]}")(args[1], args[0])
+        if name.startswith("__") and hasattr(operator, name):
+            return getattr(operator, name)(*args)
+        return getattr(args[0], name)(*args[1:], **kwargs)
+
+    def _proxy(self, value: Any) -> Any:
+        if id(value) not in self._names:
+            return value
+        return self._tracer.create_proxy("get_attr", self._names[id(value)], (), {})
 
 
 def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str]) -> Captured:
+    """Returns the operators of a module.
+
+    Raises:
+        TracingFailed: the model's code cannot run without values.
+        CannotKeep: a graph would not do what the code of some modules does.
+    """
     defaults = _default_arguments(module, num_inputs)
-    tracer = _Tracer(leaf_modules)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            graph = tracer.trace(module, concrete_args=defaults)
-    except Exception as error:  # whatever the model's own code raises on symbolic values
-        raise TracingFailed(tracer.failed_in or "", error) from error
-    _drop_arguments(graph, defaults)
-    drop_unused(graph)
-    output = output_node(graph)
-    returned, spec = tree_flatten(output.args[0])
-    output.args = (tuple(returned),)
-    traced = fx.GraphModule(module, graph)
+    with state_restored(module):
+        tracer = _Tracer(leaf_modules)
+        graph = _trace(tracer, module, defaults)
+        texts = tracer.texts()
+        _drop_arguments(graph, defaults)
+        output = output_node(graph)
+        returned, spec = tree_flatten(output.args[0])
+        output.args = (tuple(returned),)
+        traced = fx.GraphModule(module, graph)
+        _check_second_trace(texts, leaf_modules, module, defaults)
+    drop_unused(traced)
+    check_writes(traced, tracer.path_of_node)
     layer_of_call: dict[fx.Node, str] = {}
     kinds: dict[str, str] = {}
     num_calls: dict[str, int] = {}
@@ -72,6 +187,53 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
             layer_of_call[node] = call_name(path, num_calls[path])
             kinds[layer_of_call[node]] = type(module.get_submodule(path)).__name__
     return Captured(module=traced, returned=tuple(returned), spec=spec, layer_of_call=layer_of_call, kinds=kinds)
+
+
+def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.Graph:
+    """Returns the graph of a module; tensors of its own that the forward assigns stay assigned."""
+    buffers = {path: dict(part.named_buffers(recurse=False)) for path, part in module.named_modules()}
+    try:
+        with (
+            generators_restored(),
+            torch.random.fork_rng(devices=[]),
+            functions_intercepted(tracer.apply_function),
+            _StateCalls(tracer, module),
+        ):
+            before = generator_states()
+            graph: fx.Graph = tracer.trace(module, concrete_args=defaults)
+            if generator_states() != before:
+                raise CannotKeep({"": DRAWS_IN_PYTHON})
+    except CannotKeep:
+        raise
+    except Exception as error:  # whatever the model's own code raises on symbolic values
+        raise TracingFailed(tracer.failed_in or "", error) from error
+    for path, own in buffers.items():
+        now = dict(vars(module.get_submodule(path))["_buffers"])
+        assigned = [name for name in own if now.get(name) is not own[name]]
+        if assigned:
+            raise CannotKeep({path: f"its forward assigns the buffer '{assigned[0]}'"})
+    return graph
+
+
+def _check_second_trace(
+    first: Sequence[tuple[str, ...]], leaf_modules: frozenset[str], module: nn.Module, defaults: dict[str, Any]
+) -> None:
+    """Raises CannotKeep if the forward of a module inside does something else at its second call.
+
+    Then it keeps state in Python from call to call. For state of the model's own forward there is no module that could
+    be one layer; whether it matters is for a comparison with the module to say.
+    """
+    for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
+        delattr(module, name)  # the second trace shall give the same names
+    tracer = _Tracer(leaf_modules)
+    try:
+        _trace(tracer, module, defaults)
+        different = (text for text, other in zip(tracer.texts(), first, strict=False) if text != other)
+        path = next(different, ("",))[0]
+    except TracingFailed as error:
+        path = error.path
+    if path:
+        raise CannotKeep({path: "its forward keeps state from call to call"})
 
 
 def _default_arguments(module: nn.Module, num_inputs: int | None) -> dict[str, Any]:
@@ -91,7 +253,3 @@ def _drop_arguments(graph: fx.Graph, defaults: Mapping[str, Any]) -> None:
                 checks += [user for user in check.users if user not in checks]
             for check in reversed(checks):
                 graph.erase_node(check)
-
-
-def _autocast() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

@@ -6,17 +6,20 @@ import torch
 from torch import fx, nn
 
 from bapipe.torch_private import DropoutBase, OpOverload
+from bapipe.tracing.kept_calls import is_function_operator
 
 _NAMES = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponential|rrelu|lstm|gru|rnn|attention")
 
 
 def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Returns whether an operator may draw random numbers; modules from outside torch count as random."""
+    """Returns whether an operator may draw random numbers; what is from outside torch counts as random."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return any(_module_is_random(part) for part in called.modules())
     if node.op not in ("call_function", "call_method"):
         return False
+    if is_function_operator(node.target):
+        return True  # nobody can say
     if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
     return has_random_name(getattr(node.target, "__name__", str(node.target)))

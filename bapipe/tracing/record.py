@@ -29,7 +29,9 @@ from bapipe.torch_private import (
 )
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON
 from bapipe.tracing.nested_tensors import parts_of, tensors_in
+from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.recording import Call, Recording, Ref
 from bapipe.tracing.run_with_values import run_with_values
 
@@ -48,7 +50,7 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, is_layer: Is
         TracingFailed: its code reads values of tensors, or does something else that cannot be recorded.
     """
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), generators_restored():
         names: dict[int, str] = {}
         own = _copy_without_values(module, device, names)
         examples = tuple(
@@ -283,8 +285,12 @@ class _Recorder(TorchFunctionMode):
             with self._pause():
                 return self._observed(run, args, kwargs, ("call_module", path), (path, self._num_calls[path]))
         self._inside.append(path)
+        generators = generator_states()
         try:
-            return call(module, *args, **kwargs)
+            result = call(module, *args, **kwargs)
+            if generator_states() != generators:
+                raise NotRecorded(DRAWS_IN_PYTHON)
+            return result
         except Exception:
             if self._failed_in is None:
                 self._failed_in = path
