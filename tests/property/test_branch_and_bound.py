@@ -81,20 +81,22 @@ def test_branch_and_bound_is_exact_if_devices_have_two_stages(schedule: str) -> 
 def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
     """The bounds of all prefixes of a layout, up to one that does not fit."""
     bounds = problem.lower_bound
-    places = [problem.cuts.index(cut) for cut in layout.cuts]
-    num_places = next(start.num_positions for start in problem.roots if layout.placements[0] in start.first_placements)
-    for bound_ns, prefix in bounds.roots(layout.placements[:1], num_places):
+    boundaries = [problem.cuts.index(cut) for cut in layout.cuts]
+    num_positions = next(
+        start.num_positions for start in problem.roots if layout.placements[0] in start.first_placements
+    )
+    for bound_ns, prefix in bounds.roots(layout.placements[:1], num_positions):
         yield bound_ns
-        for place, slot in zip(places[1:], (*layout.placements[1:], None), strict=True):
-            number = prefix.placements[-1].successors.index(slot) if slot else -1
-            for found_ns, end, next_number in zip(*bounds.children(prefix), strict=True):
-                if (end, next_number) == (place, number) and found_ns < 2**60:
-                    yield int(found_ns)
+        for end, placement in zip(boundaries[1:], (*layout.placements[1:], None), strict=True):
+            number = prefix.placements[-1].successors.index(placement) if placement else -1
+            for child_bound_ns, child_end, child_number in zip(*bounds.children(prefix), strict=True):
+                if (child_end, child_number) == (end, number) and child_bound_ns < 2**60:
+                    yield int(child_bound_ns)
                     break
             else:
                 return
-            prefix = bounds.extend(prefix, place, number)
-            assert prefix.bound_ns <= found_ns
+            prefix = bounds.extend(prefix, end, number)
+            assert prefix.bound_ns <= child_bound_ns
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
@@ -138,15 +140,15 @@ def test_bounds_never_exceed_the_simulated_step_of_many_microbatches(schedule: s
                 if not children:
                     prefix = None
                     break
-                bound_ns, place, number = random.choice(children)
-                prefix = problem.lower_bound.extend(prefix, int(place), int(number))
+                bound_ns, end, number = random.choice(children)
+                prefix = problem.lower_bound.extend(prefix, int(end), int(number))
                 bounds_ns.append(int(bound_ns))
             if prefix is not None:
                 step_ns = problem.simulate(problem.layout(prefix.boundaries, prefix.placements)).step_ns
                 assert max(bounds_ns) <= step_ns, (
                     seed,
                     prefix.boundaries,
-                    [slot.device_classes for slot in prefix.placements],
+                    [placement.device_classes for placement in prefix.placements],
                 )
                 checked += 1
                 late += max(bounds_ns) > 0.98 * step_ns
@@ -186,10 +188,10 @@ def test_stages_fit_exactly_if_they_fit_in_the_simulator() -> None:
         for problem in random_problems(seed, ["1f1b", "zb-h1", "2f2b"], max_layers=4, splits_badly=seed % 2 == 1):
             for layout in layouts(problem):
                 candidates = problem.lower_bound.costs
-                places = [problem.cuts.index(cut) for cut in layout.cuts]
+                boundaries = [problem.cuts.index(cut) for cut in layout.cuts]
                 fits = all(
                     candidates.candidates_from(placement, start).fits[stop - start - 1]
-                    for placement, (start, stop) in zip(layout.placements, pairwise(places), strict=True)
+                    for placement, (start, stop) in zip(layout.placements, pairwise(boundaries), strict=True)
                 )
                 assert fits == all(lack <= 0 for lack in problem.shortfall_bytes(layout).values())
                 seen[fits] += 1

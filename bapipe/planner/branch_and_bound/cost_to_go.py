@@ -213,7 +213,7 @@ class CostToGoTable:
         intervals = self.costs.intervals
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
         # Time counts from the first F of this stage: A(s) = 0 in all bounds.
-        own = bound_stage(
+        alone = bound_stage(
             placement,
             self.num_microbatches,
             stage,
@@ -226,14 +226,14 @@ class CostToGoTable:
         # As nothing is negative, the maximum with this is a choice between a value and infinity, and faster than one.
         infeasible = np.where(stage.fits & in_class & (following.beyond < INF), 0, INF)
         # All r of this stage are over when it says so itself, or when the next stage has returned its last gradients.
-        backward_done = np.maximum(own.backward_done_ns, f + r + following.returned)
+        backward_done = np.maximum(alone.backward_done_ns, f + r + following.returned)
         # `following` counts from the end of F here, this stage from its start: hence f.
         last = f + following.last
         done = largest(
             [
                 (RETURN, backward_done + e),
-                (LAST_MICROBATCH, own.last_start_ns + last),
-                *((WORK, work) for _, work in own.replica_done_ns),
+                (LAST_MICROBATCH, alone.last_start_ns + last),
+                *((WORK, work) for _, work in alone.replica_done_ns),
             ],
             self.enabled,
             otherwise=f + following.done,
@@ -246,13 +246,13 @@ class CostToGoTable:
         forwards, backwards_done, backwards_returned = zeros, zeros, zeros
         if self.forwards_first:
             forwards, backwards_done, backwards_returned = map(
-                minimum, self._forwards_first(placement, stage, own, following)
+                minimum, self._forwards_first(placement, stage, alone, following)
             )
         return CostToGo(
-            round_trip=minimum(own.round_trip_ns),
-            last=minimum(np.maximum(own.round_trip_ns + e, last)),
+            round_trip=minimum(alone.round_trip_ns),
+            last=minimum(np.maximum(alone.round_trip_ns + e, last)),
             done=minimum(np.maximum(done, f + following.done)),
-            returned=minimum(np.maximum(own.returned_ns, backward_done)),
+            returned=minimum(np.maximum(alone.returned_ns, backward_done)),
             total_work=zeros if placement.position is None else minimum(stage.microbatch_ns + following.total_work),
             forwards=forwards,
             backwards_done=backwards_done,
@@ -260,7 +260,7 @@ class CostToGoTable:
         )
 
     def _forwards_first(
-        self, placement: StagePlacement, stage: StageCandidates, own: StageBound, following: "_Following"
+        self, placement: StagePlacement, stage: StageCandidates, alone: StageBound, following: "_Following"
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Bound "forwards first": forwards, backwards_done and backwards_returned of `CostToGo`. All [intervals]"""
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
@@ -268,8 +268,10 @@ class CostToGoTable:
         forwards = np.maximum(self.num_before_final(placement) * f, following.forwards)
         # The first r here follows the way back from the last stage, then n - 1 more; or the next stage is the slower
         # one.
-        returned = np.maximum(own.round_trip_ns + own.other_backwards_ns, f + r + following.backwards_returned)
-        done = maximum([returned + e, own.round_trip_ns - r + stage.max_backward_work_ns, f + following.backwards_done])
+        returned = np.maximum(alone.round_trip_ns + alone.other_backwards_ns, f + r + following.backwards_returned)
+        done = maximum(
+            [returned + e, alone.round_trip_ns - r + stage.max_backward_work_ns, f + following.backwards_done]
+        )
         return forwards, done, returned
 
     def _stalls(self, placement: StagePlacement, following: "_Following") -> TransferStalls:

@@ -90,7 +90,7 @@ def complete_on(
 ) -> PartialPlan | None:
     """Returns a complete plan on these placements, None if its bound is not below.
 
-    It is cut at `boundaries`, or without them greedily where the bound is smallest.
+    It is cut at `boundaries`, or without them greedily, each stage ending at the boundary with the smallest bound.
     """
     lower_bound = problem.lower_bound
     num_positions = len({placement.position for placement in placements} - {None})

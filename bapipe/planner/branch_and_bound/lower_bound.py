@@ -124,12 +124,12 @@ class _NextStage:
     """Bounds of the next stage of a partial plan, with each of n ends and N * C ways to go on. [N * C, n] or [n]
 
     Attributes:
-        own: the bounds of the stage alone, from its first F on.
+        alone: the bounds of the stage alone, from its first F on.
         last_start_ns: when it starts F of the last micro-batch.
         step_ns: the step time that the stages up to this one need.
     """
 
-    own: StageBound
+    alone: StageBound
     last_start_ns: IntArray
     step_ns: IntArray
 
@@ -276,27 +276,27 @@ class LowerBound:
             beyond, busy_link = transitions.beyond_ns, transitions.busy_link_ns
             onward = stage.forward_ns + transitions.send_ns + transitions.cost_to_go.last
         stalls = self._stalls(partial, transitions)
-        own = bound_stage(placement, self.num_microbatches, stage, beyond, busy_link, stalls, self._enabled)
+        alone = bound_stage(placement, self.num_microbatches, stage, beyond, busy_link, stalls, self._enabled)
         # L(s): delayed by the order of this stage, by the stages before, or by round trips between both (zigzag).
-        last_start = np.maximum(partial.first_arrival_ns + own.last_start_ns, partial.last_arrival_ns)
+        last_start = np.maximum(partial.first_arrival_ns + alone.last_start_ns, partial.last_arrival_ns)
         if ZIGZAG in self._enabled:
             here = stage.forward_ns + stage.critical_backward_ns
             for placed in partial.stages:
                 last_start = np.maximum(last_start, self._bound_zigzag(partial, placed, here))
         terms = [
             # The last micro-batch goes to the last stage and back; this stage, one before or one beyond finishes.
-            (LAST_MICROBATCH, last_start + np.maximum(own.round_trip_ns + np.maximum(e, partial.tail_ns), onward)),
+            (LAST_MICROBATCH, last_start + np.maximum(alone.round_trip_ns + np.maximum(e, partial.tail_ns), onward)),
             # All r here are over, then this stage finishes; or the gradients go back, and a stage before finishes.
-            (RETURN, partial.first_arrival_ns + own.backward_done_ns + e),
-            (RETURN, partial.first_arrival_ns + own.returned_ns + partial.tail_ns),
+            (RETURN, partial.first_arrival_ns + alone.backward_done_ns + e),
+            (RETURN, partial.first_arrival_ns + alone.returned_ns + partial.tail_ns),
         ]
-        for k, work in own.replica_done_ns:
+        for k, work in alone.replica_done_ns:
             # Replica k waits for micro-batch k: each stage before runs F of the micro-batches before it on a replica.
             fed = max((k // placed.num_replicas * placed.forward_ns for placed in partial.stages), default=0)
             terms.append((WORK, partial.first_arrival_ns + fed + work))
         # Without any enabled bound the round trip of one micro-batch remains.
-        step = largest(terms, self._enabled, otherwise=partial.first_arrival_ns + own.round_trip_ns)
-        return _NextStage(own, last_start, clip_inf(step))
+        step = largest(terms, self._enabled, otherwise=partial.first_arrival_ns + alone.round_trip_ns)
+        return _NextStage(alone, last_start, clip_inf(step))
 
     def _stalls(self, partial: PartialPlan, transitions: Transitions | None) -> TransferStalls:
         """How long transfers block the devices of the next stage."""
@@ -364,7 +364,7 @@ class LowerBound:
         # The other n - 1 micro-batches of a replica; gradients block it if it cannot compute while it sends.
         num_others = -(-self.num_microbatches // placement.num_replicas) - 1
         sends = num_others * partial.grad_ns if self.costs.blocks_on_transfers(placement) else 0
-        others = next_stage.own.other_backwards_ns
+        others = next_stage.alone.other_backwards_ns
         return maximum(
             [others + stage.finish_ns, others + sends + partial.tail_ns, np.array(partial.backwards_tail_ns)]
         )

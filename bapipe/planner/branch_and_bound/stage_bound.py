@@ -102,14 +102,14 @@ def bound_stage(
     blocked = [
         count * stalls.next_stage_ns + (count - 1) * stalls.recv_activation_ns for count, _ in stage.replica_critical_ns
     ]
-    critical = [own + extra for (_, own), extra in zip(stage.replica_critical_ns, blocked, strict=True)]
+    critical = [work + extra for (_, work), extra in zip(stage.replica_critical_ns, blocked, strict=True)]
     last_start = _last_start_ns(placement, num_microbatches, stage, round_trip, late_forwards, stalls)
     backward_done = largest(
         [
             (LAST_MICROBATCH, last_start + round_trip),
             (LINK, f + r + busy_link_ns),
             (ROUND_TRIP, round_trip + late_forwards * (f + stalls.send_activation_ns) + others),
-            *((RETURN, own) for own in critical),
+            *((RETURN, work) for work in critical),
         ],
         enabled,
         otherwise=f + r,
@@ -117,8 +117,8 @@ def bound_stage(
     # Bound "return" if the device cannot compute while it sends: n - 1 gradients leave before the last one does.
     returned = largest(
         [
-            (RETURN, own + (count - 1) * stalls.send_gradient_ns)
-            for own, (count, _) in zip(critical, stage.replica_critical_ns, strict=True)
+            (RETURN, work + (count - 1) * stalls.send_gradient_ns)
+            for work, (count, _) in zip(critical, stage.replica_critical_ns, strict=True)
         ],
         enabled,
         otherwise=backward_done,
@@ -129,7 +129,9 @@ def bound_stage(
         backward_done_ns=backward_done,
         returned_ns=np.maximum(backward_done, returned),
         other_backwards_ns=others,
-        replica_done_ns=tuple((k, own + extra) for (k, own), extra in zip(stage.replica_work_ns, blocked, strict=True)),
+        replica_done_ns=tuple(
+            (k, work + extra) for (k, work), extra in zip(stage.replica_work_ns, blocked, strict=True)
+        ),
     )
 
 

@@ -178,9 +178,10 @@ class StageCostTable:
                 for count, replica, backward_ns in zip(counts, replicas, critical_ns, strict=True)
             ),
             # The work of one replica is not a minimum: the bounds "work" and "return" are stated for each replica.
-            replica_work_ns=tuple((replica.index, own) for replica, own in zip(replicas, work_ns, strict=True)),
+            replica_work_ns=tuple((replica.index, work) for replica, work in zip(replicas, work_ns, strict=True)),
             max_backward_work_ns=_max(
-                own - count * replica.forward_ns for count, replica, own in zip(counts, replicas, work_ns, strict=True)
+                work - count * replica.forward_ns
+                for count, replica, work in zip(counts, replicas, work_ns, strict=True)
             ),
             microbatch_ns=_min(microbatch_ns),
         )
@@ -249,8 +250,8 @@ class StageCostTable:
         """
         # The stage before is not known in the cost-to-go: take the fastest link to any device of the cluster.
         others = range(len(self.classes))
-        own = placement.device_classes
-        links = self.links.between(others, own) if forward else self.links.between(own, others)
+        here = placement.device_classes
+        links = self.links.between(others, here) if forward else self.links.between(here, others)
         if not links:
             return np.zeros(self.intervals.num_boundaries, dtype=np.int64)
         times = _min(self._cut_transfer_ns(link, forward) for link in links).copy()

@@ -1,6 +1,6 @@
 """Every lower bound by its name: never above the simulator if used alone, and needed in a share of random cases."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from copy import copy
 from random import Random
 
@@ -52,13 +52,14 @@ MIN_SHARE = {
 """In at least this share of random plans, leaving the bound out lowers the bound of one of their partial plans."""
 
 
-def with_bounds(problem: Problem, enabled: Set[str]) -> Problem:
-    """The problem with some of the bounds only, and one sync class."""
+def with_bounds(problem: Problem, enabled: Set[str], sync_limits_ns: Sequence[int] = ()) -> Problem:
+    """The problem with some of the bounds only, and one sync class or those between some thresholds."""
     changed = copy(problem)
     changed.lower_bound = LowerBound(
         problem.lower_bound.costs,
         problem.num_microbatches,
         forwards_first=problem.lower_bound.cost_to_go.forwards_first,
+        sync_limits_ns=sync_limits_ns,
         enabled=enabled,
     )
     return changed
@@ -76,7 +77,7 @@ def random_layout(random: Random, problem: Problem) -> Layout | None:
     return problem.layout((0, *inner, last), tuple(placements))
 
 
-def with_slow_links(random: Random, schedule: str) -> Problem:
+def with_slow_links(random: Random, schedule: str, num_microbatches: int) -> Problem:
     """Transfers that take as long as stages do, beside compute: then links, and round trips over them, are critical."""
     profile, cluster = random_profile(random, random.randint(3, 6)), random_cluster(random, random.randint(2, 4))
     devices = tuple(replace(d, overlaps_transfers=True, memory_bytes=2**32) for d in cluster.devices)
@@ -85,7 +86,7 @@ def with_slow_links(random: Random, schedule: str) -> Problem:
     (problem,) = build_space(
         {"a": profile},
         cluster,
-        minibatch_size=random.randint(8, 24),
+        minibatch_size=num_microbatches,
         sizes=[1],
         schedules=[schedule],
         limits=[2**32] * len(devices),
@@ -95,15 +96,27 @@ def with_slow_links(random: Random, schedule: str) -> Problem:
     return problem
 
 
-def random_plans(name: str) -> Iterator[tuple[Problem, Layout]]:
+def random_plans(name: str) -> Iterator[tuple[int, Problem, Layout]]:
+    """Plans to hold a bound to, each with its seed."""
     for seed in range(20):
         random = Random(seed)
         schedule = random.choice(SCHEDULES_OF[name])
-        problem = with_slow_links(random, schedule) if name in (LINK, ZIGZAG) else random_pipeline(random, schedule)
+        if name in (LINK, ZIGZAG):
+            problem = with_slow_links(random, schedule, random.randint(8, 24))
+        else:
+            problem = random_pipeline(random, schedule)
         for _ in range(4 if problem.roots else 0):
             layout = random_layout(random, problem)
             if layout is not None:
-                yield problem, layout
+                yield seed, problem, layout
+
+
+def check_bounds(seed: int, problem: Problem, layout: Layout) -> None:
+    """Every prefix of the plan has a bound, and none exceeds the simulated step."""
+    bounds_ns, step_ns = list(prefixes_of(problem, layout)), problem.simulate(layout).step_ns
+    case = f"seed {seed}: {problem.schedule}, cuts {layout.cuts}, bounds {bounds_ns}, step {step_ns}"
+    assert len(bounds_ns) == len(layout.placements) + 1, case
+    assert max(bounds_ns) <= step_ns, case
 
 
 def test_every_bound_is_tested() -> None:
@@ -115,21 +128,49 @@ def test_bound_alone_never_exceeds_the_simulator(name: str) -> None:
     # "zigzag" says when the last micro-batch starts: without "last micro-batch" nothing follows from it.
     enabled = {ZIGZAG, LAST_MICROBATCH} if name == ZIGZAG else {name}
     plans = 0
-    for problem, layout in random_plans(name):
-        bounds_ns = list(prefixes_of(with_bounds(problem, enabled), layout))
-        assert len(bounds_ns) == len(layout.placements) + 1
-        assert max(bounds_ns) <= problem.simulate(layout).step_ns, (problem.schedule, layout.cuts)
+    for seed, problem, layout in random_plans(name):
+        check_bounds(seed, with_bounds(problem, enabled), layout)
         plans += 1
     assert plans > 40
+
+
+@pytest.mark.parametrize("name", [WORK, RETURN, LINK, ROUND_TRIP, LAST_MICROBATCH])
+def test_bound_never_exceeds_the_step_of_one_micro_batch(name: str) -> None:
+    """With one micro-batch nothing waits: a transfer or a phase that a bound counts twice exceeds the step."""
+    plans = 0
+    for seed in range(12):
+        random = Random(seed)
+        problem = with_bounds(with_slow_links(random, random.choice(ONE_STAGE), 1), {name})
+        for _ in range(3):
+            layout = random_layout(random, problem)
+            if layout is not None:
+                check_bounds(seed, problem, layout)
+                plans += 1
+    assert plans > 20
+
+
+def test_bounds_by_sync_class_never_exceed_the_simulator() -> None:
+    """The bound is the minimum over the classes: a maximum would be infinite if a class has no completion."""
+    num_classes = set()
+    for seed, problem, layout in random_plans(WORK):
+        step_ns = problem.simulate(layout).step_ns
+        limits_ns = [step_ns // divisor for divisor in (50, 20, 5)]
+        problem = with_bounds(problem, BOUND_NAMES, limits_ns)
+        check_bounds(seed, problem, layout)
+        for placement, begin, end in zip(layout.placements, layout.cuts, layout.cuts[1:], strict=False):
+            first, last = problem.cuts.index(begin), problem.cuts.index(end)
+            finish_ns = problem.lower_bound.costs.candidates_from(placement, first).finish_ns[last - first - 1]
+            num_classes.add(sum(limit_ns < finish_ns for limit_ns in limits_ns))
+    assert num_classes == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("name", sorted(BOUND_NAMES))
 def test_bound_is_needed(name: str) -> None:
     needed = plans = 0
-    for problem, layout in random_plans(name):
+    for seed, problem, layout in random_plans(name):
         with_all = list(prefixes_of(with_bounds(problem, BOUND_NAMES), layout))
         without = list(prefixes_of(with_bounds(problem, BOUND_NAMES - {name}), layout))
-        assert all(a >= b for a, b in zip(with_all, without, strict=True))
+        assert all(a >= b for a, b in zip(with_all, without, strict=True)), (seed, name, with_all, without)
         needed += with_all != without
         plans += 1
     assert needed >= MIN_SHARE[name] * plans, needed / plans
