@@ -123,14 +123,21 @@ class _LongChainSearch:
             if costs not in self.feasible:
                 same_size = [other for other in self.problems if other.lower_bound.costs is costs]
                 self.feasible[costs] = FeasibleIntervals(costs, _first_placements(same_size))
-        # One micro-batch through the whole chain and back is a first bound.
-        self.bounds_ns = {costs: int(feasible.before_ns[-1]) for costs, feasible in self.feasible.items()}
+        # First bounds: one micro-batch through the whole chain and back, and all work at the speed of all devices.
+        self.bounds_ns = {
+            costs: max(int(feasible.before_ns[-1]), self._min_root_ns(costs))
+            for costs, feasible in self.feasible.items()
+        }
         self._bisected: set[StageCostTable] = set()
         self.simulated: dict[tuple[int, Path], int | None] = {}
         self.ranked: list[tuple[int, int, int, Path]] = []
         self.best_ns: int | None = None
         self.num_actions = self.num_intervals = 0
         self.may_fit = True
+
+    def _min_root_ns(self, costs: StageCostTable) -> int:
+        problems = [problem for problem in self.problems if problem.lower_bound.costs is costs]
+        return min(root.bound_ns for problem in problems for root in problem.roots)
 
     @property
     def bound_ns(self) -> int:
