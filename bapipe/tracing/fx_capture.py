@@ -2,11 +2,13 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode
 
 from bapipe.torch_private import tree_flatten, tree_leaves, tree_map
@@ -77,6 +79,11 @@ class _Tracer(fx.Tracer):
             if self.failed_in is None:
                 self.failed_in = self.path_of_module(m)
             raise
+
+    def create_arg(self, a: Any) -> Any:
+        if is_dataclass(a) or (isinstance(a, dict) and type(a) not in (dict, immutable_dict)):
+            raise RuntimeError(f"torch.fx takes a {type(a).__name__} for a dictionary")
+        return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -170,6 +177,7 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
         graph = _trace(tracer, module, defaults)
         texts = tracer.texts()
         _drop_arguments(graph, defaults)
+        _drop_star_arguments(graph)
         output = output_node(graph)
         returned, spec = tree_flatten(output.args[0])
         output.args = (tuple(returned),)
@@ -253,3 +261,12 @@ def _drop_arguments(graph: fx.Graph, defaults: Mapping[str, Any]) -> None:
                 checks += [user for user in check.users if user not in checks]
             for check in reversed(checks):
                 graph.erase_node(check)
+
+
+def _drop_star_arguments(graph: fx.Graph) -> None:
+    """Removes the placeholders of `*args` and `**kwargs`, which torch.fx takes for one input each."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target).startswith("*"):
+            if node.users:
+                raise TracingFailed("", RuntimeError(f"the forward uses {node.target}, which torch.fx cannot follow"))
+            graph.erase_node(node)

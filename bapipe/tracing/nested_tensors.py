@@ -2,10 +2,14 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from bapipe.torch_private import tree_leaves
 
 
 def parts_of(value: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
@@ -40,3 +44,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = {key: map_tensors(part, change) for key, part in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
     return value
+
+
+def register_dataclasses(value: Any) -> None:
+    """Makes torch know the dataclasses in a nested value, so that it can take them apart and put them together."""
+    if is_dataclass(value) and not isinstance(value, Mapping | type) and len(tree_leaves(value)) == 1:
+        with suppress(ValueError):  # it has one part only, and is known already
+            torch.export.register_dataclass(type(value))
+    for _, _, part in parts_of(value):
+        register_dataclasses(part)

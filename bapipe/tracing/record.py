@@ -30,7 +30,7 @@ from bapipe.torch_private import (
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON
-from bapipe.tracing.nested_tensors import parts_of, tensors_in
+from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
 from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.recording import Call, Recording, Ref
 from bapipe.tracing.run_with_values import run_with_values
@@ -110,6 +110,7 @@ class _Recorder(TorchFunctionMode):
         try:
             with self._patched(), self:
                 result = self._module(*inputs)
+            register_dataclasses(result)
             leaves, spec = tree_flatten(result)
             returned = tuple(self._returned(leaf) for leaf in leaves)
         except Exception as error:  # whatever the model's own code raises without values

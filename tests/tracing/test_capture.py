@@ -47,3 +47,35 @@ def test_layers_are_modules_of_torch_or_without_children() -> None:
     assert not is_layer(nn.Sequential(nn.ReLU()), "a")
     assert is_layer(nn.Sequential(nn.ReLU()), "a", frozenset({"a"}))
     assert not is_layer(Inner(), "a")
+
+
+class StarArguments(nn.Module):
+    """Takes any number of tensors, and options that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, *tensors: Tensor, **options: object) -> Tensor:
+        y: Tensor = self.linear(torch.cat(tensors))
+        return y
+
+
+class UnusedOptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, **options: object) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_any_number_of_arguments() -> None:
+    x = torch.zeros(1, 2)
+    inputs = [
+        node.target for node in capture(StarArguments(), (x, x), ()).module.graph.nodes if node.op == "placeholder"
+    ]
+    assert inputs == ["tensors_0", "tensors_1"]
+    inputs = [node.target for node in capture(UnusedOptions(), (x,), ()).module.graph.nodes if node.op == "placeholder"]
+    assert inputs == ["x"]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bapipe.tracing.captured import NO_GRAD, Captured
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.layers import trace
 from bapipe.tracing.recorded_capture import capture_by_recording
 
 
@@ -164,15 +166,26 @@ def test_code_outside_of_modules_that_cannot_be_recorded() -> None:
     assert error.value.path == ""
 
 
+@dataclass
+class Output:
+    """What a model may return."""
+
+    scores: Tensor
+    loss: Tensor | None = None
+
+
 class Returns(nn.Module):
     """Returns a nest of tensors and constants."""
 
-    def __init__(self) -> None:
+    def __init__(self, as_dataclass: bool = False) -> None:
         super().__init__()
+        self.as_dataclass = as_dataclass
         self.a, self.b = nn.Linear(6, 6), nn.LSTM(6, 6)
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
+    def forward(self, x: Tensor) -> Output | dict[str, Any]:
         y, (hidden, _) = self.b(self.a(x))
+        if self.as_dataclass:
+            return Output(scores=y)
         return {"scores": y, "loss": None, "both": (hidden, 7)}
 
 
@@ -180,6 +193,14 @@ def test_returned_constants() -> None:
     captured = capture_by_recording(Returns(), (torch.zeros(3, 6),), ())
     assert [leaf for leaf in captured.returned if not isinstance(leaf, torch.fx.Node)] == [None, 7]
     assert set(captured.layer_of_call.values()) == {"a", "b"}
+
+
+def test_returned_dataclasses() -> None:
+    model = trace(Returns(as_dataclass=True), (torch.zeros(3, 6),))
+    output = model.result.rebuild(model.module(torch.ones(2, 6)))
+    assert isinstance(output, Output)
+    assert output.loss is None
+    torch.testing.assert_close(output.scores, model.root(torch.ones(2, 6)).scores)
 
 
 def test_models_on_the_meta_device() -> None:
