@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.tracing.aliasing import MEMORY, Memory
-from bapipe.tracing.captured import NO_GRAD, Captured, call_name
+from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Captured, call_name, drop_unused
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.recording import Call, Recording, Ref
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE, TensorShape
@@ -39,9 +39,10 @@ def merge(module: nn.Module, recordings: Sequence[Recording]) -> Captured:
     graph = _Graph(calls)
     leaves = tuple(graph.nodes[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in first.returned)
     graph.graph.output(tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
-    graph.drop_unused()
     root = _with_constants(module, first.constants)
     traced = fx.GraphModule(root, graph.graph, type(module).__name__)
+    drop_unused(traced)
+    traced.recompile()
     return Captured(
         module=traced,
         returned=leaves,
@@ -97,6 +98,8 @@ class _Graph:
             self.sizes[node] = (TensorShape(call.shape), TensorShape(three[1].shape))
         if call.no_grad:
             node.meta[NO_GRAD] = True
+        if call.autocast is not None:
+            node.meta[AUTOCAST] = call.autocast
         if call.layer is not None:
             self.layer_of_call[node] = call_name(*call.layer)
             self.paths[call_name(*call.layer)] = call.layer[0]
@@ -139,16 +142,6 @@ class _Graph:
             self.sizes[node] = (size.scale * small + size.offset, size.scale * large + size.offset)
             self._size_nodes[size] = node
         return self._size_nodes[size]
-
-    def drop_unused(self) -> None:
-        """Removes operators whose results nothing uses and that change nothing."""
-        for node in reversed(list(self.graph.nodes)):
-            if node.op not in ("call_function", "call_method", "get_attr") or node.users:
-                continue
-            memory = node.meta.get(MEMORY)
-            if (memory is None or not memory.writes) and node.target != "register_hook":
-                self.graph.erase_node(node)
-                self.sizes.pop(node, None)
 
 
 def _affine(three: Three) -> _Size:

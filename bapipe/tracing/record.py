@@ -6,17 +6,13 @@ Numbers that come from shapes are recorded as they are at that batch size; `merg
 """
 
 import copy
-import inspect
-import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import Parameter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from bapipe.torch_private import (
@@ -27,27 +23,43 @@ from bapipe.torch_private import (
     tree_flatten,
     version,
 )
+from bapipe.tracing.captured import autocast_modes, is_layer
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON
+from bapipe.tracing.kept_calls import (
+    DRAWS_IN_PYTHON,
+    Function,
+    function_operator,
+    functions_intercepted,
+    hook_operator,
+    registers_hook,
+)
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
 from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, Recording, Ref
 from bapipe.tracing.run_with_values import run_with_values
-
-IsLayer = Callable[[nn.Module, str], bool]
-"""(module, its path) -> whether a call of it is one layer."""
 
 
 class NotRecorded(Exception):
     """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
 
 
-def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, is_layer: IsLayer) -> Recording:
+class _StartAgain(Exception):
+    """A module of which an earlier call was recorded must be one layer."""
+
+    def __init__(self, path: str, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.path, self.cause = path, cause
+
+
+def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules: frozenset[str]) -> Recording:
     """Returns what a module calls for inputs of some batch size; the module does not change.
 
+    A module whose code reads values of tensors, or does something else that cannot be recorded, becomes a leaf module.
+
     Raises:
-        TracingFailed: its code reads values of tensors, or does something else that cannot be recorded.
+        TracingFailed: the model's own code cannot be recorded, or a module must be a leaf module from the start.
     """
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), generators_restored():
@@ -57,8 +69,7 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, is_layer: Is
             torch.empty((batch, *e.shape[1:]), dtype=e.dtype, device=device).requires_grad_(e.requires_grad)
             for e in inputs
         )
-        recorder = _Recorder(own, module, names, is_layer)
-        return recorder.run(examples)
+        return _Recorder(own, module, names, leaf_modules).run(examples)
 
 
 def _copy_without_values(module: nn.Module, device: torch.device, names: dict[int, str]) -> nn.Module:
@@ -86,9 +97,11 @@ class _Recorder(TorchFunctionMode):
     because these are routed through it.
     """
 
-    def __init__(self, module: nn.Module, original: nn.Module, names: dict[int, str], is_layer: IsLayer) -> None:
+    def __init__(
+        self, module: nn.Module, original: nn.Module, names: dict[int, str], leaf_modules: frozenset[str]
+    ) -> None:
         super().__init__()
-        self._module, self._original, self._is_layer = module, original, is_layer
+        self._module, self._original, self._leaf_modules = module, original, leaf_modules
         self._names = names  # of parameters, buffers and attributes, by id
         self._paths: dict[int, str] = {}
         for path, part in (*module.named_modules(), *original.named_modules()):
@@ -99,23 +112,30 @@ class _Recorder(TorchFunctionMode):
         self._constants: dict[str, Any] = {}
         self._num_calls: dict[str, int] = {}  # of layers' modules
         self._inside: list[str] = [""]  # paths of the modules whose forwards run
+        self._recorded: set[str] = set()  # paths of modules whose own code was recorded
+        self._reasons: dict[str, str] = {}  # why modules became leaf modules, by path
         self._paused = False
         self._values = ConstantValues()
-        self._grad, self._autocast = torch.is_grad_enabled(), autocast_state()
-        self._failed_in: str | None = None
+        self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
 
     def run(self, inputs: Sequence[Tensor]) -> Recording:
-        for name, tensor in zip(_argument_names(self._module, len(inputs)), inputs, strict=True):
+        for name, tensor in zip(argument_names(self._module, len(inputs)), inputs, strict=True):
             self._add(Call(op="placeholder", target=name, shape=tuple(tensor.shape)), tensor)
         try:
-            with self._patched(), self:
+            with self._module_calls_routed(), functions_intercepted(self._apply), self:
                 result = self._module(*inputs)
             register_dataclasses(result)
             leaves, spec = tree_flatten(result)
             returned = tuple(self._returned(leaf) for leaf in leaves)
         except Exception as error:  # whatever the model's own code raises without values
-            raise TracingFailed(self._failed_in or "", error) from error
-        return Recording(calls=tuple(self._calls), returned=returned, spec=spec, constants=self._constants)
+            raise TracingFailed(error.path if isinstance(error, _StartAgain) else "", error) from error
+        return Recording(
+            calls=tuple(self._calls),
+            returned=returned,
+            spec=spec,
+            constants=self._constants,
+            leaf_reasons=self._reasons,
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +144,9 @@ class _Recorder(TorchFunctionMode):
         known = self._values.read(func, args)
         if known is not None:
             return known[0]
-        return self._observed(func, args, kwargs, _node_target(func), None)
+        if func is Tensor.register_hook:
+            func, args = hook_operator(args[1]), args[:1]
+        return self._observed(func, args, kwargs, node_target(func), None)
 
     # What is recorded
 
@@ -137,12 +159,11 @@ class _Recorder(TorchFunctionMode):
             result = args[0]
         leaves = list(tensors_in(result))
         written = [tensor for tensor, before in zip(tensors, versions, strict=True) if version(tensor) != before]
-        if not leaves and not written and getattr(func, "__name__", "") != "register_hook":
+        if not leaves and not written and not registers_hook(func):
             return result
         if target is None:
             raise NotRecorded(f"{func} cannot be recorded")
-        if autocast_state() != self._autocast:
-            raise NotRecorded("the forward changes autocast")
+        autocast = [mode for kind, mode in autocast_modes().items() if mode != self._autocast[kind]]
         op, name = target
         shares = self._sharing(leaves, tensors)
         call = Call(
@@ -153,6 +174,7 @@ class _Recorder(TorchFunctionMode):
             path=self._inside[-1],
             layer=layer,
             no_grad=self._grad and not torch.is_grad_enabled(),
+            autocast=autocast[0] if autocast else None,
             shape=tuple(result.shape) if isinstance(result, Tensor) else None,
             shares=tuple(dict.fromkeys(self._ref(tensor).index for tensor in shares)),
             writes=tuple(dict.fromkeys(self._ref(tensor).index for tensor in written)),
@@ -198,6 +220,7 @@ class _Recorder(TorchFunctionMode):
                 path=call.path,
                 layer=call.layer,
                 no_grad=call.no_grad,
+                autocast=call.autocast,
                 shape=tuple(part.shape) if isinstance(part, Tensor) else None,
                 shares=call.shares,
             )
@@ -211,7 +234,7 @@ class _Recorder(TorchFunctionMode):
         """Returns an argument with `Ref`s in place of tensors."""
         if isinstance(value, Tensor):
             return self._ref(value)
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or isinstance(value, PLAIN):
             return value
         if isinstance(value, list | tuple):
             return (list if isinstance(value, list) else tuple)(self._argument(part) for part in value)
@@ -249,55 +272,60 @@ class _Recorder(TorchFunctionMode):
     def _returned(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self._ref(leaf)
-        return leaf if leaf is None or isinstance(leaf, _PLAIN) else None
+        return leaf if leaf is None or isinstance(leaf, PLAIN) else None
 
     # Modules and functions
 
     @contextmanager
-    def _patched(self) -> Iterator[None]:
-        """Routes calls of modules and of autograd functions through this recorder."""
-        call, apply = nn.Module.__call__, Function.__dict__["apply"]
-        recorder = self
+    def _module_calls_routed(self) -> Iterator[None]:
+        """Routes calls of modules through this recorder."""
+        call = nn.Module.__call__
 
         def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return recorder._call_module(call, module, args, kwargs)
+            path = self._paths.get(id(module))
+            if self._paused or path is None:
+                return call(module, *args, **kwargs)
+            if path and is_layer(module, path, self._leaf_modules | set(self._reasons)):
+                return self._call_layer(call, module, path, args, kwargs)
+            return self._call_container(call, module, path, args, kwargs)
 
-        def function_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            return recorder._apply(function, apply.__get__(None, function), args, kwargs)
-
-        nn.Module.__call__ = module_call  # type: ignore[method-assign, assignment]
-        Function.apply = classmethod(function_apply)  # type: ignore[method-assign, assignment]
-        try:
+        with patch.object(nn.Module, "__call__", module_call):
             yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-            Function.apply = apply  # type: ignore[method-assign]
 
-    def _call_module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        path = self._paths.get(id(module))
-        if self._paused or path is None:
-            return call(module, *args, **kwargs)
-        if path and self._is_layer(module, path):
-            self._num_calls[path] = self._num_calls.get(path, 0) + 1
+    def _call_layer(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Calls a layer, and records the call."""
+        self._num_calls[path] = self._num_calls.get(path, 0) + 1
 
-            def run(*args: Any, **kwargs: Any) -> Any:
-                return self._run_layer(call, module, path, args, kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._run_layer(call, module, path, args, kwargs)
 
-            with self._pause():
-                return self._observed(run, args, kwargs, ("call_module", path), (path, self._num_calls[path]))
-        self._inside.append(path)
+        with self._pause():
+            return self._observed(run, args, kwargs, ("call_module", path), (path, self._num_calls[path]))
+
+    def _call_container(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Calls a module, and records what it calls; as one layer, if that cannot be recorded."""
+        before = (len(self._calls), dict(self._index), dict(self._num_calls))
         generators = generator_states()
+        self._inside.append(path)
         try:
             result = call(module, *args, **kwargs)
             if generator_states() != generators:
                 raise NotRecorded(DRAWS_IN_PYTHON)
+            self._recorded.add(path)
             return result
-        except Exception:
-            if self._failed_in is None:
-                self._failed_in = path
+        except _StartAgain:
             raise
+        except Exception as error:  # whatever the model's own code raises without values
+            if not path:
+                raise
+            if path in self._recorded:
+                raise _StartAgain(path, error) from error
+            self._reasons[path] = f"it cannot be traced: {str(error).partition(chr(10))[0]}"
         finally:
             self._inside.pop()
+        num_calls, self._index, self._num_calls = before
+        del self._calls[num_calls:]
+        return self._call_layer(call, module, path, args, kwargs)
 
     def _run_layer(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         """Runs a layer; if its code needs values, runs the original's copy on random values."""
@@ -309,14 +337,13 @@ class _Recorder(TorchFunctionMode):
                 raise error
             return run_with_values(original, args, kwargs)
 
-    def _apply(self, function: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._paused or function.__module__ == "torch.utils.checkpoint":
-            if not self._paused and function.__name__ == "CheckpointFunction":
-                return args[0](*args[2:])  # the runtime has recomputation of its own
-            return apply(*args, **kwargs)
+    def _apply(self, cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call of an autograd function, whose code is not looked into."""
+        function = function_operator(cls)
+        if self._paused or cls.__module__.startswith("torch."):
+            return function(*args, **kwargs)
         with self._pause():
-            target = ("call_function", plain_function(apply, function.__name__))
-            return self._observed(apply, args, kwargs, target, None)
+            return self._observed(function, args, kwargs, ("call_function", function), None)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -325,56 +352,3 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             self._paused = before
-
-
-_PLAIN = (
-    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
-    range,
-)  # fmt: skip
-
-
-def _node_target(func: Any) -> tuple[str, Any] | None:
-    """Returns op and target of the node that calls a function of torch."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        attribute = getattr(func.__self__, "__name__", "")
-        return ("call_function", plain_function(func, f"{name.strip('_')}_{attribute}"))
-    if name == "__getitem__":
-        return ("call_function", operator.getitem)
-    if name == "__setitem__":
-        return ("call_function", set_item)
-    if getattr(Tensor, name, None) is func:
-        return ("call_method", name)
-    return ("call_function", func)
-
-
-def set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
-    """Writes to a part of a tensor; returns the tensor, so that later uses of it come after this one in a graph."""
-    tensor[key] = value
-    return tensor
-
-
-def plain_function(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a function that calls another callable; torch.fx graphs can call plain functions only."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    function.__name__ = function.__qualname__ = re.sub(r"\W", "_", name)
-    return function
-
-
-def _argument_names(module: nn.Module, count: int) -> list[str]:
-    """Returns the names of the first arguments of a module's forward."""
-    names: list[str] = []
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.kind is Parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}_{index}" for index in range(count - len(names))]
-        elif parameter.kind is not Parameter.KEYWORD_ONLY:
-            names.append(parameter.name)
-    return names[:count]
-
-
-def autocast_state() -> tuple[bool, ...]:
-    """Returns on which kinds of devices autocast is on."""
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))

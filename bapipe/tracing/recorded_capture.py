@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from bapipe.tracing.captured import Captured, is_layer
+from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.merge_recordings import merge
 from bapipe.tracing.record import record
+from bapipe.tracing.recording import Recording
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
 
 
@@ -21,17 +22,27 @@ def capture_by_recording(module: nn.Module, inputs: Sequence[Tensor], leaf_modul
     """
     reasons: dict[str, str] = {}
     while True:
-        leaves = frozenset((*leaf_modules, *reasons))
         try:
-            return replace(_captured(module, inputs, leaves), leaf_reasons=reasons)
+            with silenced():
+                recordings = _recordings(module, inputs, frozenset(leaf_modules), reasons)
+            return replace(merge(module, recordings), leaf_reasons=reasons)
         except TracingFailed as error:
-            if not error.path or error.path in leaves:
+            if not error.path or error.path in reasons:
                 raise
             reasons[error.path] = f"it cannot be traced: {str(error).partition(chr(10))[0]}"
 
 
-def _captured(module: nn.Module, inputs: Sequence[Tensor], leaves: frozenset[str]) -> Captured:
-    is_whole = lambda part, path: is_layer(part, path, leaves)  # noqa: E731
-    with silenced():
-        recordings = [record(module, inputs, batch, is_whole) for batch in (*BATCH_SIZES, CHECK_BATCH_SIZE)]
-    return merge(module, recordings)
+def _recordings(
+    module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozenset[str], reasons: dict[str, str]
+) -> list[Recording]:
+    """Returns recordings at three batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
+    recordings: list[Recording] = []
+    sizes = [*BATCH_SIZES, CHECK_BATCH_SIZE]
+    while len(recordings) < len(sizes):
+        recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons))
+        if recording.leaf_reasons and recordings:
+            recordings.clear()
+        else:
+            recordings.append(recording)
+        reasons |= recording.leaf_reasons
+    return recordings

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapipe.torch_private import TreeSpec
+from bapipe.tracing.captured import Autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Call:
         path: the module in whose forward it was.
         layer: the path of the layer's module, and which call of this module it is, counted from 1.
         no_grad: gradients were off.
+        autocast: the mode of autocast, if that was not the mode of the whole recording.
         shape: of its result, if that is a tensor.
         shares: earlier results whose memory its result shares.
         writes: earlier results that it wrote to.
@@ -36,6 +38,7 @@ class Call:
     path: str = ""
     layer: tuple[str, int] | None = None
     no_grad: bool = False
+    autocast: Autocast | None = None
     shape: tuple[int, ...] | None = None
     shares: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -50,9 +53,11 @@ class Recording:
         returned: leaves of the result; tensors are `Ref`s.
         spec: how the forward nests them.
         constants: tensors that belong to no module, by the name of the call that reads them.
+        leaf_reasons: why modules had to become leaf modules, by path.
     """
 
     calls: tuple[Call, ...]
     returned: tuple[Any, ...]
     spec: TreeSpec
     constants: dict[str, Any]
+    leaf_reasons: Mapping[str, str]
