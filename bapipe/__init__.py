@@ -2,9 +2,9 @@
 
     profile -> plan -> simulate or run
 
-The three verbs in between are the way in: `profile` measures a model's layers, `plan` decides stages and schedule and
-proves how good they are, `run` trains as planned. Their data are `ModelProfile`, `Cluster` and `Plan`, each a JSON file
-(`read`, `write`). Everything else is internal and may change.
+Begin with three functions: `profile` measures a model's layers, `plan` chooses stages and a schedule and proves how
+good they are, `run` trains as planned. Their data are `ModelProfile`, `Cluster` and `Plan`, each a JSON file (`read`,
+`write`). Everything else is internal and may change.
 
 Importing this loads nothing else: each public name is imported from its module when it is first used, and torch only
 when something measures or trains.
@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'bapipe' has no attribute '{name}'")
     value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # later accesses find the name without this function
     return value
 
 

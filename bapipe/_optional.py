@@ -1,4 +1,4 @@
-"""Imports torch on first use, with a hint how to install it; planning works without torch."""
+"""Imports torch on first use, with a hint on how to install it; planning works without torch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The hardware of this machine, found without torch: cores, memory, name of the processor."""
+"""The hardware of this machine, determined without torch: cores, memory, name of the processor."""
 
 import os
 import platform

@@ -32,9 +32,9 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
 
 
 def rule_of(torch_class: str, momentum: object) -> str | None:
-    """Returns the name of a class of `torch.optim`, in any case, in profiles; None if they do not know it.
+    """Returns the name that profiles use for a class of `torch.optim`; None if they do not support it.
 
-    `momentum` tells `sgd` from `sgd-momentum`.
+    `class_name` may be in upper or lower case. `momentum` distinguishes `sgd` from `sgd-momentum`.
     """
     if torch_class.lower() == "sgd":
         return "sgd-momentum" if momentum else "sgd"

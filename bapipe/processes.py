@@ -4,9 +4,9 @@ The ranks of a run, the ranks that measure links, and the co-runners of a profil
 
 Not multiprocessing, whose `spawn` imports the caller's script again in every process: a script without
 `if __name__ == "__main__"` could not even measure a link. Here that happens only if something in the job is defined in
-the script. Not torch.distributed.elastic either: its error files hold the exception of a process that exits. A run also
-has to name a rank that hangs, to tell the cause from the ranks that only lost their peer, and to know which devices are
-gone, so that it can plan again without them.
+the script. Not torch.distributed.elastic either: its error files hold the exception of a process that exits. A run
+also has to name a rank that hangs, to distinguish the cause from the ranks that only lost their peer, and to know which
+devices were lost, so that it can plan again without them.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ _CHILD = "from bapipe.processes import run_child; run_child()"
 
 @dataclass(frozen=True, slots=True)
 class ChildError:
-    """A message of a process whose function raised an exception, which is put into one line."""
+    """Message of a process whose function raised an exception: the exception in one line."""
 
     text: str
 
@@ -48,7 +48,7 @@ class LocalProcess:
 
     Attributes:
         pipe: receives the messages that its function sends.
-        is_open: whether more may come through the pipe: until the process has ended.
+        is_open: whether messages may still arrive: true until the process has ended.
         log: a file with its stderr, if that is not the parent's.
     """
 
@@ -84,14 +84,14 @@ def local_processes(
     """Runs `function(index, send, *arguments)` in new processes; all have ended when the context is left.
 
     `send(message)` sends to `receive` here. Function, arguments and messages must be picklable. `folder` is empty and
-    for these processes alone. The processes have this one's environment and import path, `environment` in addition,
+    no other process uses it. The processes have this one's environment and import path, `environment` in addition,
     and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context is left without an
     exception they have `grace_s` to end by themselves. If this process dies, however, the kernel ends them.
     """
     _write_job(folder / _JOB, function, arguments)
     processes: list[LocalProcess] = []
     try:
-        with _interrupts_blocked():  # inherited: Ctrl-C is for this process, which ends the others
+        with _interrupts_blocked():  # inherited: only this process reacts to Ctrl-C, and ends the others
             for index in range(num_processes):
                 processes.append(_start(index, folder, dict(environment or {}), quiet))
         yield tuple(processes)
@@ -149,11 +149,11 @@ def run_child() -> None:
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # torch's destructors would complain about peers that have gone
+    os._exit(code)  # torch's destructors would complain about peers that have ended
 
 
 def one_line(error: BaseException) -> str:
-    """Returns type and first line of the first cause of an error: torch wraps it in a long account of its arguments."""
+    """Returns type and first line of the root cause of an error, which torch wraps in a long list of its arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -239,8 +239,8 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel end this process when its parent has gone, even if the parent was killed."""
+    """Makes the kernel end this process when its parent ends, even if the parent was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)

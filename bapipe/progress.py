@@ -1,9 +1,9 @@
-"""Callbacks that say how far a long piece of work is; one name for each signature."""
+"""Callbacks that report the progress of long work; one name for each signature."""
 
 from collections.abc import Callable
 
 PartsProgress = Callable[[int, int, str], None]
-"""(parts done, number of parts, what comes next)"""
+"""(parts done, number of parts, name of the next part)"""
 
 SearchProgress = Callable[[int, int, int], None]
 """(plans simulated, best step time, lower bound), both times in nanoseconds."""

@@ -2,8 +2,8 @@
 
 `lazy_group.COMMANDS` lists the commands. Their handlers are in `profile.py` (measure and import), `plan.py` (plan,
 compare, simulate, show) and `run.py` (train, export). `options.py` holds the options that several commands share,
-`inputs.py` turns their texts into profiles, clusters and plans, `progress.py` shows how far a long command is, and
-`flags.py` translates errors of the library, which speak of arguments, into the flags that set these.
+`inputs.py` turns their texts into profiles, clusters and plans, `progress.py` shows the progress of long commands, and
+`flags.py` translates errors of the library, which name arguments, into the flags that set these.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""From the texts of the command line to profiles, clusters and plans: files are read, models are measured."""
+"""Turns arguments of the command line into profiles, clusters and plans: reads files, measures models."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,14 +58,14 @@ def _measure_or_load(model: str, arguments: list[str] | None, num_threads: int) 
 
 
 def thread_counts() -> tuple[int, ...]:
-    """Returns the numbers of threads to measure a model with: one, and all that this machine has."""
+    """Returns the numbers of threads with which to measure a model: one, and all of this machine's."""
     return tuple(sorted({1, num_cores()}))
 
 
 def check_one_source_of_devices(cluster: Path | None, num_devices: int | None) -> None:
-    """Raises BapipeError if two options say what the devices are."""
+    """Raises BapipeError if two options define the devices."""
     if cluster is not None and num_devices is not None:
-        raise BapipeError("--cluster and --devices both say what the devices are; give one of them")
+        raise BapipeError("--cluster and --devices both define the devices; give one of them")
 
 
 def read_or_assume_cluster(
@@ -76,10 +76,10 @@ def read_or_assume_cluster(
 
 
 def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:
-    """Returns devices like the profiled one: as many as asked for, or as this machine has cores."""
+    """Returns devices like the profiled one: `num_devices` of them, or one per core of this machine."""
     if num_devices is None:
         if set(profiles) != {"cpu"}:
-            raise BapipeError("say what the devices are: --devices N like the profiled one, or --cluster FILE")
+            raise BapipeError("define the devices: --devices N like the profiled one, or --cluster FILE")
         num_devices = num_cores()
     if num_devices > 1:
         rate, latency = ASSUMED_LINK.bytes_per_s / 1e9, ASSUMED_LINK.latency_ns / 1e3

@@ -26,7 +26,7 @@ RENAMED = {"fine": "operator-layers", "neighbours": "co-runners", "whole": "leaf
 
 
 class LazyCommands(MutableMapping[str, Any]):
-    """The commands by name; one is imported and converted when it is looked up."""
+    """The commands by name; a command is imported and converted when it is looked up."""
 
     def __init__(self, handlers: Mapping[str, tuple[str, str]]) -> None:
         self._handlers = handlers

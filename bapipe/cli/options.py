@@ -60,12 +60,12 @@ def integers(text: str) -> tuple[int, ...]:
     except ValueError:
         values = ()
     if not values or min(values) < 1 or len(set(values)) < len(values):
-        raise BapipeError(f"'{text}' is no list of different positive integers such as 1,2,4,8")
+        raise BapipeError(f"'{text}' is not a list of different positive integers such as 1,2,4,8")
     return values
 
 
 def key_values(pairs: list[str] | None, option: str = "--arg", such_as: str = "image_size=64") -> dict[str, object]:
-    """Returns KEY=VALUE pairs; a value that is JSON is read as such, anything else is text."""
+    """Returns KEY=VALUE pairs; a value that is valid JSON is decoded, anything else is text."""
     arguments: dict[str, object] = {}
     for pair in pairs or ():
         key, equals, text = pair.partition("=")

@@ -79,7 +79,7 @@ def plan(
     ] = "step",
     memory_margin: Annotated[
         float,
-        typer.Option("--memory-margin", min=0.0, max=0.99, help="Share of each device's memory to leave free."),
+        typer.Option("--memory-margin", min=0.0, max=0.99, help="Fraction of each device's memory to leave free."),
     ] = 0.0,
     replicas: Replicas = True,
     recompute: Recompute = True,
@@ -109,9 +109,9 @@ def plan(
     """Find the fastest plan, and prove how good it is."""
     check_one_source_of_devices(cluster, devices)
     if pin is not None and (cluster is not None or devices is not None):
-        raise BapipeError("a pinned plan holds its cluster: leave --cluster and --devices out")
+        raise BapipeError("a pinned plan contains its cluster: leave out --cluster and --devices")
     if objective != "step" and (pin is not None or explain or pareto):
-        raise BapipeError("--pin, --explain and --pareto are for --objective step: leave them or --objective out")
+        raise BapipeError("--pin, --explain and --pareto need --objective step: leave out either them or --objective")
     check_writable(output)
     measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,))
     options = PlanOptions(
@@ -197,7 +197,7 @@ def compare(
 ) -> None:
     """Compare the best plan of each schedule with the usual strategies.
 
-    These are one device alone, data parallelism over all devices, and stages of equally many layers.
+    The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
     """
     check_one_source_of_devices(cluster, devices)
     profiles = profiles_by_kind(sources, arg)
@@ -282,7 +282,7 @@ def show(
 
 
 def _show_plan(plan: Plan, html: Path | None, traces: Iterable[Path]) -> None:
-    """Prints a plan with its recorded timelines, or without any with its order in units of a millisecond."""
+    """Prints a plan with its recorded timelines; without any, with its order drawn in units of a millisecond."""
     timelines = [named for path in traces for named in read_trace(path)]
     if not timelines:
         title = "order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)"

@@ -47,7 +47,7 @@ def profile(
         typer.Option("--layer-by-layer", help="Load one layer at a time, for models that do not fit in memory."),
     ] = False,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Measure every layer, even if it equals one that was measured.")
+        bool, typer.Option("--exhaustive", help="Measure every layer, even if it equals one that has been measured.")
     ] = False,
     leaf_module: Annotated[
         list[str] | None,
@@ -58,7 +58,7 @@ def profile(
         ),
     ] = None,
     operator_layers: Annotated[
-        bool, typer.Option("--operator-layers", help="Treat operators between modules as layers of their own.")
+        bool, typer.Option("--operator-layers", help="Treat each operator between modules as a separate layer.")
     ] = False,
     co_runners: Annotated[
         int,

@@ -1,4 +1,4 @@
-"""Where the command line prints, and how it shows progress."""
+"""Printing, and progress bars."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
-    """Shows a bar for work that consists of named parts."""
+    """Shows a progress bar for work that consists of named parts."""
     columns = TextColumn(verb + " {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, what="")
@@ -41,7 +41,7 @@ def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
 
 @contextmanager
 def planning_status() -> Iterator[SearchProgress]:
-    """Shows the state of a search: as a status on a terminal, else as a line every two seconds."""
+    """Shows the state of a search: as a status line on a terminal, else as a line every two seconds."""
     printed_s = time.monotonic()
     with err.status("planning") as status:
 

@@ -76,9 +76,9 @@ def run(
     if trace is not None:
         check_writable(trace)
     if resume and checkpoint is None:
-        raise BapipeError("--resume needs --checkpoint FOLDER, the one to continue from")
+        raise BapipeError("--resume needs --checkpoint FOLDER, the folder to continue from")
     if eval_samples is not None and eval_every is None:
-        raise BapipeError("--eval-samples goes with --eval-every STEPS, which says when to evaluate")
+        raise BapipeError("--eval-samples needs --eval-every STEPS, which sets when to evaluate")
     if profile and not replan:
         raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
     config = TrainConfig(
@@ -142,7 +142,7 @@ def _is_first_rank() -> bool:
 def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = None) -> tuple[Plan, TrainResult]:
     """Trains with a bar on a terminal, and with a line every two seconds elsewhere.
 
-    Returns the plan that was trained last, another one if devices were lost, and what was measured.
+    Returns the last plan (a new one if devices were lost) and the measurements.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -188,7 +188,7 @@ def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = 
 
 
 def time_left(step: int, steps: int, first: tuple[int, float], now_s: float) -> str:
-    """Returns the time that the steps after `step` take at the pace since the first step; empty if unknown."""
+    """Returns the time that the steps after `step` will take, from the pace since the first step; empty if unknown."""
     if step == first[0] or step + 1 == steps:
         return ""
     left_s = (now_s - first[1]) / (step - first[0]) * (steps - step - 1)

@@ -18,10 +18,10 @@ T = TypeVar("T", ModelProfile, Plan)
 
 
 def profile_path(key: Mapping[str, object]) -> Path:
-    """Returns the file of the profile that was measured under the conditions in `key`; its folder is made.
+    """Returns the file of the profile that was measured under the conditions in `key`; creates its folder.
 
     Raises:
-        BapipeError: the folder cannot be made.
+        BapipeError: the folder cannot be created.
     """
     path = _path(key, "profile")
     _make(path.parent)
@@ -42,7 +42,7 @@ def store_plan(path: Path, plan: Plan) -> None:
         _make(path.parent)
         write(path, plan)
     except BapipeError as error:
-        logging.getLogger(__name__).warning("the plan is not kept for the next time: %s", error)
+        logging.getLogger(__name__).warning("the plan is not cached: %s", error)
 
 
 def load_bytes(name: str) -> bytes | None:
@@ -59,7 +59,7 @@ def store_bytes(name: str, content: bytes) -> None:
         _make(_root())
         write_bytes(_root() / name, content)
     except BapipeError as error:
-        logging.getLogger(__name__).warning("%s is not kept for the next time: %s", name, error)
+        logging.getLogger(__name__).warning("%s is not cached: %s", name, error)
 
 
 def store_profile_by_fingerprint(profile: ModelProfile) -> None:
@@ -71,7 +71,7 @@ def store_profile_by_fingerprint(profile: ModelProfile) -> None:
         _make(path.parent)
         write(path, profile)
     except BapipeError as error:
-        logging.getLogger(__name__).warning("the profile is not kept to plan with again: %s", error)
+        logging.getLogger(__name__).warning("the profile is not cached, so a run cannot plan again with it: %s", error)
 
 
 def load_profile_by_fingerprint(known_as: str) -> ModelProfile | None:

@@ -56,11 +56,12 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measurements beside the links. The simulator does not use them; they tell how far real links are from its rules.
+    """Measurements besides the links; the simulator does not use them, they show how well its rules hold.
 
     Attributes:
-        both_ways: the share of a link's bandwidth that is left while as much is sent the other way; 1 means all.
-        compute_slowdown: by how much computing takes longer while a device receives; 0 means not at all.
+        both_ways: the share of a link's bandwidth that remains while as much is sent in the opposite direction; 1 means
+            all.
+        compute_slowdown: how much longer computing takes while a device receives, as a share; 0 means no longer.
         all_reduce: the time of an all-reduce over all devices, for some sizes.
     """
 
@@ -80,11 +81,11 @@ class Cluster(
     """The devices in rank order, and the links between them.
 
     Attributes:
-        intra_host_sum: if it is given, the devices of a host sum gradients with their own compute. An all-reduce among
+        intra_host_sum: if set, the devices of a host sum gradients with their own compute. An all-reduce among
             them then begins when the last backward of its stage has ended on each, and no message of it is faster
             than over this link.
         links: links that differ from those within and between hosts.
-        probe: further measurements, for the reader.
+        probe: further measurements, for information only.
 
     Raises:
         InvalidFile: no device, a name used twice, or a link that does not join two devices.
@@ -137,7 +138,7 @@ class Cluster(
         return msgspec.structs.replace(self, devices=devices)
 
     def link(self, source: int, target: int) -> Bandwidth:
-        """Returns the link between two ranks: the named one if there is one, else that within or between hosts."""
+        """Returns the link between two ranks: the one in `links` if there is one, else that within or between hosts."""
         a, b = self.devices[source], self.devices[target]
         for link in self.links:
             if link.source == a.name and link.target == b.name:

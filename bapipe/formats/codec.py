@@ -37,7 +37,7 @@ def encode(value: File) -> bytes:
 
 
 def decode(text: bytes) -> File:
-    """Returns the profile, cluster or plan that `text` holds.
+    """Returns the profile, cluster or plan in `text`.
 
     Raises:
         InvalidFile: not JSON, another header, an unknown or missing key, a wrong type, or a value out of range.
@@ -50,7 +50,7 @@ def decode(text: bytes) -> File:
 
 
 def decode_as(text: bytes, want: type[T]) -> T:
-    """Returns what `text` holds, which must be a `want`; raises InvalidFile as `decode` does."""
+    """Returns the value in `text`, which must be of type `want`; raises InvalidFile as `decode` does."""
     kind = _kind(text)
     if KINDS.get(kind) is not want:
         wanted = next(name for name, cls in KINDS.items() if cls is want)
@@ -80,19 +80,19 @@ def _invalid(error: msgspec.ValidationError) -> InvalidFile:
     text = str(error).removeprefix(str(cause)) if isinstance(cause, InvalidFile) else str(error)
     message, found, where = text.rpartition(" - at `")
     outer = where.rstrip("`") if found else "$"
-    if isinstance(cause, InvalidFile):  # raised by a type inside: its path continues the outer one
+    if isinstance(cause, InvalidFile):  # raised by a nested type: its path continues the outer one
         return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
     return InvalidFile(message if found else text, outer)
 
 
 def read_any(path: Path) -> File:
-    """Returns what the file at `path` holds; errors begin with the path."""
+    """Returns the profile, cluster or plan in the file at `path`; errors begin with the path."""
     with _named(path):
         return decode(_text(path))
 
 
 def read(path: Path, want: type[T]) -> T:
-    """Returns the `want` that the file at `path` holds; errors begin with the path."""
+    """Returns the value of type `want` in the file at `path`; errors begin with the path."""
     with _named(path):
         return decode_as(_text(path), want)
 
@@ -123,7 +123,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, value: File) -> None:
-    """Writes `value` to `path`: the whole file or, when that fails, nothing."""
+    """Writes `value` to `path`; if that fails, leaves the old file unchanged."""
     write_bytes(path, encode(value))
 
 
@@ -171,7 +171,7 @@ def fingerprint(profile: ModelProfile) -> str:
 
 
 def _describe(definition: dict[str, Any]) -> None:
-    """Replaces a docstring by its summary, and moves what it says of attributes to their properties, in place."""
+    """Replaces a docstring by its summary, and moves its descriptions of attributes to their properties, in place."""
     text = inspect.cleandoc(definition.get("description", ""))
     summary, _, sections = text.partition("\n\nAttributes:\n")
     attributes = sections.partition("\n\nRaises:\n")[0]

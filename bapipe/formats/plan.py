@@ -60,7 +60,7 @@ Objective = Literal["step", "throughput"]
 """What a plan minimizes: the time of one step, or the largest load of a device."""
 
 THROUGHPUT: Literal["throughput"] = "throughput"
-"""The objective of plans that minimize the largest load of a device, whatever the time of a single step."""
+"""The objective of plans that minimize the largest load of a device, not the time of a single step."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,7 +96,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
-    """Returns the certificate of a plan of which the step time, or load, has this lower bound in the space."""
+    """Returns the certificate of a plan whose step time, or load, has this lower bound in the space."""
     return Certificate(
         lower_bound_ns=lower_bound_ns,
         gap=step_ns / lower_bound_ns - 1 if lower_bound_ns else 0.0,
@@ -127,7 +127,7 @@ class Plan(
     forbid_unknown_fields=True,
     tag_field="bapipe",
     tag="plan/1",
-    dict=True,  # holds what is computed once, such as `table`; it is not part of the file, nor of equality
+    dict=True,  # stores values that are computed once, such as `table`; not part of the file nor of equality
 ):
     """How to train a model on a cluster.
 
@@ -138,7 +138,8 @@ class Plan(
         order: for each device of the cluster the actions that it runs, in order; empty for a device without a stage.
 
     Raises:
-        InvalidFile: a layer in two stages, an unknown device, sizes that do not multiply, or an unreadable action.
+        InvalidFile: a layer in two stages, an unknown device, sizes whose product is not the mini-batch, or an
+            unreadable action.
     """
 
     model: str
@@ -172,7 +173,7 @@ class Plan(
 
     @cached_property
     def table(self) -> Schedule:
-        """The plan's order as a schedule; parsed once, because training asks for it in every step."""
+        """The plan's order as a schedule; parsed once, because training needs it in every step."""
         index = self.cluster.index
         return Schedule(
             devices=tuple(tuple(index[name] for name in stage.devices) for stage in self.stages),
@@ -187,7 +188,7 @@ class Plan(
 
 
 def _parse_actions(texts: tuple[str, ...], where: str) -> tuple[Action, ...]:
-    """Returns the actions of one rank; raises InvalidFile with the path of one that cannot be read."""
+    """Returns the actions of one rank; raises InvalidFile with the path of an unreadable one."""
     actions = []
     for position, text in enumerate(texts):
         try:

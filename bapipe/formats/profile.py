@@ -13,7 +13,7 @@ from bapipe.formats.settings import Settings, difference
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 LOSS = "loss"
-"""Name of the layer that profiles and plans hold last; its inputs are the model's outputs and `TARGET`."""
+"""Name of the last layer of every profile and plan; its inputs are the model's outputs and `TARGET`."""
 
 TARGET = "target"
 """Name of the tensor that the loss compares with."""
@@ -33,12 +33,12 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         inputs, outputs: names of tensors; an input that is no layer's output is an input of the model.
         param_bytes: bytes of the parameters that no earlier layer uses.
-        trained_bytes: bytes of those of them that are trained, and of their gradients. If left out, all are.
+        trained_bytes: how many of `param_bytes` are trained and have gradients. If left out, all.
         update_ns: time of the optimizer's update of this layer.
         shares: names of the layers that share parameters with this one.
-        shared_bytes: bytes of the parameters that are counted in another layer's `param_bytes`: in that of the first
-            of `shares` that has no `shared_bytes` itself.
-        shared_trained_bytes: bytes of those of them that are trained. If left out, all are.
+        shared_bytes: bytes of the parameters that another layer's `param_bytes` counts: the first layer of `shares`
+            that has no `shared_bytes` itself.
+        shared_trained_bytes: how many of `shared_bytes` are trained. If left out, all.
         no_gradient: the `outputs` that have no gradient (integers, masks, model constants).
     """
 
@@ -57,7 +57,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of the gradients: of those parameters that are trained."""
+        """The bytes of the gradients: those of the trained parameters."""
         return self.param_bytes if self.trained_bytes is msgspec.UNSET else self.trained_bytes
 
     @property
@@ -98,7 +98,7 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def left_by_input_grad_bytes(self) -> int:
-        """The bytes that I produces for W, 0 if the profile does not say."""
+        """The bytes that I produces for W, 0 if the profile does not record them."""
         return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes
 
 
@@ -123,7 +123,7 @@ class ModelProfile(
         settings: how it was computed, `dtype` and `optimizer` included; left out if that is not known.
 
     Raises:
-        InvalidFile: names are not unique, a tensor is used before it is made, or a length does not agree.
+        InvalidFile: names are not unique, a tensor is used before it is made, or a sequence has the wrong length.
     """
 
     model: str
@@ -152,7 +152,7 @@ class ModelProfile(
 
     @property
     def threads(self) -> int:
-        """The number of compute threads that it was measured with, 1 if the profile does not say."""
+        """The number of compute threads in the measurement, 1 if the profile does not record it."""
         return 1 if self.settings is msgspec.UNSET else self.settings.threads
 
     @property
@@ -161,7 +161,7 @@ class ModelProfile(
         return tuple(sorted(m.microbatch_size for m in self.measurements))
 
     def covers(self, microbatch_size: int) -> bool:
-        """Returns whether `at(microbatch_size)` is known: measured, or between two measured sizes."""
+        """Returns whether `at` accepts a micro-batch size: it is measured, or between two measured sizes."""
         sizes = self.microbatch_sizes
         return sizes[0] <= microbatch_size <= sizes[-1]
 
@@ -188,7 +188,7 @@ class ModelProfile(
 
 
 def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.UnsetType:
-    """Returns the settings of profiles that one plan is made from; UNSET if none of them says.
+    """Returns the settings of profiles that one plan is made from; UNSET if none of them has any.
 
     Raises:
         BapipeError: two of them differ.

@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_same(planned: Settings, run: Settings) -> None:
-    """Raises BapipeError if a run computes with other settings than the profile that its plan was made from."""
+    """Raises BapipeError if the settings of a run differ from those of the profile that its plan was made from."""
     if found := difference(planned, run):
         raise BapipeError(
             f"the plan is for a model that was measured with {found[0]}; this run computes with {found[1]}: profile "

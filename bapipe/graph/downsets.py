@@ -1,7 +1,7 @@
 """Downsets of a graph as bit sets: a set of nodes is an integer with bit i for node i.
 
-A *downset* is a set of nodes that contains every predecessor of its members: what may lie before a cut. Python's
-integers hold sets of any size, compare and hash fast, and need no library.
+A *downset* is a set of nodes that contains every predecessor of its members: the layers that may lie before a cut.
+Python's integers hold sets of any size, compare and hash fast, and need no library.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def downsets(graph: Graph, limit: int) -> list[int] | None:
     """Returns every downset, smaller ones first, or None if there are more than `limit`.
 
     Level by level: a downset of n + 1 nodes is one of n nodes and a node whose predecessors all are in it, which is
-    called free. O(downsets * width) set operations. A cycle is in a downset as a whole or not at all, so nothing behind
-    it is ever reached: contract it first.
+    called free. O(downsets * width) set operations. The graph must have no cycle: no node of a cycle, and none after
+    it, ever becomes free. Contract cycles first.
     """
     sources = sum(1 << node for node in range(graph.num_nodes) if not graph.before[node])
     free_nodes = {0: sources}  # of each downset of the last two levels

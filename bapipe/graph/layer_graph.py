@@ -1,4 +1,4 @@
-"""The graph of a model's layers: which parts hang together, topological orders, and contraction.
+"""The graph of a model's layers: connected components, topological orders, and contraction.
 
 Algorithms that are not special to this package are networkx's. It is imported when it is needed, because that takes
 longer than planning a small model whose layers are a plain chain.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes and the arcs between them; an arc (a, b) says that b uses what a makes.
+    """Nodes and the arcs between them; an arc (a, b) means that b uses an output of a.
 
     Raises:
         ValueError: an arc joins no two different nodes.
@@ -39,7 +39,7 @@ class Graph:
 
     @property
     def has_single_order(self) -> bool:
-        """Whether the nodes as they are numbered are the only topological order, as in a chain."""
+        """Whether the numbers of the nodes are the only topological order, as in a chain."""
         forward = all(source < target for source, target in self.arcs)
         return forward and all(arc in self.arcs for arc in pairwise(range(self.num_nodes)))
 
@@ -87,7 +87,9 @@ def check_connected(graph: Graph, groups: Iterable[Sequence[int]] = ()) -> None:
 
 
 def topological_order(graph: Graph, prefer: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Returns an order in which every arc points forward; of the nodes that can come next, the min in `prefer` does.
+    """Returns an order in which every arc points forward.
+
+    Of the nodes that can come next it takes the one with the smallest value in `prefer`.
 
     Raises:
         InvalidModel: there is a cycle; the message names it.
@@ -108,8 +110,8 @@ def topological_order(graph: Graph, prefer: Sequence[int] | None = None) -> tupl
 def depth_first_order(graph: Graph, reverse: bool = False) -> tuple[int, ...]:
     """Returns a topological order that finishes one branch before it begins the next.
 
-    Of the nodes that can come next it takes the one that became possible last; among these the one named first, or
-    last with `reverse`.
+    Of the nodes that can come next it takes the one that became possible last; of several such nodes the one with
+    the smallest number, or the largest with `reverse`.
     """
     num_missing = [predecessors.bit_count() for predecessors in graph.before]
     stack = [node for node in range(graph.num_nodes) if not num_missing[node]]
@@ -131,12 +133,12 @@ def depth_first_order(graph: Graph, reverse: bool = False) -> tuple[int, ...]:
 def contract(graph: Graph, groups: Iterable[Sequence[int]]) -> tuple[Graph, tuple[tuple[int, ...], ...]]:
     """Returns the graph with each of `groups` as one node, and the old nodes of each new one.
 
-    Groups that overlap are one, and so are nodes that a group leaves on a cycle. New nodes are in topological order,
-    named after their first old node.
+    Groups that overlap are merged, and so are the nodes of a cycle that merging a group makes. New nodes are in
+    topological order, named after their first old node.
     """
     import networkx as nx
 
-    # With arcs both ways between its members, a group is strongly connected; so is what it leaves on a cycle.
+    # With arcs in both directions between its members, a group is one strongly connected component, with all cycles.
     digraph = _digraph(graph)
     for a, b in chain.from_iterable(pairwise(group) for group in groups):
         digraph.add_edges_from([(a, b), (b, a)])
@@ -156,7 +158,7 @@ def to_networkx(profile: ModelProfile) -> "nx.MultiDiGraph[str]":
 
     A node has the attributes of `LayerProfile`, and under `measurements` its `LayerMeasurement` by micro-batch size. An
     edge has the tensor's name as key, and under `num_bytes` its bytes by micro-batch size. Model inputs, which no layer
-    makes, are no edges; a node's `inputs` names them.
+    makes, are not edges; a node's `inputs` names them.
     """
     import networkx as nx
 

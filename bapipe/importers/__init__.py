@@ -1,7 +1,7 @@
 """Imports profiles that other tools measured, as profile/1.
 
-A parser for each format (`pipedream`, `table`) gives a tuple of `ImportedLayer`; `to_profile` makes a profile of these
-and of what the file does not say, an `ImportMetadata`.
+A parser for each format (`pipedream`, `table`) returns a tuple of `ImportedLayer`. `to_profile` makes a profile of
+these and of an `ImportMetadata`, the facts that the file does not contain.
 """
 
 from collections.abc import Callable

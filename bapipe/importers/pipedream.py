@@ -7,12 +7,12 @@ Times are milliseconds, sizes bytes, of the whole batch. The format has these pe
 
 - The time of an Input node is data loading; here it is an input of the model, without time.
 - `__getitem__` selects one tensor of the node before it and belongs to that node; otherwise a cut would send both.
-- The backward of an LSTM is timed together with another node: that of the first, bidirectional one with the embedding
-  before it, that of the last one with the classifier after it. Each pair is one layer here.
+- The backward of some LSTMs is timed together with another node: the first, bidirectional LSTM with the embedding
+  before it, the last LSTM with the classifier after it. Each pair is one layer here.
 - In-place operators and views keep the storage of the node before them, so they add nothing to the stash.
 
-Sizes are those of the file, even if they are wrong: for GNMT's attention it confuses items of a nested tuple with items
-of the outer one, and gives a concatenation the size of its first part.
+Sizes are those of the file, even if they are wrong: for GNMT's attention the file confuses items of a nested tuple with
+items of the outer one, and gives a concatenation the size of its first operand.
 """
 
 import re
@@ -132,7 +132,7 @@ def _number(name: str) -> int:
 
 
 def _tensor_name(node: _Node, nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> str:
-    """Returns the name of the tensor that a node gives to others."""
+    """Returns the name of a node's output."""
     if node.is_input:
         return node.kind.lower()
     if not node.is_item or not sources[node.name]:

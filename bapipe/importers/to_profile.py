@@ -1,4 +1,4 @@
-"""Makes a profile of imported layers: fills in what other tools do not measure, and scales to other sizes."""
+"""Makes a profile of imported layers: adds the figures that other tools do not measure, and scales to other sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class ImportedLayer:
 def to_profile(layers: Sequence[ImportedLayer], metadata: ImportMetadata) -> ModelProfile:
     """Returns the profile of imported layers.
 
-    Their B is divided into I and W: halves for a layer with parameters, all W if only the model's inputs feed it, and
-    all I without parameters. Updates and workspaces are unknown; the profile says 0.
+    Their B is divided into I and W: halves for a layer with parameters, all W if its only inputs are the model's, and
+    all I without parameters. Updates and workspaces are unknown, and 0 in the profile.
     """
     if metadata.optimizer not in NUM_OPTIMIZER_STATES:
         raise BapipeError(f"unknown optimizer '{metadata.optimizer}'; want one of {', '.join(NUM_OPTIMIZER_STATES)}")

@@ -1,14 +1,14 @@
-"""Everything that people look at: tables and pictures of plans, profiles, clusters, timelines and runs.
+"""Tables and pictures of plans, profiles, clusters, timelines and runs.
 
 Nothing here prints: `render_*` functions yield tables of rich and lines of text, `*_json` functions return plain
 values, and the others return strings or bytes. The command line writes them.
 
 - `formatting`: numbers, units and empty tables.
-- `plans`, `profiles`, `profile_diff`, `comparisons`, `runs`: what each of these shows, as tables and as JSON.
+- `plans`, `profiles`, `profile_diff`, `comparisons`, `runs`: one subject each, as tables and as JSON.
 - `text_gantt`, `timeline_svg`: a timeline drawn as text and as SVG.
 - `chrome_trace`: timelines written as a trace for Perfetto, and read back.
 - `layer_diagram`: the layers of a model with the tensors alive between them.
-- `html`: the page that puts tables and drawings together; `templates/` holds its document and style sheet.
+- `html`: the page of tables and drawings; `templates/` holds its document and style sheet.
 """
 
 from bapipe.report.chrome_trace import encode_trace

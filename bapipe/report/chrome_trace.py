@@ -3,7 +3,7 @@
 A timeline is one process of the trace. Its threads are, for rank r of n:
 
     2r            the actions and updates of rank r, named after its device
-    2r + 1        what rank r sends, named "DEVICE sends"
+    2r + 1        the transfers that rank r sends, named "DEVICE sends"
     10,000 + r    backwards of rank r if it runs them side by side with its forwards, named "DEVICE backwards"
     2n + s        the all-reduces of stage s
 
@@ -148,7 +148,7 @@ def _timeline(events: list[_Event]) -> tuple[str, Timeline]:
     """Returns the title and the timeline of one process of a trace."""
     titles = [e.args["name"] for e in events if e.name == _PROCESS_NAME]
     threads = {e.tid: str(e.args["name"]) for e in events if e.name == _THREAD_NAME}
-    # A thread is a device's if another one holds what that device sends; threads are numbered in the order of ranks.
+    # A thread belongs to a device if there is also a thread of its sends; threads are numbered in rank order.
     devices = tuple(name for tid, name in sorted(threads.items()) if name + _SENDS in threads.values())
     rank_of_device = {name: rank for rank, name in enumerate(devices)}
     device_of_thread = {tid: name.removesuffix(_BACKWARDS) for tid, name in threads.items()}

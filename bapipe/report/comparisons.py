@@ -13,7 +13,7 @@ from bapipe.report.plans import replica_counts
 def render_comparison(
     plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str]
 ) -> Iterator[Table | str]:
-    """Yields a row for each strategy that has a plan or was simulated, then why the others have none."""
+    """Yields a row for each strategy that has a plan or was simulated, then for each of the others why it has none."""
     first = next(iter(plans.values()))
     yield f"{first.model}: mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
     columns = "ms per step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"

@@ -1,7 +1,7 @@
 """The layers of a model with the tensors alive between them: rails of text, or a drawing in SVG.
 
 Every tensor has a lane, a column to the right of the layers, from the layer that makes it to the last one that uses it,
-as a commit has in `git log --graph`. What a horizontal line crosses is what a cut there would send.
+like a branch in `git log --graph`. A cut sends the tensors whose lanes it crosses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,8 @@ class LayerRow:
 def layer_rows(profile: ModelProfile) -> tuple[LayerRow, ...]:
     """Returns the layers in order, at the largest measured micro-batch size; O(layers x tensors alive).
 
-    `●` is a layer that hands its lane on to its output, `╮` begins a lane, `╯` ends one, `├` uses one, `│` passes by.
+    `●` is a layer whose output takes over a lane of its inputs, `╮` begins a lane, `╯` ends one, `├` uses one, and `│`
+    passes by.
     """
     measured = max(profile.measurements, key=lambda m: m.microbatch_size).layers
     last_use = {tensor: i for i, layer in enumerate(profile.layers) for tensor in layer.inputs}
@@ -130,9 +131,10 @@ def _cut_shapes(row: LayerRow, y: int, cuts_left: int, max_bytes: int) -> Iterat
 
 
 def _tensor_strokes(row: LayerRow, next_row: LayerRow | None, y: int) -> Iterator[str]:
-    """Yields the strokes of the tensors that are alive between a layer at height `y` and the next one.
+    """Yields the lines of the tensors that are alive between a layer at height `y` and the next one.
 
-    Each leads from the layer's dot if the layer makes it, down its lane, and to the next dot if that layer uses it.
+    A line begins at the layer's dot if the layer makes the tensor, follows its lane down, and ends at the next dot if
+    that layer uses the tensor.
     """
     used = set(next_row.layer.inputs) if next_row else set()
     dot, bottom = LAYERS_RIGHT - 8, y + ROW_HEIGHT
@@ -149,7 +151,7 @@ def _tensor_strokes(row: LayerRow, next_row: LayerRow | None, y: int) -> Iterato
         yield _path(f"M {x} {start} L {x} {end}", title)
         if tensor in used:
             yield _path(f"M {x} {end} L {dot} {bottom}", title)
-            if next_row is not None and tensor in next_row.lanes:  # it is used, and stays alive
+            if next_row is not None and tensor in next_row.lanes:  # the next layer uses it, and it stays alive
                 yield _path(f"M {x} {end} L {x} {bottom}", title)
 
 
@@ -158,7 +160,7 @@ def _path(path: str, title: str) -> str:
 
 
 def _assign_lanes(lanes: list[str | None], begun: Sequence[str], freed: Sequence[int]) -> None:
-    """Gives new tensors lanes: first those that the layer's own inputs leave, then any free one, then new ones."""
+    """Gives new tensors lanes: first the lanes that the layer's inputs free, then any free lane, then new lanes."""
     for tensor in begun:
         free = [*(i for i in freed if lanes[i] is None), *(i for i, other in enumerate(lanes) if other is None)]
         if free:

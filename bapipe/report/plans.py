@@ -33,7 +33,7 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
 
 
 def stage_table(plan: Plan) -> Table:
-    """Returns a row for each device of each stage: the stage's layers, and how long the device computes and waits."""
+    """Returns a table with a row for each device of each stage: its layers, and how long it computes and waits."""
     table = empty_table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
     ranks = {rank.device: rank for rank in plan.prediction.ranks}
     for s, stage in enumerate(plan.stages):
@@ -46,7 +46,7 @@ def stage_table(plan: Plan) -> Table:
 
 
 def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
-    """Returns a row for each device: its memory at the peak, and with a timeline the action during which that is."""
+    """Returns a table with a row per device: its memory at the peak, and with a timeline the action at the peak."""
     names = Memory.__struct_fields__
     heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
     table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
@@ -88,7 +88,7 @@ class FrontPoint(Protocol):
 
 
 def pareto_table(front: Sequence[FrontPoint]) -> Table:
-    """Returns a row for each plan on the front."""
+    """Returns a table with a row for each plan on the front."""
     columns = (
         "ms per step>",
         "peak MiB>",

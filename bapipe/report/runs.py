@@ -31,7 +31,7 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
 
 
 def evaluation_words(evaluation: Evaluation) -> str:
-    """Returns loss and metrics on held-out data in one line; `top-` metrics, shares of samples, in per cent."""
+    """Returns loss and metrics on held-out data in one line; metrics named `top-...` are shares, shown in per cent."""
     shown = (
         f"{name} {value:.1%}" if name.startswith("top-") else f"{name} {value:.1f}"
         for name, value in evaluation.metrics

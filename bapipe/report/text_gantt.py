@@ -17,7 +17,7 @@ UPDATE = "u"
 
 
 def gantt(timeline: Timeline, width: int) -> str:
-    """Returns a line of about `width` characters for each rank that works, to scale.
+    """Returns a line of about `width` characters for each rank with a stage, to scale.
 
     A rank that runs forward and backward at the same time has a line for each.
     Every action begins with the number of its micro-batch if it fits: ░ F, ▓ B, ▒ I, █ W, u update.

@@ -1,7 +1,7 @@
 """Draws a timeline as SVG: a Gantt chart of its ranks, and the memory of each rank over time.
 
-Coordinates are in pixels of a picture `WIDTH` wide; times start at `MARGIN`, to the right of the labels. The classes of
-texts are those of `templates/page.css`: m inside a box, d on a pale box, e aligned at its end, t a tick.
+Coordinates are pixels of a picture of width `WIDTH`; times start at `MARGIN`, to the right of the labels. The classes
+of texts are those of `templates/page.css`: m inside a box, d on a pale box, e aligned at its end, t a tick.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ Scale = Callable[[int], float]
 
 
 def gantt_legend(timeline: Timeline) -> list[tuple[str, str]]:
-    """Returns (colour, name) of all that the Gantt chart of a timeline shows."""
+    """Returns the legend (colour, name) of a timeline's Gantt chart."""
     phases = {span.action.phase for span in timeline.spans}
     entries = [(PHASE_COLOURS[phase], PHASE_NAMES[phase]) for phase in Phase if phase in phases]
     entries += [(UPDATE_COLOUR, "update")] if timeline.updates else []
@@ -48,13 +48,13 @@ def gantt_legend(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def memory_legend() -> list[tuple[str, str]]:
-    """Returns (colour, name) of the bands of the memory picture."""
+    """Returns the legend (colour, name) of the memory picture."""
     names = {"fixed": "parameters, gradients, optimizer, buffers", "stash": "stashes", "workspace": "workspace"}
     return [(MEMORY_COLOURS[band], name) for band, name in names.items()]
 
 
 def gantt_svg(timeline: Timeline) -> str:
-    """Returns a row per rank that works, two if it runs F and B side by side, and one per stage with all-reduces."""
+    """Returns a Gantt chart of ranks (two rows for a rank that runs F and B side by side) and of all-reduces."""
     x = _scale(timeline)
     shapes: list[str] = []
     middle_of_rank: dict[int, float] = {}  # where the lines of transfers begin and end
@@ -86,7 +86,7 @@ def gantt_svg(timeline: Timeline) -> str:
 
 
 def memory_svg(timeline: Timeline, capacity_bytes: Mapping[str, int]) -> str:
-    """Returns a chart for each rank that works, all to one scale, with a dashed line at the capacity of its device.
+    """Returns a chart for each rank with a stage, all to one scale, with a dashed line at the capacity of its device.
 
     The line is left out if it lies above the chart.
     """

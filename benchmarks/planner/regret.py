@@ -149,9 +149,9 @@ def gpipe_form(line: Line, num_stages: int) -> Edges:
     Its max f lies between the minimum of max f over all cuts and the max f of the cuts with the smallest max b.
     """
     lowest, edges = min_max_cuts(line.f, num_stages)
-    least_b, edges_of_b = min_max_cuts(line.b, num_stages)
+    min_b, edges_of_b = min_max_cuts(line.b, num_stages)
     highest = max(line.f[a, b] for a, b in pairwise(edges_of_b))
-    found = [(highest + least_b, edges_of_b), (lowest + max(line.b[a, b] for a, b in pairwise(edges)), edges)]
+    found = [(highest + min_b, edges_of_b), (lowest + max(line.b[a, b] for a, b in pairwise(edges)), edges)]
     values = np.unique(line.f[(line.f >= lowest) & (line.f <= highest)])
     for limit in values[:: -(-len(values) // MAX_TRIED) or 1]:
         value, edges = min_max_cuts(np.where(line.f <= limit, line.b, np.inf), num_stages)
@@ -183,12 +183,12 @@ def main() -> None:
         each.add_column(column, justify="right")
     for name, profile, links in workloads(folder):
         for gigabytes, num_stages in product(links, (2, 4, 8)):
-            where = cluster(num_stages, gigabytes)
+            devices = cluster(num_stages, gigabytes)
             start = time.process_time()
-            plan = best_plan(profile, where)
+            plan = best_plan(profile, devices)
             seconds = time.process_time() - start
-            line = Line(profile, where.intra_host)
-            steps = {rule: step_ns(profile, where, cut(line, num_stages)) for rule, cut in RULES.items()}
+            line = Line(profile, devices.intra_host)
+            steps = {rule: step_ns(profile, devices, cut(line, num_stages)) for rule, cut in RULES.items()}
             steps["bapipe"] = plan.prediction.step_ns
             best = min(steps.values())
             gaps.append(plan.certificate.gap)
@@ -213,15 +213,15 @@ def main() -> None:
     out.print(f"bapipe's plans: {proven} of {len(gaps)} proven optimal; largest gap {max(gaps):.1%}")
 
 
-def best_plan(profile: ModelProfile, where: Cluster) -> Plan:
+def best_plan(profile: ModelProfile, devices: Cluster) -> Plan:
     """Returns bapipe's plan with one stage per device, searched for at most `MAX_SECONDS`."""
     size = profile.microbatch_sizes[0]
     return bapipe.plan(
         profile,
-        where,
+        devices,
         minibatch_size=size * MICROBATCHES,
         microbatch_size=size,
-        num_stages=len(where.devices),
+        num_stages=len(devices.devices),
         schedules=["1f1b"],
         replicas=False,
         recompute=False,

@@ -182,7 +182,7 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
             f"unknown model 'vgg17': want one of {', '.join(ZOO)}, or a factory of your own as module.path:function; "
             "did you mean 'vgg16'?",
         ),
-        (("profile", "vgg16", "--microbatch-size", "0"), 1, "'0' is no list of different positive integers such as 1,2,4,8"),
+        (("profile", "vgg16", "--microbatch-size", "0"), 1, "'0' is not a list of different positive integers such as 1,2,4,8"),
         (("profile", "vgg16", "--arg", "x"), 1, "--arg x: want KEY=VALUE, such as image_size=64"),
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "7", "--microbatch-size", "2"),
@@ -219,10 +219,10 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--devices", "2"),
             1,
-            "--cluster and --devices both say what the devices are; give one of them",
+            "--cluster and --devices both define the devices; give one of them",
         ),
         (("plan", "profile.json", "profile.json"), 1, "two profiles are of device kind 'a'; give one for each kind"),
-        (("plan", "profile.json"), 1, "say what the devices are: --devices N like the profiled one, or --cluster FILE"),
+        (("plan", "profile.json"), 1, "define the devices: --devices N like the profiled one, or --cluster FILE"),
         (("simulate", "profile.json", "profile.json"), 1, "profile.json: this is a 'profile/1' file; want 'plan/1' - at `$.bapipe`"),
         (("show", "damaged.json"), 1, "damaged.json: not JSON: Input data was truncated - at `$`"),
         (("show", "cluster.json", "--html", "x.html"), 1, "--html goes with a plan or a profile; cluster.json is neither"),
