@@ -22,7 +22,7 @@ LAYERS = [
     {"formats"},
     {"graph", "torch_device", "torch_private"},
     {"simulator", "tracing"},
-    {"importers", "zoo"},
+    {"importers", "zoo", "equivalence"},
     {"profiler"},
     {"planner"},
     {"runtime"},
@@ -33,7 +33,7 @@ LAYERS = [
 ]
 """Lowest first. A module imports from layers below its own; within a package such as `planner` from its files too."""
 
-TORCH = {"tracing", "torch_device", "torch_private", "profiler", "runtime", "zoo"}
+TORCH = {"tracing", "equivalence", "torch_device", "torch_private", "profiler", "runtime", "zoo"}
 HEAVY = {
     "torch": TORCH,
     "numpy": {"zoo", "planner", "simulator"},
@@ -216,7 +216,7 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--co-runners", "--device", "--exhaustive", "--layer-by-layer",
+            "--arg", "--autocast", "--channels-last", "--check", "--co-runners", "--device", "--exhaustive", "--layer-by-layer",
             "--leaf-module", "--microbatch-size", "--operator-layers", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [

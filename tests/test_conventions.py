@@ -21,8 +21,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
-ENTRY_POINTS = {"plan_step_time", "numbers_kept"}
-"""Functions that nothing in the package calls: the search for the step time alone, and the numbers in a module."""
+ENTRY_POINTS = {"plan_step_time"}
+"""Functions that nothing in the package calls: the search for the step time alone."""
 
 TORCH_PRIVATE = "torch_private.py"
 

@@ -68,6 +68,10 @@ def profile(
             help="Number of processes that train the model at the same time, like ranks on a CPU's other cores.",
         ),
     ] = 0,
+    check: Annotated[
+        bool,
+        typer.Option(help="Compare loss, gradients and buffers of the split model with the original's, on 7 samples."),
+    ] = True,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure the time and memory of each layer of a model."""
@@ -94,6 +98,7 @@ def profile(
             leaf_modules=leaf_module or (),
             operator_layers=operator_layers,
             num_co_runners=co_runners,
+            check=check,
             progress=progress,
         )
     write(output, measured)

@@ -18,6 +18,12 @@ LOSS = "loss"
 TARGET = "target"
 """Name of the tensor that the loss compares with."""
 
+EQUIVALENCE = "equivalence"
+"""Key in `environment`: how the split model was compared with the original, or why it was not."""
+
+ONE_LAYER = "one_layer"
+"""Key in `environment`: modules that are one layer although nobody asked for it, by path, and why."""
+
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The hardware of a profile; a cluster's devices refer to it by `kind`."""

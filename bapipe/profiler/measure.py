@@ -8,7 +8,7 @@ import torch
 from msgspec import UNSET, UnsetType, structs
 from torch import Tensor, nn
 
-from bapipe.errors import BapipeError, InvalidModel
+from bapipe.errors import BapipeError
 from bapipe.formats.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS
@@ -25,9 +25,10 @@ from bapipe.profiler.prepare import (
     in_memory_format,
     prepared,
 )
+from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
-from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs, trace
+from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,7 @@ def measure_model(
     exhaustive: bool = False,
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
+    check: bool = True,
     resume_from: ModelProfile | None = None,
     save: Callable[[ModelProfile], None] | None = None,
     progress: PartsProgress | None = None,
@@ -67,12 +69,14 @@ def measure_model(
         layer_by_layer: measures one layer at a time, see `measure_isolated`. Otherwise layers are measured in passes of
             the whole model, unless its parameters and their gradients do not fit on the device.
         exhaustive: measures every layer, also those that are equal to another one.
+        check: compares the split model with the original, see `bapipe.equivalence`; not done `layer_by_layer`.
         resume_from: a profile of the same model on the same machine; its sizes are not measured again.
         save: called with the profile so far after each size.
         progress: called with the number of parts done, the number of all parts, and the name of the next one.
 
     Raises:
-        InvalidModel: the module cannot be traced, or a layer fails or gives another layer a value that is not a tensor.
+        InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails or gives
+            another layer a value that is not a tensor.
         BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
     """
     sizes = _checked_sizes(microbatch_sizes)
@@ -94,7 +98,17 @@ def measure_model(
     if not layer_by_layer:
         module.to(device)
     with prepared(module, device, settings), only_tensor_inputs(module, inputs) as tensors:
-        model = _traced(module, tensors, leaf_modules, operator_layers)
+        model, notes = traced(
+            module,
+            tensors,
+            target,
+            loss,
+            device,
+            max_size=max(sizes),
+            leaf_modules=leaf_modules,
+            operator_layers=operator_layers,
+            check=check and not layer_by_layer,
+        )
         for size in missing_sizes:
             *batch, batch_target = batch_on_device((*tensors, target), size, device)
             batch = [in_memory_format(tensor, settings) for tensor in batch]
@@ -122,7 +136,7 @@ def measure_model(
                     dtype=settings.dtype,
                     optimizer=settings.optimizer,
                     settings=settings,
-                    environment=environment() | _framework(device),
+                    environment=environment() | _framework(device) | notes,
                     layers=(*_layer_profiles(training_pass, memory, settings.optimizer), _loss_profile(model, loss)),
                     measurements=(measured,),
                 )
@@ -158,15 +172,6 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if min(sizes) < 1:
         raise BapipeError(f"micro-batch size {min(sizes)} cannot be measured: want 1 or more")
     return tuple(sorted(set(sizes)))
-
-
-def _traced(
-    module: nn.Module, inputs: Sequence[Tensor], leaf_modules: Sequence[str], operator_layers: bool
-) -> TracedModel:
-    model = trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers)
-    if any(layer.name == LOSS for layer in model.layers):
-        raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
-    return model
 
 
 def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:

@@ -35,9 +35,9 @@ def check_trainable(module: nn.Module) -> None:
         raise InvalidModel(f"{type(module).__name__} has no parameter to train: set requires_grad on those to train")
 
 
-def fits_on_device(module: nn.Module, device: torch.device) -> bool:
-    """Returns whether the device has memory for the parameters and a gradient of each."""
-    return 2 * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
+def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> bool:
+    """Returns whether the device has memory for so many copies of the parameters: 2 with their gradients."""
+    return copies * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
 
 
 @contextmanager

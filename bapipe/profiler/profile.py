@@ -34,6 +34,7 @@ def profile(
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
+    check: bool = True,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a module: times and bytes of its layers, measured while it trains on this machine.
@@ -47,9 +48,10 @@ def profile(
         settings: how the model is computed; their `dtype` is replaced by the module's.
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
         operator_layers: makes each operator outside modules a layer.
+        check: compares loss, gradients and changed buffers of the split model with the module's own, on a few samples.
 
     Raises:
-        InvalidModel: the module cannot be traced, or a layer fails.
+        InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails.
     """
     torch = require_torch()
     from bapipe.profiler.measure import measure_model
@@ -65,6 +67,7 @@ def profile(
         settings=settings,
         leaf_modules=leaf_modules,
         operator_layers=operator_layers,
+        check=check,
         progress=progress,
     )
 
@@ -81,6 +84,7 @@ def profile_model(
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
     num_co_runners: int = 0,
+    check: bool = True,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
@@ -123,6 +127,7 @@ def profile_model(
                 exhaustive=exhaustive,
                 leaf_modules=leaf_modules,
                 operator_layers=operator_layers,
+                check=check,
                 resume_from=load_profile(unfinished_path),
                 save=partial(write, unfinished_path),
                 progress=progress,

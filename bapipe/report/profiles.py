@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import EQUIVALENCE, ONE_LAYER, ModelProfile
 from bapipe.report import layer_diagram
 from bapipe.report.formatting import empty_table, number
 
@@ -15,6 +15,10 @@ from bapipe.report.formatting import empty_table, number
 def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
     yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
+    if EQUIVALENCE in profile.environment:
+        yield str(profile.environment[EQUIVALENCE])
+    for path, reason in profile.environment.get(ONE_LAYER, {}).items():
+        yield f"'{path}' is one layer: {reason}"
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
     title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
     heads = "F>", "I>", "W>", "B>", "± %>", "update>", "params>", "stash>", "for W>", "output>"

@@ -16,7 +16,9 @@ from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.recorded_capture import capture_by_recording
 
 
-def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]) -> Captured:
+def capture(
+    module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str], called_leaves: bool = False
+) -> Captured:
     """Returns the operators of a module.
 
     torch.fx is tried first, because it keeps the model's modules and with them their hooks, and is valid for all sizes.
@@ -26,6 +28,7 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
 
     Args:
         leaf_modules: paths of modules to take as one layer each.
+        called_leaves: whether these must be called as they are, which torch.export does not: it sees through them.
 
     Raises:
         InvalidModel: all of this fails; the message says where.
@@ -47,10 +50,12 @@ def capture(module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Se
         recorded = None
     if recorded is not None and (leaves.reasons or not _is_coarse(module, recorded)):
         return recorded
-    try:
-        return capture_with_export(module, inputs, leaves.paths)
-    except Exception as error:  # whatever torch.export or the model's own code raises
-        reason = f"; torch.export fails too: {_first_line(error)}"
+    reason = ""
+    if not called_leaves:
+        try:
+            return capture_with_export(module, inputs, leaves.paths)
+        except Exception as error:  # whatever torch.export or the model's own code raises
+            reason = f"; torch.export fails too: {_first_line(error)}"
     return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, reason)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from bapipe.tracing.aliasing import alias_set, writers
+from bapipe.tracing.aliasing import alias_set
 from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Autocast
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random
@@ -143,7 +143,7 @@ class _Extraction:
     def _changed_in_place(self, input_nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Returns the inputs whose memory the extracted layers write to."""
         changed: set[fx.Node] = set()
-        for writer, tensor in writers(self._model.module):
+        for writer, tensor in self._model.writes:
             if self._is_inside(writer):
                 changed |= self._same_memory(tensor)
         return changed & set(input_nodes)

@@ -29,6 +29,7 @@ def trace(
     *,
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
+    called_leaves: bool = False,
 ) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
@@ -44,13 +45,14 @@ def trace(
             be used across a cut.
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
         operator_layers: whether each operator outside modules is a layer, named `op:` and the operator.
+        called_leaves: whether leaf modules must be called as they are, instead of as the operators inside them.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, or returns values that are not tensors.
     """
     with state_restored(module):
         paths = _matching_paths(module, leaf_modules)
-        captured = capture(module, inputs, paths)
+        captured = capture(module, inputs, paths, called_leaves)
         try:
             return _traced(module, captured, inputs, operator_layers)
         except UnknownSizes:
@@ -214,6 +216,7 @@ def _traced_model(
         layer_of=layer_of,
         replicated=replicated,
         sizes=sizes,
+        writes=tuple(writers(module)),
         hazards=tuple(dict.fromkeys(_hazards(module, layer_of))),
         leaf_reasons=captured.leaf_reasons,
     )

@@ -75,6 +75,7 @@ class TracedModel:
         replicated: operators on the model's inputs and constants alone, which every stage that needs them computes for
             itself; each belongs to the first layer that uses it.
         sizes: numbers, shapes and other values that are not tensors, at two batch sizes: see `bapipe.tracing.sizes`.
+        writes: (operator, the tensor it writes to), except for constants and buffers.
         hazards: the cuts that in-place changes forbid.
         leaf_reasons: modules that are one layer although nobody asked for it, by path, and why.
     """
@@ -89,6 +90,7 @@ class TracedModel:
     layer_of: dict[fx.Node, str]
     replicated: frozenset[fx.Node]
     sizes: Mapping[fx.Node, tuple[Any, Any]]
+    writes: tuple[tuple[fx.Node, fx.Node], ...]
     hazards: tuple[Hazard, ...]
     leaf_reasons: Mapping[str, str] = field(default_factory=dict)
 

@@ -14,11 +14,12 @@ _COPIED = (list, dict, set, bytearray, random.Random, torch.Generator, itertools
 
 
 @contextmanager
-def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[None]:
+def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
     Lists, dictionaries, counters and objects with attributes of their own are replaced by copies meanwhile. What a
-    forward changes outside of the module, such as a global variable, is not undone.
+    forward changes outside of the module, such as a global variable, is not undone. Yields copies of the values of
+    tensors, by the tensor's id.
 
     Args:
         parameters: whether to restore the values of parameters too, for which these are copied.
@@ -41,7 +42,7 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[N
                 with suppress(Exception):  # an object that refuses to be copied stays as it is
                     vars(part)[name] = copy.deepcopy(value, memo)
     try:
-        yield
+        yield {id(tensor): value for tensor, value in values}
     finally:
         for part, before, own_registries in zip(modules, attributes, registries, strict=True):
             vars(part).clear()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from bapipe.errors import InvalidModel
 from bapipe.tracing.extract import extract
 from bapipe.tracing.stages import Split
 
@@ -71,6 +72,13 @@ class _Seal(torch.autograd.Function):
 
 
 def seal(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors, contiguous, as outputs of one autograd operator; copies only what is not contiguous."""
+    """Returns the tensors, contiguous, as outputs of one autograd operator; copies only what is not contiguous.
+
+    Raises:
+        InvalidModel: one is not a tensor.
+    """
+    for value in tensors:
+        if not isinstance(value, Tensor):
+            raise InvalidModel(f"a value that crosses a cut is no tensor but a {type(value).__name__}")
     sealed: tuple[Tensor, ...] = _Seal.apply(*tensors)  # type: ignore[no-untyped-call]
     return sealed

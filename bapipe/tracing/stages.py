@@ -79,7 +79,7 @@ def cut_into_stages(
         raise InvalidModel(
             f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}); {len(inputs)} examples are given"
         )
-    stages = _stages(model, stage_of, max(stage_of.values()) + 1)
+    stages = stages_of(model, stage_of)
     crossing = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
     examples = _examples(model, crossing, inputs, microbatch_size)
     return Split(model=model, stages=stages, examples=examples, tied=tied)
@@ -153,7 +153,9 @@ def _tied_parameters(model: TracedModel, stage_of: Mapping[str, int]) -> tuple[T
     return tuple(tied)
 
 
-def _stages(model: TracedModel, stage_of: Mapping[str, int], num_stages: int) -> tuple[StageTensors, ...]:
+def stages_of(model: TracedModel, stage_of: Mapping[str, int]) -> tuple[StageTensors, ...]:
+    """Returns the tensors of each stage; `stage_of` is the stage of each layer."""
+    num_stages = max(stage_of.values()) + 1
     made_in = {name: stage_of[layer.name] for layer in model.layers for name in layer.outputs}
     used_in: dict[str, set[int]] = {}
     for layer in model.layers:

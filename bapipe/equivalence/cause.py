@@ -1,0 +1,64 @@
+"""The likely cause why a module cannot be split, from what its code names."""
+
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+_CAUSES = (
+    (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
+    (("checkpoint",), "uses torch.utils.checkpoint"),
+    (("register_hook",), "adds hooks to tensors"),
+    (("data", "copy_", "clamp_", "mul_", "add_", "fill_", "lerp_"), "changes tensors in place"),
+    (("random", "rand", "randn", "randint", "randperm", "bernoulli"), "draws random numbers"),
+    (("item", "tolist", "any", "all", "nonzero", "unique"), "depends on the values of tensors"),
+    (("autocast", "no_grad", "set_grad_enabled", "detach"), "changes autocast or gradient mode"),
+)  # fmt: skip
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks are registered on a module, for its forward or backward."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def own_code(root: nn.Module, path: str) -> str:
+    """Returns the innermost module around a path that is not of torch, or has hooks; empty for the root.
+
+    Modules of torch do what they say, so what is not kept is in the code that calls them.
+    """
+    modules = dict(root.named_modules())
+    while path and (
+        path not in modules or (type(modules[path]).__module__.startswith("torch.nn.") and not has_hooks(modules[path]))
+    ):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def likely_cause(root: nn.Module, path: str) -> str:
+    """Returns what is likely to be the cause, in words, if it is in the code of the module at `path`."""
+    module = root.get_submodule(path)
+    owner = f"'{path}'" if path else "the model"
+    if has_hooks(module):
+        return f"likely because of the hooks that are registered on {owner}"
+    code = getattr(type(module).forward, "__code__", None)
+    names = _names(code) if code is not None else set()
+    for hints, cause in _CAUSES:
+        if names & set(hints):
+            return f"likely because the forward of {owner} {cause}"
+    if _assigns_attributes(module):
+        return f"likely because the forward of {owner} keeps values in attributes between calls"
+    return "the cause is not known"
+
+
+def _names(code: CodeType) -> set[str]:
+    """Returns the names of attributes and functions in a function and the functions inside it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(_names, inner))
+
+
+def _assigns_attributes(module: Any) -> bool:
+    import dis
+
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and any(step.opname == "STORE_ATTR" for step in dis.get_instructions(code))

@@ -1,0 +1,209 @@
+"""Holds a traced and split model to the original: same loss, gradients and changed buffers on a few samples."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence.cause import likely_cause, own_code
+from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
+from bapipe.equivalence.locate import first_difference
+from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
+from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages
+from bapipe.errors import InvalidModel
+from bapipe.tracing import TracedModel, trace
+from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.sizes import repeat_to_batch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalence:
+    """What was compared, and found equal.
+
+    Attributes:
+        num_gradients: parameters with a gradient.
+        num_buffers: buffers that training changes.
+    """
+
+    num_stages: int
+    num_gradients: int
+    num_buffers: int
+
+    def __str__(self) -> str:
+        return (
+            f"in {self.num_stages} stages, the model equals the original: loss, {self.num_gradients} gradients, "
+            f"{self.num_buffers} changed buffers"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unchecked:
+    """Why the split model could not be compared."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the split model was not compared with the original: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a split model is not the original.
+
+    Attributes:
+        path: of the innermost module in which they first differ; empty for the model's own forward.
+        code: of the module whose code is the likely cause; empty for the model's own.
+        what: what differs there.
+    """
+
+    path: str
+    code: str
+    what: str
+    cause: str
+
+    def __str__(self) -> str:
+        where = f"'{self.path}'" if self.path else "the model"
+        return f"{self.what}, first in {where}; {self.cause}"
+
+
+def example_microbatches(
+    inputs: Sequence[Tensor], target: Tensor, sizes: Sequence[int], device: torch.device
+) -> tuple[Microbatch, ...]:
+    """Returns micro-batches of some sizes on a device, made of examples, each with other values."""
+    return tuple(
+        Microbatch(
+            inputs=tuple(_varied(repeat_to_batch(example, size, device), index) for example in inputs),
+            target=repeat_to_batch(target, size, device).roll(index, 0),
+        )
+        for index, size in enumerate(sizes)
+    )
+
+
+def _varied(tensor: Tensor, index: int) -> Tensor:
+    """Returns the rows in another order, and floats at another scale, positive ones still positive."""
+    rolled = tensor.roll(index, 0)
+    return rolled * 0.5**index if tensor.is_floating_point() else rolled
+
+
+def compare_split(
+    model: TracedModel, loss: Loss, microbatches: Sequence[Microbatch]
+) -> Equivalence | Unchecked | Difference:
+    """Compares the finest stages of a traced model with its own code, on micro-batches one after another.
+
+    The module's values, gradients and attributes are afterwards what they were.
+    """
+    try:
+        original = run_original(model.root, loss, microbatches)
+    except Exception as error:  # whatever the model's own code raises
+        return Unchecked(reason=f"the model itself fails: {_first_line(error)}")
+    try:
+        stages, split = run_finest_stages(model, loss, microbatches)
+    except StageFailed as error:
+        if _is_out_of_memory(error.cause):
+            return Unchecked(reason="there is not enough memory for two micro-batches")
+        what = f"as a stage of its own, the {error.phase} fails ({_first_line(error.cause)})"
+        return _difference_at(model, error.layer.partition("#")[0], what)
+    if not mismatches(original, split):
+        return _equal(model, stages, original)
+    if not repeats(original, run_original(model.root, loss, microbatches)):
+        return Unchecked(reason="its loss on the same samples differs from run to run")
+    found = mismatches(original, split, perturbed(model.root, loss, microbatches))
+    return _difference(model, stages, loss, microbatches, found) if found else _equal(model, stages, original)
+
+
+def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:
+    buffers = dict(model.root.named_buffers())
+    return Equivalence(
+        num_stages=len(stages),
+        num_gradients=len(original.gradients),
+        num_buffers=sum(not torch.equal(original.state[name], value) for name, value in buffers.items()),
+    )
+
+
+def _difference(
+    model: TracedModel,
+    stages: Sequence[Stage],
+    loss: Loss,
+    microbatches: Sequence[Microbatch],
+    found: Sequence[Mismatch],
+) -> Difference:
+    extra = [one for one in found if one.missing == "original"]
+    if extra:  # values that should not be there say best where to look
+        return _difference_at(model, extra[0].name.rpartition(".")[0], str(extra[0]))
+    where = first_difference(model, stages, loss, microbatches)
+    if where is not None:
+        return _difference_at(model, where[0], f"{found[0]}; values differ in the {where[1]}")
+    owner = found[-1].name.rpartition(".")[0] if found[-1].kind != "loss" else ""
+    return _difference_at(model, owner, str(found[-1]))
+
+
+def _difference_at(model: TracedModel, path: str, what: str) -> Difference:
+    code = own_code(model.root, path)
+    return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code))
+
+
+def trace_checked(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss,
+    microbatches: Sequence[Microbatch],
+    *,
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
+) -> tuple[TracedModel, Equivalence | Unchecked]:
+    """Returns the layers of a module, of which each cut is known to give the original's results.
+
+    A module in which the split model differs becomes one layer, so that stages call it as it is; then the next larger
+    one, until there is no difference.
+
+    Raises:
+        InvalidModel: as `trace`; or the model differs even so.
+    """
+    reasons: dict[str, str] = {}
+    while True:
+        with state_restored(module, parameters=True):
+            model = trace(
+                module,
+                inputs,
+                leaf_modules=(*leaf_modules, *reasons),
+                operator_layers=operator_layers,
+                called_leaves=bool(reasons),
+            )
+        result = compare_split(model, loss, microbatches)
+        if not isinstance(result, Difference):
+            return replace(model, leaf_reasons={**model.leaf_reasons, **reasons}), result
+        larger = _next_leaves(model, result.code)
+        if not larger:
+            raise InvalidModel(f"the split model would not train as the original does: {result}")
+        for path in larger:
+            reasons[path] = f"split, it would differ from the original: {result}"
+            _log.warning("'%s' is one layer: %s", path, reasons[path])
+
+
+def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:
+    """Returns the innermost modules around a path that are not layers yet, with others of their class; or none."""
+    layers = {layer.name.partition("#")[0] for layer in model.layers}
+    modules = dict(model.root.named_modules())
+    names = path.split(".") if path else []
+    around = [".".join(names[:length]) for length in range(len(names), 0, -1)]
+    outermost = next((place for place in range(len(around) - 1, -1, -1) if around[place] in layers), -1)
+    for larger in around[outermost + 1 :]:
+        kind = type(modules[larger])
+        if issubclass(kind, nn.ModuleList | nn.ModuleDict):  # never called
+            continue
+        if kind.__module__.startswith("torch.nn."):
+            return (larger,)
+        return tuple(name for name, part in modules.items() if type(part) is kind and name)
+    return ()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,154 @@
+"""Compares two outcomes, up to rounding."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
+
+_ROUNDING = 64
+"""Differences of this many rounding units of a tensor's largest value are rounding, in any model."""
+
+_HALF_ROUNDING = 4
+"""The same for types of 16 bits, of which 64 units would be half of the value."""
+
+_NOISE = 16
+"""So often the difference that rounding units in the parameters make is rounding, too."""
+
+_PERTURBATION = 4
+"""By how many rounding units the parameters are changed to see what rounding may do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A value that differs.
+
+    Attributes:
+        kind: "loss", "gradient", "buffer" or "counter"; parameters that a forward changes are buffers here.
+        name: of the parameter, buffer or attribute; of a loss, the number of the micro-batch.
+        size: the largest difference of an element, relative to the largest value.
+        missing: "original" or "split" if that one has no such value at all.
+    """
+
+    kind: str
+    name: str
+    size: float
+    missing: str | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "loss":
+            return f"the loss of micro-batch {self.name} differs by {self.size:.2g} of its value"
+        if self.kind == "counter":
+            return f"the attribute '{self.name}', which counts calls, differs"
+        if self.missing is not None:
+            return f"the {self.kind} of '{self.name}' is missing in the {self.missing} model"
+        return f"the {self.kind} of '{self.name}' differs by {self.size:.2g} of its largest value"
+
+
+def mismatches(original: Outcome, split: Outcome, noise: Outcome | None = None) -> list[Mismatch]:
+    """Returns what differs by more than rounding.
+
+    Args:
+        noise: another outcome of the original, with what rounding units change in it: see `perturbed`.
+    """
+    found = []
+    for kind, name, wanted, got, noisy in _pairs(original, split, noise):
+        size = _difference(wanted, got)
+        allowed = _rounding(wanted)
+        if noisy is not None:
+            allowed = max(allowed, _NOISE * _difference(wanted, noisy))
+        if size > allowed:
+            missing = "original" if wanted is None else "split" if got is None else None
+            found.append(Mismatch(kind=kind, name=name, size=size, missing=missing))
+    counters = original.counters.items()
+    found += [
+        Mismatch(kind="counter", name=name, size=1.0) for name, value in counters if split.counters.get(name) != value
+    ]
+    return found
+
+
+def repeats(original: Outcome, again: Outcome) -> bool:
+    """Returns whether two runs of the original have the same losses, up to what kernels that race may change."""
+    pairs = zip(original.losses, again.losses, strict=True)
+    return all(_difference(a, b) <= max(1e-4, _rounding(a)) for a, b in pairs)
+
+
+def perturbed(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch]) -> Outcome:
+    """Returns the outcome of the original with parameters and inputs changed by rounding units.
+
+    It shows how far apart two correct computations may be: the order of sums, and of kernels, is free.
+    """
+    values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter, _ in values:
+                parameter.copy_(_shaken(parameter, generator))
+        shaken = [
+            Microbatch(inputs=tuple(_shaken(tensor, generator) for tensor in one.inputs), target=one.target)
+            for one in microbatches
+        ]
+        return run_original(module, loss, shaken)
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+
+
+def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+    return (tensor * (1 + _PERTURBATION * _unit(tensor) * signs)).to(tensor.dtype)
+
+
+def _pairs(
+    original: Outcome, split: Outcome, noise: Outcome | None
+) -> Iterator[tuple[str, str, Tensor | None, Tensor | None, Tensor | None]]:
+    """Yields (kind, name, original, split, noise) of every value; None for a value that there is not."""
+    for index, wanted in enumerate(original.losses):
+        yield "loss", str(index), wanted, split.losses[index], None if noise is None else noise.losses[index]
+    kinds: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]]] = [
+        ("gradient", original.gradients, split.gradients, {} if noise is None else noise.gradients),
+        ("buffer", original.state, split.state, {} if noise is None else noise.state),
+    ]
+    for kind, wanted_values, got_values, noisy_values in kinds:
+        for name in dict.fromkeys((*wanted_values, *got_values)):
+            yield kind, name, wanted_values.get(name), got_values.get(name), noisy_values.get(name)
+
+
+def _difference(wanted: Tensor | None, got: Tensor | None) -> float:
+    """Returns the largest difference of an element, relative to the largest value; no value is like zeros."""
+    if wanted is None or got is None:
+        given = got if wanted is None else wanted
+        return 0.0 if given is None or not bool(given.count_nonzero()) else 1.0
+    if wanted.shape != got.shape or wanted.dtype != got.dtype:
+        return float("inf")
+    if wanted.is_sparse or got.is_sparse:
+        wanted, got = wanted.to_dense(), got.to_dense()
+    if torch.equal(wanted, got):
+        return 0.0
+    a, b = (_comparable(tensor) for tensor in (wanted, got))
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+    return float((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-300))
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def _rounding(tensor: Tensor | None) -> float:
+    """Returns the relative difference that counts as rounding for a tensor."""
+    unit = _unit(tensor)
+    return unit * (_ROUNDING if unit < 1e-5 else _HALF_ROUNDING)
+
+
+def _unit(tensor: Tensor | None) -> float:
+    """Returns the relative rounding unit of a tensor's type; 0 for integers."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return torch.finfo(tensor.dtype).eps

@@ -1,0 +1,128 @@
+"""What training passes on some micro-batches leave behind, of the original model and of its stages."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence.randomness import SeededOperators, generators_restored, seed_generators
+from bapipe.tracing.python_state import numbers_kept, state_restored
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(what the model returns, target) -> mean loss over the micro-batch, a scalar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Samples to compare on: the model's inputs in order, and the target."""
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+
+    def copy(self) -> "Microbatch":
+        """Returns the same values in other memory, because a forward may change its inputs."""
+        return Microbatch(inputs=tuple(tensor.clone() for tensor in self.inputs), target=self.target.clone())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What passes on some micro-batches, one after another, leave behind.
+
+    Attributes:
+        losses: of each micro-batch.
+        gradients: of the parameters that have one, summed over the micro-batches, by name.
+        state: the buffers, and the parameters whose values changed, by name.
+        counters: numbers among the attributes of the model's modules that grew, or fell, with every micro-batch.
+    """
+
+    losses: tuple[Tensor, ...]
+    gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A module that may be trained, and will be as it was before.
+
+    Attributes:
+        seeded: seeds its operators that draw random numbers.
+        before: values of its parameters and buffers, by their ids.
+    """
+
+    module: nn.Module
+    seeded: SeededOperators
+    before: Mapping[int, Tensor]
+
+    def begin_forward(self, microbatch: int) -> None:
+        """Sets all generators to what they are before the forward of a micro-batch."""
+        self.seeded.microbatch = microbatch
+        seed_generators(microbatch)
+
+    def begin_backward(self, microbatch: int) -> None:
+        """Sets what operators draw that a backward runs, such as those of recomputed layers."""
+        self.seeded.microbatch = microbatch
+
+    def outcome(self, losses: Sequence[Tensor], counters: Mapping[str, float]) -> Outcome:
+        """Returns what passes have left behind."""
+        parameters = dict(self.module.named_parameters())
+        changed = {name: value for name, value in parameters.items() if self._is_changed(value)}
+        return Outcome(
+            losses=tuple(losses),
+            gradients={name: value.grad for name, value in parameters.items() if value.grad is not None},
+            state={name: value.detach().clone() for name, value in (*self.module.named_buffers(), *changed.items())},
+            counters=counters,
+        )
+
+    def _is_changed(self, tensor: Tensor) -> bool:
+        before = self.before.get(id(tensor))
+        return before is None or before.shape != tensor.shape or not torch.equal(before, tensor)
+
+
+@contextmanager
+def trial(module: nn.Module) -> Iterator[Trial]:
+    """The module may be trained in this context, with gradients of its own; afterwards it is as it was."""
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    device = next((parameter.device for parameter, _ in gradients), torch.device("cpu"))
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with (
+            state_restored(module, parameters=True) as before,
+            generators_restored(device),
+            torch.enable_grad(),
+            SeededOperators() as seeded,
+        ):
+            yield Trial(module=module, seeded=seeded, before=before)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def run_original(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch]) -> Outcome:
+    """Returns the outcome of the model's own code, one micro-batch after another."""
+    with trial(module) as one:
+        numbers, losses = [numbers_kept(module)], []
+        for index, microbatch in enumerate(microbatches):
+            own = microbatch.copy()
+            one.begin_forward(index)
+            value = loss(module(*own.inputs), own.target)
+            numbers.append(numbers_kept(module))
+            losses.append(value.detach())
+            value.backward()  # type: ignore[no-untyped-call]
+        return one.outcome(losses, _counters(numbers))
+
+
+def _counters(numbers: Sequence[Mapping[str, int | float]]) -> dict[str, float]:
+    """Returns the last value of the numbers that changed in one direction with every micro-batch."""
+    counters = {}
+    for name, last in numbers[-1].items():
+        values = [held.get(name) for held in numbers]
+        steps = [b - a for a, b in pairwise(values) if a is not None and b is not None]
+        if len(steps) == len(numbers) - 1 and (min(steps) > 0 or max(steps) < 0):
+            counters[name] = last
+    return counters

@@ -1,0 +1,73 @@
+"""The same random numbers for the same operators, in whatever order and however often these run."""
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapipe.torch_private import DispatchMode, OpOverload
+
+
+class SeededOperators(DispatchMode):
+    """Every operator that draws random numbers starts from a seed of its name, its shape and the micro-batch.
+
+    So two passes draw the same numbers even if they run operators in another order, or one of them more than once.
+
+    Attributes:
+        microbatch: what runs; the caller sets it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.microbatch = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        generator = (kwargs or {}).get("generator")
+        (generator.manual_seed if generator is not None else torch.manual_seed)(self._seed(func, args))
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.is_contiguous():
+            return func(*args, **(kwargs or {}))
+        # Numbers are drawn in the order of memory, which may differ in a stage: it receives contiguous tensors.
+        result = func(first.contiguous(), *args[1:], **(kwargs or {}))
+        return first.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
+
+    def _seed(self, func: OpOverload, args: Sequence[Any]) -> int:
+        """Returns the seed of an operator; `dropout_` and `dropout` have the same."""
+        first = args[0] if args else ()
+        shape = tuple(first.shape) if isinstance(first, Tensor) else first
+        return _hash(f"{self.microbatch}:{func.overloadpacket.__name__.rstrip('_')}:{shape}")
+
+
+@contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Restores all global generators afterwards: torch's, Python's, and numpy's if that is loaded."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def seed_generators(microbatch: int) -> None:
+    """Sets the global generators to what they are before a micro-batch."""
+    seed = _hash(f"{microbatch}") % 2**32
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())

@@ -1,0 +1,49 @@
+"""Traces the module to measure, and holds its stages to the original."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence import Unchecked, example_microbatches, trace_checked
+from bapipe.errors import InvalidModel
+from bapipe.formats.profile import EQUIVALENCE, LOSS, ONE_LAYER
+from bapipe.profiler.prepare import fits_on_device
+from bapipe.tracing import TracedModel, trace
+
+
+def traced(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    target: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+    *,
+    max_size: int,
+    leaf_modules: Sequence[str],
+    operator_layers: bool,
+    check: bool,
+) -> tuple[TracedModel, dict[str, object]]:
+    """Returns the layers of a module on a device, and notes for the profile.
+
+    Args:
+        max_size: of micro-batches to compare on.
+        check: whether to compare.
+
+    Raises:
+        InvalidModel: the module cannot be traced, or its stages would not train as it does.
+    """
+    if check and fits_on_device(module, device, copies=4):  # values before, and gradients of both
+        # Two of a size, for what a forward keeps for the next; and one of another size.
+        sizes = [min(size, max_size) for size in (2, 2, 3)]
+        microbatches = example_microbatches(inputs, target, sizes, device)
+        model, result = trace_checked(
+            module, inputs, loss, microbatches, leaf_modules=leaf_modules, operator_layers=operator_layers
+        )
+    else:
+        model = trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers)
+        result = Unchecked(reason="there is not enough memory for it" if check else "that was not asked for")
+    if any(layer.name == LOSS for layer in model.layers):
+        raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
+    notes: dict[str, object] = {EQUIVALENCE: str(result)}
+    return model, notes | ({ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {})
