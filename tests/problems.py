@@ -5,10 +5,11 @@ from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import LayerProfile, ModelProfile
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.space import build_space
 from tests.random_profiles import random_cluster, random_profile
@@ -45,10 +46,12 @@ def draw_problems(
     splits_badly: bool = False,
     buckets: bool = False,
     host_sum_link: bool = False,
+    frozen: bool = False,
     limit: int = 2**40,
 ) -> tuple[Problem, ...]:
     """The whole space of some schedules at one or two micro-batch sizes."""
-    profile = random_profile(random, random.randint(1, max_layers), splits_badly=splits_badly, shares=shares)
+    num_layers = random.randint(1, max_layers)
+    profile = random_profile(random, num_layers, splits_badly=splits_badly, shares=shares, frozen=frozen)
     cluster = random_cluster(random, random.randint(1, max_devices))
     if buckets:
         profile, cluster = heavy(profile), heavy_duty(cluster)
@@ -71,8 +74,12 @@ def draw_problems(
 
 def heavy(profile: ModelProfile) -> ModelProfile:
     """The profile with parameters of many megabytes, so that all-reduces take several buckets."""
-    layers = tuple(replace(layer, param_bytes=layer.param_bytes * 2**20) for layer in profile.layers)
-    return replace(profile, layers=layers)
+
+    def enlarged(layer: LayerProfile) -> LayerProfile:
+        trained = layer.trained_bytes if layer.trained_bytes is UNSET else layer.trained_bytes * 2**20
+        return replace(layer, param_bytes=layer.param_bytes * 2**20, trained_bytes=trained)
+
+    return replace(profile, layers=tuple(map(enlarged, profile.layers)))
 
 
 def heavy_duty(cluster: Cluster) -> Cluster:

@@ -21,6 +21,15 @@ def test_custom_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [layer.name for layer in profile.layers] == ["0", "1", "2.norm", "2.up", "2.down", "3", "loss"]
 
 
+def test_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 8, "vocabulary_size": 260, "length": 4, "rank": 2, "first": 1}
+    layers = {layer.name: layer for layer in profiled("lora:llama", monkeypatch, **sizes).layers}
+    trained = {name: layer.gradient_bytes for name, layer in layers.items() if layer.gradient_bytes}
+    adapted = [f"model.layers.1.self_attn.{name}_proj.{part}" for name in "qv" for part in ("down", "up")]
+    assert trained == dict.fromkeys(adapted, 4 * 2 * 8)
+    assert layers["model.embed_tokens"].no_gradient == ("model.embed_tokens",)
+
+
 def test_hugging_face_s_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     profile = profiled("hugging_face:gpt2", monkeypatch, num_layers=2, hidden_size=16, num_heads=2, length=8)

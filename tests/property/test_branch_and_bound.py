@@ -64,6 +64,10 @@ def test_branch_and_bound_is_exact_if_devices_sum_gradients_over_the_host(bucket
     assert assert_all_exact(problems_of(buckets=buckets, host_sum_link=True), 30) > 0.6
 
 
+def test_branch_and_bound_is_exact_if_some_parameters_are_not_trained() -> None:
+    assert assert_all_exact(problems_of(buckets=True, frozen=True), 12) == 1
+
+
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
 def test_branch_and_bound_is_exact_for_every_schedule(schedule: str) -> None:
     assert_all_exact(problems_of([schedule], max_layers=5), 20)

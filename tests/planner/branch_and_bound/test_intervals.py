@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 
 from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.branch_and_bound.intervals import INF, IntervalIndex, IntervalTimes
+from bapipe.planner.branch_and_bound.intervals import INF, IntervalIndex, IntervalMemory, IntervalTimes
 from tests.random_profiles import random_profile
 
 CUTS = (0, 1, 3, 4, 7)
@@ -32,6 +32,18 @@ def test_minimum_per_begin() -> None:
     intervals = IntervalIndex(CUTS)
     values = np.array([7, 3, 8, 9, 2, 6, 5, 4, 4, 1])
     assert intervals.min_per_begin(values).tolist() == [3, 2, 4, 1, INF]
+
+
+def test_memory_of_all_intervals_is_that_of_each() -> None:
+    for seed in range(20):
+        profile = random_profile(Random(seed), 7, shares=seed % 2 == 1, frozen=seed % 4 > 1)
+        intervals, chain = IntervalIndex(CUTS), Chain(profile, 2, 1.0)
+        memory = IntervalMemory(intervals, profile, 2, (chain.send_bytes, chain.grad_bytes))
+        for i, (begin, end) in enumerate(zip(intervals.begins, intervals.ends, strict=True)):
+            cost = chain.cost(CUTS[begin], CUTS[end])
+            held = cost.param_bytes + cost.gradient_bytes + cost.optimizer_bytes + cost.workspace_bytes
+            assert memory.static_bytes[i] == held
+            assert memory.stash_bytes[i] == cost.stash_bytes
 
 
 def test_times_of_all_intervals_are_those_of_each() -> None:
