@@ -8,7 +8,7 @@ Begin with `plan.py`. The path of a plan:
 4. `plan_step.py` searches the shortest step along one order: with `branch_and_bound/`, or with `long_chain/` for models
    of many layers; `action_order/` then searches a better order of actions. `throughput/` minimizes the largest load.
 5. `solution.py`: every search returns a `Solution`; `make_plan` builds the `Plan` of the best. `searched_space.py`
-   has the words of the certificate. `baselines.py` adds what people would otherwise do.
+   describes the searched space in the certificate. `baselines.py` adds the usual strategies, for comparison.
 
-`analysis/` explains plans, bounds hand-made ones and finds the Pareto front; `compare.py` compares schedules.
+`analysis/` explains plans, evaluates hand-made ones and finds the Pareto front; `compare.py` compares schedules.
 """

@@ -15,7 +15,7 @@ from bapipe.simulator.tied_weights import inseparable_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Stages, schedule and micro-batch size of a baseline for the plan's mini-batch and cluster."""
+    """Stages, schedule and micro-batch size of a baseline, for a plan's mini-batch and cluster."""
 
     stages: tuple[StagePlan, ...]
     schedule: str
@@ -24,7 +24,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedCandidate:
-    """A candidate's step time, and the maximum over the devices of its memory and of its memory shortfall."""
+    """The step time of a candidate, its largest peak memory, and its largest memory shortfall."""
 
     step_ns: int
     peak_bytes: int
@@ -32,7 +32,7 @@ class SimulatedCandidate:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Candidates that fit come first, by time; the others are sorted by their memory shortfall."""
+        """Sort key: candidates that fit come first, by step time; the others follow, by memory shortfall."""
         return max(self.shortfall_bytes, 0), self.step_ns
 
 
@@ -126,7 +126,7 @@ def _why_not(simulated: SimulatedCandidate, plan: Solution) -> str:
 
 
 def slowdown_text(longer_ns: int, than_ns: int) -> str:
-    """Returns how much slower a step is than a shorter one."""
+    """Returns in words how much longer a step is than a shorter one."""
     ratio = longer_ns / max(than_ns, 1)
     return f"{ratio - 1:.1%} slower" if ratio < 2 else f"{ratio:,.1f} times as long"
 

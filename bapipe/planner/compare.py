@@ -1,4 +1,4 @@
-"""Compares strategies: the best plan of each schedule, and the baselines that people would otherwise use."""
+"""Compares strategies: the best plan of each schedule, and the usual strategies as baselines."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ class Comparison:
 
     Attributes:
         plans: the best plan of each strategy, by the name of the strategy.
-        others: the baselines (one device, data parallelism, equal layers), as the alternatives of the best plan.
-        failed: why a strategy has no plan, by its name.
+        others: the baselines (one device, data parallelism, equal layers), from the alternatives of the best plan.
+        failed: the reason why a strategy has no plan, by the name of the strategy.
     """
 
     plans: Mapping[str, Plan]
@@ -33,7 +33,7 @@ def compare(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Returns the best plan of every schedule with one device a stage, and the best of all of them with replicas.
+    """Returns the best plan of every schedule with one device per stage, and the best of all schedules with replicas.
 
     Args:
         options: its `time_limit_s` is the limit of each search.

@@ -39,7 +39,7 @@ class Constraints:
         return "; ".join(parts)
 
     def allowed_layers(self, cluster: Cluster) -> list[Hashable]:
-        """Returns which of the layers in `on` each device may run; only equal devices may share a class. [ranks]"""
+        """Returns for each device which layers of `on` it may run; only equal devices may share a class. [ranks]"""
         return [tuple(device.name in devices for _, devices in self.on) for device in cluster.devices]
 
     def allowed_cuts(self, profile: ModelProfile, legal: Sequence[bool]) -> list[int]:
@@ -69,7 +69,7 @@ class Constraints:
     def forbidden_intervals(
         self, profile: ModelProfile, intervals: IntervalIndex, classes: Sequence[DeviceClass]
     ) -> ForbiddenIntervals:
-        """Returns a function that tells which intervals of layers a placement must not run."""
+        """Returns a function from a placement to a mask of the intervals of layers that it must not run."""
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         begins, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
 

@@ -1,4 +1,4 @@
-"""Groupings of devices: each core a device, or several cores merged into one; the fastest grouping is chosen."""
+"""Groupings of devices: each core a device, or several cores merged into one device; the fastest is chosen."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ class Grouping:
 
 
 def groupings(profiles: Profiles, cluster: Cluster) -> tuple[Grouping, ...]:
-    """Returns the cluster as it is, and with some of its devices taken together, as other profiles have more threads.
+    """Returns the cluster as it is, and one with merged devices for each number of threads of the other profiles.
 
-    Of the profiles of a kind, the one with the fewest threads is of the cluster's own devices. Profiles that are given
-    by kind are one way.
+    Of the profiles of a kind, the one with the fewest threads is that of the cluster's devices as they are. A mapping
+    of profiles by kind allows one grouping only.
 
     Raises:
-        BapipeError: no profile, two of a kind with the same number of threads, or one with more that no number of the
-            cluster's devices has.
+        BapipeError: no profile, two of a kind with the same number of threads, or one with more threads than
+            any number of the cluster's devices has together.
     """
     if isinstance(profiles, Mapping):
         return (_grouping(profiles, cluster),)
@@ -50,7 +50,7 @@ def groupings(profiles: Profiles, cluster: Cluster) -> tuple[Grouping, ...]:
 
 
 def profiles_with_fewest_threads(profiles: Profiles) -> dict[str, ModelProfile]:
-    """Returns by kind the profiles with the fewest threads, which are of a cluster's own devices."""
+    """Returns by kind the profiles with the fewest threads: those of the cluster's devices as they are."""
     if isinstance(profiles, Mapping):
         return dict(profiles)
     return {kind: known[min(known)] for kind, known in _by_threads(listed(profiles)).items()}
@@ -91,7 +91,7 @@ def best_grouping(
 
 
 def profiles_used_by(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, ModelProfile]:
-    """Returns by kind the profiles that a plan was made from."""
+    """Returns, by device kind, the profiles that a plan was made from."""
     return {one.device.kind: one for one in profiles if plan.profiles.get(one.device.kind) == fingerprint(one)}
 
 

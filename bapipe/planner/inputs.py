@@ -1,4 +1,4 @@
-"""Inputs of planning: profiles by kind of device, and clusters of this machine, assumed or measured."""
+"""Inputs of planning: profiles by kind of device, and clusters of this machine, with assumed or measured links."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
 """One profile, several for different device kinds, or profiles by kind."""
 
 ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
-"""About what gloo reaches over loopback at 1 to 10 MB on a small machine; for plans without a measured link."""
+"""For plans without a measured link: roughly gloo over loopback with messages of 1 to 10 MB, on a small machine."""
 
 
 def listed(profiles: Profiles) -> tuple[ModelProfile, ...]:
@@ -72,10 +72,10 @@ def local_cluster(num_devices: int | None, kind: str) -> Cluster:
 
 
 def probed_cluster(num_devices: int | None, kind: str, tell: PartsProgress) -> Cluster:
-    """Returns this machine's devices, or those of the torchrun job it is called in, each way between them measured.
+    """Returns this machine's devices, or those of the current torchrun job, with measured links.
 
     Raises:
-        BapipeError: this machine lacks the devices, or a job was started and a number of devices asked for.
+        BapipeError: this machine lacks the devices, or `num_devices` was given in a torchrun job.
         RunFailed: the links cannot be measured.
     """
     require_torch()

@@ -29,7 +29,7 @@ MAX_DOWNSETS = 1000
 """Graphs with more downsets are searched along the profile's order only."""
 
 MAX_LOAD_RATIO = 0.995
-"""A linearization is searched if its largest load is below this share of the one along the profile's order."""
+"""A linearization is searched if its largest load, relative to that of the profile's order, is below this."""
 
 Solve = Callable[[Mapping[str, ModelProfile]], Solution]
 """Searches along the order of the layers in some profiles."""
@@ -61,14 +61,14 @@ def solve_over_linearizations(
     best = min(solutions, key=lambda solution: solution.prediction.step_ns)
     if len(orders) == 1:
         return best
-    # The space is now the plans along all linearizations, so the bound is the lowest of theirs.
+    # The space is now the plans along all linearizations, so the bound is the lowest of their bounds.
     bound_ns = min(best.prediction.step_ns, *(solution.lower_bound_ns for solution in solutions))
     space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
     return replace(_in_profile_order(best, profiles), lower_bound_ns=bound_ns, space=space)
 
 
 def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) -> Solution:
-    """Returns a solution along some linearization with the layers of each stage in the profile's order."""
+    """Returns a solution with the layers of each stage in the profile's order instead of the linearization's."""
     index = {layer.name: i for i, layer in enumerate(next(iter(profiles.values())).layers)}
     return replace(
         solution,
@@ -133,7 +133,7 @@ def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfil
 def _homogeneous_problem(
     boundaries: Boundaries, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
 ) -> HomogeneousDevices:
-    """Returns the partition into so many stages, one device each, all like the first and with the slowest link."""
+    """Returns the partition into `num_stages` stages, one device each, all like the first and with the slowest link."""
     device = cluster.devices[0]
     links = [cluster.link(a, b) for a in range(len(limits)) for b in range(len(limits)) if a != b]
     return HomogeneousDevices(

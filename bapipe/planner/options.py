@@ -13,18 +13,18 @@ class PlanOptions:
 
     Attributes:
         schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
-            searched for a faster one, starting from the named schedules (all with one stage per device if no other is
-            given); stages then have one device each.
-        num_stages, microbatch_size: fixed if given.
+            improved by a search that starts from the other named schedules (if there are none, from all with one stage
+            per device); stages then have one device each.
+        num_stages, microbatch_size: None to search them.
         memory_limit_bytes: a limit on the bytes of every device, besides its memory.
-        memory_margin: the share of the memory to leave free.
+        memory_margin: the fraction of each device's memory to leave free.
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
         constraints: such as `conv1 with conv2`; see `bapipe.planner.constraints`.
         objective: minimize the time of one step, or the work of the most loaded device (`bapipe.planner.throughput`).
-        time_limit_s: how long each search may take; what it finds then depends on the machine. Without a limit a search
+        time_limit_s: how long each search may take; the result then depends on the machine. Without a limit a search
             does a fixed amount of work, some seconds, and the same input gives the same plan.
-        search_effort: about the seconds that the search of an order takes; see `search_order`.
+        search_effort: roughly the number of seconds that the search for an order takes; see `search_order`.
     """
 
     minibatch_size: int

@@ -45,13 +45,13 @@ def plan(
         profiles: one per kind of device. Further profiles of a kind, measured with more threads, describe several of
             the cluster's devices merged into one; the faster grouping is chosen.
         cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
-        options: what is fixed and allowed; its fields may be given as keyword arguments instead, for example
+        options: restrictions and preferences; its fields may be given as keyword arguments instead, for example
             `bapipe.plan(profile, 4, minibatch_size=32, schedules=["1f1b"])`.
         progress: called with (plans simulated, best step time, lower bound) while the search runs.
 
     Raises:
         Infeasible: no plan fits the memory of the devices.
-        BapipeError: profiles, cluster and options do not suit one another.
+        BapipeError: profiles, cluster and options do not match.
         TypeError: an unknown option.
     """
     options = options_from(PlanOptions, options, keywords)
@@ -81,7 +81,7 @@ def plan_cached(
 ) -> Plan:
     """Returns the plan that was made from the same inputs before, or makes and stores it; see `plan`.
 
-    With a time limit the result depends on the machine, so that the plan is always made and never stored.
+    With a time limit the result depends on the machine, so the plan is always made anew and never stored.
     """
     key = {
         "profiles": [(profile.device.kind, fingerprint(profile)) for profile in listed(profiles)],
@@ -156,7 +156,7 @@ def _solve_step_time(
     stop: Callable[[], bool] | None,
     progress: SearchProgress | None,
 ) -> Solution:
-    """Searches along the profile's order of the layers, and along others that a branching model may need."""
+    """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
     check_inputs(profiles, cluster, options)
 
     def solve(in_one_order: Mapping[str, ModelProfile]) -> Solution:
@@ -213,7 +213,7 @@ def simulate(plan: Plan, profiles: Profiles) -> Timeline:
 
 
 def unit_cost_timeline(plan: Plan) -> Timeline:
-    """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw what the order is."""
+    """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw the order."""
     unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
     stages = [Stage(costs=(unit,) * len(stage.devices)) for stage in plan.stages]
     return simulate_schedule(plan.table, stages, plan.cluster)

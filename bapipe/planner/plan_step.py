@@ -60,12 +60,13 @@ def solve_step_time(
 ) -> Solution:
     """Returns the stages and the order with the shortest step, by an exact search.
 
-    The space: the layers in the profile's order, cut anywhere into the stages of a schedule, each on some devices of
-    the cluster; every measured or interpolated micro-batch size that divides the mini-batch.
+    The space: the layers in the profile's order, cut into the stages of a schedule at any layers, each stage on some
+    devices of the cluster; every measured or interpolated micro-batch size that divides the mini-batch.
 
     Args:
         profiles: one for each kind of device in the cluster; `check_inputs` accepts them.
-        stop: ends the search with the best solution so far; without it, it ends after `MAX_NODES`.
+        stop: ends the search with the best solution so far when it returns True; without it, the search ends after
+            `MAX_NODES`.
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
@@ -173,5 +174,5 @@ def _partition_space(
 
 
 def _layer_names(profiles: Mapping[str, ModelProfile]) -> list[str]:
-    """Returns the layers' names, the same in every profile."""
+    """Returns the names of the layers, which are the same in every profile."""
     return [layer.name for layer in next(iter(profiles.values())).layers]

@@ -8,14 +8,14 @@ from bapipe.simulator.compiled import CompiledSchedule
 
 
 def merge_stages(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks: int) -> Schedule:
-    """Returns a table of one device per stage as one of fewer stages, each of which has the next few devices.
+    """Returns a table of one device per stage with consecutive stages merged, which then have several devices.
 
     A stage follows the order of the first of its devices, and its devices take its micro-batches round robin. For
-    example, 1F1B of 3 stages on `devices` ((0, 1), (2,)) is a pipeline of 2 stages, whose first keeps as many
-    micro-batches in flight as the first of 3 did.
+    example, 1F1B of 3 stages on `devices` ((0, 1), (2,)) becomes a pipeline of 2 stages, whose first stage keeps as
+    many micro-batches in flight as the first of the 3.
 
-    A table without deadlock stays without: each device's order, and each path of a micro-batch through the stages, is a
-    subsequence of what it was.
+    A table without deadlock does not gain one: each device's order, and each path of a micro-batch through the stages,
+    is a subsequence of the former one.
     """
     order: list[list[Action]] = [[] for _ in range(num_ranks)]
     first = 0  # the rank, in the given table, of the stage's first device

@@ -1,4 +1,4 @@
-"""The space that a search covered, as records; and the one function that puts a record into a certificate's words."""
+"""The space that a search covered, as records; and the one function that describes a record in a certificate."""
 
 from dataclasses import dataclass
 from typing import Union

@@ -1,7 +1,7 @@
-"""What a search found, and the one function that makes a plan of it.
+"""The result of a search, and the one function that makes a plan of it.
 
-Every search returns a `Solution`. On its way up the best one is chosen among layer orders and device groupings, and
-gets alternatives; `make_plan` then builds the `Plan` once.
+Every search returns a `Solution`. The best one over linearizations and device groupings is chosen, and alternatives
+are added; `make_plan` then builds the `Plan` once.
 """
 
 from collections.abc import Mapping

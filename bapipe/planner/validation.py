@@ -13,7 +13,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
 
 MAX_MICROBATCHES = 1024
-"""Maximum number of micro-batches in a step; schedules of more are too large to be useful."""
+"""Maximum number of micro-batches in a step; larger schedules are too large to be useful."""
 
 MAX_SAMPLES = 2**31
 """Maximum number of samples in a step."""
@@ -23,7 +23,7 @@ MAX_TOTAL = 2**57
 
 
 def named_schedules(options: PlanOptions) -> list[str]:
-    """Returns the schedules that plans are made for; see `PlanOptions`."""
+    """Returns the names of the schedules to plan with; see `PlanOptions`."""
     return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
 
 

@@ -5,7 +5,7 @@
     chain    an action ends after the action that feeds it, the transfer between them, and itself; and the k-th action
              of a phase ends after the one before it
     work     between an earlier begin and this end, the stage must run every action that belongs between them
-    memory   a stage that can keep K micro-batches begins the F of micro-batch k + K after the end of the W of k
+    memory   if at most K micro-batches of a stage fit, the F of micro-batch k + K begins after the end of the W of k
     link     a transfer begins after the transfer before it on its link has ended
 
 *Tails*: the same for the step run backwards in time, with W, I, F in the roles of F, I, W: at least this much of the
@@ -88,7 +88,7 @@ def _machines(problem: OrderProblem, heads: Ends, tails: Ends) -> list[list[Job]
         for phase in (F, I, W):
             ns = problem.action_ns[3 * s + phase]
             for k in range(num):
-                # Backwards in time the phases are counted from W, and the micro-batches from the last.
+                # Backwards in time the phases are numbered from W, and the micro-batches from the last.
                 tail_ns = tails[s][2 - phase][num - 1 - k] - ns
                 on_rank[rank].append(Job(heads[s][phase][k] - ns, ns, tail_ns))
     for link, kinds in problem.links().items():

@@ -1,4 +1,4 @@
-"""The action order problem as a constraint model for CP-SAT (OR-tools): better orders and, above all, better bounds.
+"""The action order problem as a constraint model for CP-SAT (OR-tools), for better orders and especially better bounds.
 
 A job-shop model: an interval variable per action and per transfer that can wait, no overlap on a device or link,
 precedences along the pipeline, and a cumulative constraint for memory.
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 MAX_UNITS = 2**40
-"""The longest step, in the model's units of time, that is counted exactly; a longer one is counted in larger units."""
+"""The longest step in the model's units of time; for a longer step the unit is larger."""
 MAX_MEMORY_UNITS = 2**16
-"""The memory of a device in the model's units; rounding down lets a little more fit, never less: still a relaxation."""
+"""The memory of a device in the model's units; rounding down makes the limit looser, so the model is a relaxation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class _Model:
                 self.add_cumulative_memory(rank, stages)
 
     def add_cumulative_memory(self, rank: int, stages: tuple[int, ...]) -> None:
-        """Adds stashes and workspaces over time, for a device whose memory their number alone does not give."""
+        """Adds stashes and workspaces over time, for a device whose memory does not depend on their number alone."""
         problem = self.problem
         # Demands and the limit are rounded down: at most as tight as the real limit, so the model stays a relaxation.
         unit = -(-max(1, problem.available_bytes[rank]) // MAX_MEMORY_UNITS)

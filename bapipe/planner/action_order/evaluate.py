@@ -18,7 +18,7 @@ def evaluate_order(problem: OrderProblem, orders: Orders) -> OrderTiming | None:
 
     Equals the simulator's if `problem.is_monotone`: every kind of transfer is assumed to have its own link, so a
     transfer waits only for the one before it of its kind. Runs each device until it needs an input that has not been
-    sent yet, and continues it when that is. O(n) for n actions.
+    sent yet, and continues it when the input is sent. O(n) for n actions.
     """
     begins: list[list[int]] = [[] for _ in problem.action_ns]
     rank_of, action_ns, last = problem.rank_of, problem.action_ns, problem.num_stages - 1
@@ -33,7 +33,7 @@ def evaluate_order(problem: OrderProblem, orders: Orders) -> OrderTiming | None:
         codes, position, time = orders[rank], positions[rank], now[rank]
         for code in codes[position:]:
             stage, phase = divmod(code, 3)
-            if phase == 2:  # W: its I came before it on this device, and nothing waits for it
+            if phase == 2:  # W: its I ran earlier on this device, and no other device waits for W
                 begins[code].append(time)
                 time += action_ns[code]
                 position += 1

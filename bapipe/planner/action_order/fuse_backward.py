@@ -1,4 +1,4 @@
-"""Fuses adjacent I and W into one B if the step does not get longer: a runtime then has one call fewer to make."""
+"""Fuses adjacent I and W into one B if the step does not get longer: the runtime then makes one call fewer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster)
     A B can delay the step, because its gradient is sent after its W. Pairs are fused all together if the step allows
     it, else each half of them is tried in turn on top of what has been fused. At most two simulations per pair.
 
-    Memory does not grow: I and W with nothing between them hold what B holds, and what I leaves for W.
+    Memory does not grow: adjacent I and W use the memory of B, and that of the gradients that I leaves for W.
     """
     max_step_ns = simulate_schedule(schedule, stages, cluster).step_ns
     fused: set[Pair] = set()

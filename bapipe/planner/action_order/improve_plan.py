@@ -1,4 +1,4 @@
-"""Improves a plan by its order: the best order found for its stages, and for stages with a layer moved.
+"""Improves a plan's order of actions: searches orders for its stages, and for stages with a layer moved.
 
 A local search over partitions, around the order search: the neighbours of a partition move one layer over one cut. A
 neighbour is searched only if its lower bound is below the best step so far, the lowest bound first, and the search
@@ -28,7 +28,7 @@ SEARCH = "search"
 """The schedule name of a plan whose order was searched."""
 
 EFFORT_SHARE_PER_PARTITION = 0.1
-"""Effort spent on each neighbouring partition, as a share of that for the plan's own stages, which comes on top."""
+"""Effort for each neighbouring partition, relative to the effort for the plan's own stages."""
 
 
 def improve_plan(
@@ -40,7 +40,7 @@ def improve_plan(
     and backward side by side, because the order problem has one lane per device.
 
     Args:
-        limits: what each device may hold.
+        limits: the memory that each device may use, in bytes.
         effort: of the search for the plan's own stages; see `search_order`. Neighbouring partitions get a share each.
         may_move: whether layers may move between stages.
     """
@@ -121,7 +121,7 @@ def _neighbours(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfi
 
 
 def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, num_others: int) -> Solution:
-    """Returns the plan with the stages and the order found, itself if they are not faster."""
+    """Returns the plan with the stages and the order found; the plan itself if they are not faster."""
     assert solution.schedule is not None
     assert solution.step_ns is not None
     assert solution.lower_bound_ns is not None
@@ -151,7 +151,7 @@ def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, nu
 
 
 def _named_schedules_for(table: Schedule) -> list[Schedule]:
-    """Returns the named schedules whose stages run on the same devices as a table's."""
+    """Returns the named schedules whose stages run on the same devices as those of a table."""
     ranks = list(dict.fromkeys(devices[0] for devices in table.devices))
     built = (build(len(ranks), table.num_microbatches) for build in ALL.values())
     placed = (permute_ranks(schedule, ranks, len(table.order)) for schedule in built)

@@ -5,7 +5,7 @@ flight; W fills the time until the next input arrives, and goes first if memory 
 decides whether a W may run that would end after the next input arrives.
 
 *No deadlock.* An action starts only if, after it, its device could still finish the micro-batches in flight one after
-another, oldest first, within its memory. All devices can then do so together, so some device can always go on.
+another, oldest first, within its memory. All devices can then do so together, so some device can always proceed.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PATIENCE_PERCENTS = (0, 50, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityRule:
-    """What gives an action priority.
+    """A priority rule.
 
     Attributes:
         max_in_flight: by stage, the most micro-batches between F and I.
@@ -37,7 +37,7 @@ class PriorityRule:
 
 
 def priority_rules(problem: OrderProblem) -> Iterator[PriorityRule]:
-    """Yields rules from few to many micro-batches in flight, in an order that depends on nothing but the problem."""
+    """Yields rules from few to many micro-batches in flight, in a deterministic order."""
     is_alone = len(set(problem.rank_of)) == problem.num_stages
     seen = set()
     for limits in _limits_in_flight(problem):
@@ -52,7 +52,7 @@ def priority_rules(problem: OrderProblem) -> Iterator[PriorityRule]:
 
 
 def _limits_in_flight(problem: OrderProblem) -> Iterator[tuple[int, ...]]:
-    """Yields limits by stage: some that grow evenly towards the first stage, some by round-trip times, then none."""
+    """Yields limits by stage: some that grow evenly towards the first stage, some by round-trip times, then no limit."""
     last, most = problem.num_stages - 1, problem.num_microbatches
     stages = range(problem.num_stages)
     for halves, extra in product([2, 3, 4], [1, 2, 3]):  # 1F1B is (2, 1), eager 1F1B (4, 1)
@@ -74,7 +74,7 @@ def round_trip_ns(problem: OrderProblem, stage: int) -> int:
 
 
 def list_schedule(problem: OrderProblem, rule: PriorityRule) -> Orders:
-    """Returns the orders that a rule gives; the problem must have some order that fits in memory."""
+    """Returns the orders that a rule gives; the problem must have an order that fits in memory."""
     state = _State(problem, rule)
     # Event driven: an event is a device that may be able to start an action.
     while state.events:  # a device has become idle, or an input has arrived
@@ -123,11 +123,11 @@ class _State:
         heappush(self.events, (arrival, self.problem.rank_of[consumer // 3]))
 
     def growth_bytes(self, code: int) -> int:
-        """Returns by how much an action changes what is in flight on its device, once it has run."""
+        """Returns the change of the bytes in flight on an action's device once the action has run."""
         return self.problem.taken_bytes[code] - self.problem.returned_bytes[code]
 
     def arrival(self, code: int) -> int | None:
-        """Returns when the input of the next action of a code arrives; None if that is unknown, or none is left."""
+        """Returns when the input of a code's next action arrives; None if that is unknown, or no action is left."""
         stage, phase = divmod(code, 3)
         k = self.num_started[code]
         if k >= self.problem.num_microbatches or (phase == I and k >= self.num_started[code - 1]):
@@ -169,11 +169,11 @@ class _State:
         return None
 
     def weight_grad_fits(self, rank: int, stage: int) -> bool:
-        """Whether a W of the stage can run now; if not, one of another stage with a smaller workspace can."""
+        """Whether a W of the stage fits now; if not, a W of another stage with a smaller workspace does."""
         return self.in_flight_bytes[rank] + self.problem.workspace_bytes[stage] <= self.problem.available_bytes[rank]
 
     def is_safe(self, rank: int, code: int) -> bool:
-        """Whether an F or I fits, and its device could afterwards finish all it began, the oldest micro-batch first."""
+        """Whether an F or I fits, and its device could then finish its micro-batches in flight, the oldest first."""
         problem, (stage, phase) = self.problem, divmod(code, 3)
         num_bytes, available = self.in_flight_bytes[rank] + self.growth_bytes(code), problem.available_bytes[rank]
         if num_bytes + problem.workspace_bytes[stage] > available:
@@ -184,21 +184,21 @@ class _State:
         return self.can_finish(rank, code, num_bytes)
 
     def can_finish(self, rank: int, code: int, num_bytes: int) -> bool:
-        """Whether a device with several stages could finish its micro-batches in flight, after one action more.
+        """Whether a device with several stages could finish its micro-batches in flight after one more action.
 
-        These then have `num_bytes`.
+        The micro-batches in flight then take `num_bytes`.
         """
         problem, available = self.problem, self.problem.available_bytes[rank]
         stages = self.stages_of[rank]
         started = {c: self.num_started[c] + (c == code) for s in stages for c in (3 * s, 3 * s + 1, 3 * s + 2)}
-        # First every pending W, the smallest workspace first: each frees memory.
+        # First every W that is due, the smallest workspace first: each frees memory.
         pending = [s for s in stages if started[3 * s + I] > started[3 * s + W]]
         for s in sorted(pending, key=lambda s: problem.workspace_bytes[s]):
             if num_bytes + problem.workspace_bytes[s] > available:
                 return False
             num_pending = started[3 * s + I] - started[3 * s + W]
             num_bytes -= num_pending * problem.returned_bytes[3 * s + W]
-        # Then micro-batch by micro-batch: the F that are missing, forwards, and the I with their W, backwards.
+        # Then micro-batch by micro-batch: the F that have not run, forwards, and the I with their W, backwards.
         oldest = min(started[3 * s + I] for s in stages)
         newest = max(started[3 * s + F] for s in stages)
         for k in range(oldest, newest):

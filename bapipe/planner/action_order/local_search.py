@@ -26,7 +26,7 @@ def threshold_accepting(
     num_trials: int,
     seed: int,
 ) -> Orders:
-    """Returns the fastest order seen in `num_trials` moves from a given one, which must fit and not deadlock.
+    """Returns the fastest order seen in `num_trials` moves from `orders`, which must fit and not deadlock.
 
     Stops at once when a step takes `goal_ns`, a lower bound. Two rounds of half the trials each, the second from the
     best order of the first.

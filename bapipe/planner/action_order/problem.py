@@ -47,10 +47,10 @@ class OrderProblem:
         weight_grad_stash_bytes: by stage, held in addition from the start of I to the end of W: what I leaves for W,
             and with recomputation the full stash.
         workspace_bytes: by stage, held while one of its actions runs.
-        available_bytes: by rank, what its memory has left for the three above.
+        available_bytes: by rank, the memory available for the three above.
         overlaps_transfers: by rank, whether it computes while it transfers.
-        taken_bytes, returned_bytes: by code, what an action adds to the stashes when it starts, and removes when it
-            ends.
+        taken_bytes, returned_bytes: by code, the bytes that an action adds to the stashes when it starts, and removes
+            when it ends.
     """
 
     rank_of: tuple[int, ...]
@@ -71,7 +71,8 @@ class OrderProblem:
     def __post_init__(self) -> None:
         for name, changes in (("taken_bytes", TAKEN), ("returned_bytes", RETURNED)):
             num_bytes = tuple(
-                # Every backward is an I and a W: what recomputation needs from I to W counts with what I leaves for W.
+                # Every backward is an I and a W: memory of recomputation from I to W counts with the gradients I leaves
+                # for W.
                 in_flight_bytes(changes[phase], kept, 0, besides)
                 for kept, besides in zip(self.stash_bytes, self.weight_grad_stash_bytes, strict=True)
                 for phase in PHASES
@@ -114,7 +115,7 @@ class OrderProblem:
         forward_bytes, input_grad_bytes = self.taken_bytes[3 * stage + F], self.taken_bytes[3 * stage + I]
         if forward_bytes == 0:
             return self.num_microbatches
-        # While an I or W runs, every micro-batch keeps what its F took; this one has what I took and a workspace, too.
+        # While an I or W runs, every micro-batch has the bytes of its F; this one also those of its I, and a workspace.
         available = self.available_bytes[self.rank_of[stage]] - input_grad_bytes - self.workspace_bytes[stage]
         return min(self.num_microbatches, available // forward_bytes)
 
@@ -202,7 +203,7 @@ def order_problem(
     if any(device.side_by_side for device in cluster.devices):
         raise ValueError("an order is searched for devices that run one action at a time")
     rank_of = tuple(replicas[0] for replicas in devices)
-    # What the sequential schedule holds besides stashes and workspace is held under every order.
+    # The memory of the sequential schedule besides stashes and workspace is the same under every order.
     fixed = peak_memory(sequential_schedule(devices, num_microbatches, num_ranks), stages)
     costs = [stage.costs[0] for stage in stages]
 

@@ -34,7 +34,7 @@ ACTIONS_PER_EFFORT = 400_000
 """Actions that threshold accepting evaluates in one unit of effort, if `evaluate_order` can evaluate them."""
 
 SIMULATION_COST = 8
-"""How many times longer the simulator takes for an action than `evaluate_order`."""
+"""Time per action in the simulator, relative to `evaluate_order`."""
 
 SOLVER_TIME_PER_EFFORT = 0.2
 """CP-SAT's deterministic time in one unit of effort."""
@@ -42,7 +42,7 @@ SOLVER_TIME_PER_EFFORT = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSolution:
-    """The best order found, and how good it is.
+    """The best order found, and a lower bound on all orders.
 
     Attributes:
         schedule: None if no order fits memory.
@@ -57,7 +57,7 @@ class OrderSolution:
 
     @property
     def status(self) -> Literal["optimal", "feasible", "infeasible"]:
-        """`infeasible` is a proof, and an order that fits is always found, so nothing is left unknown."""
+        """`infeasible` is a proof: if an order fits, one is always found."""
         if self.schedule is None:
             return "infeasible"
         return "optimal" if self.step_ns == self.lower_bound_ns else "feasible"
@@ -81,9 +81,9 @@ def search_order(
     the end if that costs no time. Without OR-tools the solution is that of list scheduling and threshold accepting.
 
     Args:
-        memory_bytes: what each device of the cluster may hold.
-        effort: how long to search, counted in work and not in time, so the solution does not depend on the machine. A
-            unit is about a second on one core of 2020. The same arguments give the same solution with one version of
+        memory_bytes: the memory that each device of the cluster may use.
+        effort: how long to search, in work and not in time, so the solution does not depend on the machine. A unit
+            takes about a second on one core of 2020. The same arguments give the same solution with one version of
             OR-tools, or without it.
         use_solver: whether CP-SAT runs after the local search, if OR-tools is installed.
 
@@ -205,9 +205,9 @@ class _Search:
         answer = cp_sat.solve(
             self.problem, orders, below_ns=self.step_ns, effort=SOLVER_TIME_PER_EFFORT * effort, seed=seed
         )
-        if self.solver_bound_holds:  # the model has I and W only: its bound does not hold if a B is shorter than both
+        if self.solver_bound_holds:  # the model has I and W only: its bound does not hold if a B is shorter than I + W
             self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)
-        # Rounded memory may admit an order that does not fit, and relaxed queues one that deadlocks.
+        # Rounded memory may admit an order that does not fit, and transfers that may overtake one that deadlocks.
         if answer.orders is None or not self.problem.fits(answer.orders) or self.step_time(answer.orders) is None:
             return orders
         self.try_incumbent(self.problem.table(self.devices, answer.orders))

@@ -1,6 +1,6 @@
-"""What a plan means: why it takes as long as it does, and what would change it.
+"""Analyses of a plan: what limits its step time, and how much a change would help.
 
-Begin with `explain.explain`, which puts the rest into sentences.
+Begin with `explain.explain`, which describes the results of the others in sentences.
 
 - `critical_path`: the chain of events that ends a simulated step, and the share of time of each device and link in it.
 - `sensitivity`: the step time with 10 % more of one resource. Speeds and bandwidths are simulated with the same plan;

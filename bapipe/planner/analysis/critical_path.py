@@ -18,7 +18,7 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     events: list[Event] = [*timeline.spans, *timeline.transfers, *timeline.syncs, *timeline.updates]
     ending: dict[int, list[Event]] = {}
     for event in events:
-        # Events of no length would make the trace stay where it is.
+        # Events of zero length would stop the trace from moving back in time.
         if event.end_ns > event.start_ns:
             ending.setdefault(event.end_ns, []).append(event)
     # From the end of the step backwards, until the start or a pause.

@@ -22,10 +22,10 @@ from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.timeline import Timeline
 
 MAX_RESOURCES_NAMED = 5
-"""How many resources are named of those that would shorten the step."""
+"""Maximum number of resources that are listed as shortening the step."""
 
 MAX_LAYERS_TO_BALANCE = 400
-"""Up to how many layers the plan is compared with cuts that balance compute alone; O(stages * layers**2)."""
+"""Maximum number of layers for a comparison with cuts that balance compute alone; it takes O(stages * layers**2)."""
 
 MIN_TIME_SHARE_NAMED = 0.0005
 """A smaller difference, as a share of the step, is not mentioned."""
@@ -34,7 +34,7 @@ MIN_TIME_SHARE_NAMED = 0.0005
 def explain(
     plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, effects: Sequence[Effect]
 ) -> tuple[str, ...]:
-    """Returns sentences: the strategy, its critical path, each of BaPipe's ways to balance, what would help most."""
+    """Returns sentences: the strategy, its critical path, BaPipe's ways to balance, the most helpful changes."""
     return (
         _strategy(plan),
         _limit(simulate(plan, profiles)),
@@ -73,7 +73,7 @@ def _strategy(plan: Plan) -> str:
 
 
 def _limit(timeline: Timeline) -> str:
-    """Returns the largest shares of the critical path: only what lies on it can shorten the step."""
+    """Returns the largest shares of the critical path: only faster events on it can shorten the step."""
     shares = time_shares(timeline)
     total = sum(time_ns for _, time_ns in shares) or 1
     # At most three, each at least 5 % of the path.
@@ -105,7 +105,7 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
     if [set(stage.layers) for stage in other.stages] == [set(stage.layers) for stage in plan.stages]:
         return f"Coarse-grained cuts: not needed; the plan's cuts balance compute, and {sends}."
     other_sent = _sent_bytes(other, profiles)
-    # Other cuts under the same order, on the same devices: what differs is what the cuts cost.
+    # Other cuts under the same order, on the same devices: the difference is due to the cuts alone.
     timeline = simulate(other, profiles)
     lack = max(m.total - limit for m, limit in zip(timeline.memory, options.limits(plan.cluster), strict=True))
     is_slower = timeline.step_ns > plan.prediction.step_ns * (1 + MIN_TIME_SHARE_NAMED)
@@ -124,7 +124,7 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan
     The classic min-max dynamic programme over (stage, cut). None if devices have several stages, or if there are more
     layers than `MAX_LAYERS_TO_BALANCE`.
     """
-    # With several stages on a device, its load is their sum, which this programme does not know.
+    # With several stages on a device, its load is the sum of theirs, which this programme does not handle.
     devices = [device for stage in plan.stages for device in stage.devices]
     index, layers = plan.cluster.index, next(iter(profiles.values())).layers
     if len(set(devices)) < len(devices) or len(layers) > MAX_LAYERS_TO_BALANCE:

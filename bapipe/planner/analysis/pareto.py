@@ -25,7 +25,7 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoPoint:
-    """A plan that no other plan found beats in all of step time, peak memory and devices.
+    """A plan on the front: no other plan found beats it in step time, peak memory and number of devices at once.
 
     `gap` bounds how much faster a plan on as many devices within the memory it was searched for can be.
     """
@@ -46,7 +46,7 @@ def pareto(
 ) -> tuple[ParetoPoint, ...]:
     """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
 
-    Points between two rounds of memory are not looked for.
+    Points between the memory limits of two rounds are not searched.
     """
     from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
 
@@ -86,7 +86,7 @@ def _point(plan: Plan, num_devices: int) -> ParetoPoint:
 
 
 def _front(points: list[ParetoPoint]) -> list[ParetoPoint]:
-    # Equal points would keep each other: the first of them stays.
+    # Of equal points, the first one stays.
     kept: dict[tuple[int, int, int], ParetoPoint] = {}
     for point in points:
         kept.setdefault((point.step_ns, point.peak_bytes, point.num_devices), point)

@@ -41,7 +41,7 @@ def certify_pinned(
     if short:
         raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without `pin` for one that does")
     check_inputs(profiles, plan.cluster, options)
-    # The bound is that of the whole space, so the gap says what planning could gain at most.
+    # The bound is that of the whole space, so the gap is the most that planning could gain.
     space, found = find_best_layout(profiles, plan.cluster, options, stop=stop, progress=progress)
     change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
     best = Alternative(

@@ -20,7 +20,7 @@ UNLIMITED_BYTES = 2**60
 
 
 MEMORY, UNLIMITED_MEMORY = "memory of every device", "unlimited memory"
-"""Resources for which the step is planned again: 10 % more memory, and as much as any plan could use."""
+"""Resources for which the step is planned again: 10 % more memory, and unlimited memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ def sensitivity(
 def _more_memory(
     plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, stop: Callable[[], bool] | None
 ) -> list[Effect]:
-    """Returns the effects of memory, without what planning again would gain with the memory there is.
+    """Returns the effects of more memory, without gains that planning again would give with unchanged memory.
 
-    A hand-made plan need not be the best one for its own memory: only steps shorter than every known one count.
+    A hand-made plan may not be the best one for its own memory: only steps shorter than every known one count.
     """
-    # Step times of plans for the memory there is: the plan itself, and for a pinned plan the best that was found.
+    # Step times of plans with unchanged memory: the plan itself, and for a pinned plan the best plan found.
     known = [plan.prediction.step_ns, *(other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)]
 
     def planned_ns(memory_bytes: Sequence[int], limit: int | None) -> int:
@@ -72,7 +72,7 @@ def _more_memory(
         replicas = options.replicas and SEARCH not in options.schedules
         changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
         _, found = find_best_layout(profiles, cluster, changed, stop=stop)
-        # A gain that the memory there is would give too is not an effect of memory.
+        # A gain that is possible without more memory is not an effect of memory.
         return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
 
     memory_bytes = [device.memory_bytes for device in plan.cluster.devices]

@@ -1,13 +1,13 @@
 """Plans for throughput: minimise the work of the most loaded device once the pipeline is full.
 
-In a long run the fill and drain of the pipeline do not count; what counts is how much the busiest device does per
-step, its *load*: compute, transfers, update and all-reduce. Minimising the largest load over devices needs no schedule,
-so the search is exact over all cuts of the layer graph, not only over cuts of one linear order of the layers.
+In a long run the fill and drain of the pipeline do not count; the throughput depends on the work of the busiest device
+per step, its *load*: compute, transfers, update and all-reduce. Minimising the largest load over devices needs no
+schedule, so the search is exact over all cuts of the layer graph, not only over cuts of one linear order of the layers.
 
 Begin with `search.explore_throughput`. The algorithm:
 
-1. Merge layers that share parameters; enumerate the downsets of the layer graph. Each is a *boundary*: what lies before
-   a cut. With more than `MAX_DOWNSETS`, use the prefixes of three linear orders.
+1. Merge layers that share parameters; enumerate the downsets of the layer graph. Each is a *boundary*: the layers
+   before a cut. With more than `MAX_DOWNSETS`, use the prefixes of three linear orders.
 2. Sum the costs of the layers before each boundary (`loads.StageCostSums`): the cost of any stage is then a difference
    of two sums, computed for a whole block of stages in one numpy call.
 3. For each micro-batch size, minimise the largest load (`load_search`) over paths from the empty to the full boundary:
@@ -17,7 +17,7 @@ Begin with `search.explore_throughput`. The algorithm:
      (`min_max_dp`, with `heterogeneous`).
    Both start with limits just above a lower bound and prove the optimum.
 4. If not all downsets were searched, repeat step 3 on those next to the best cuts until that no longer helps
-   (`neighbourhood`); the bound is then the one of step 3's start, which holds for every cut.
+   (`neighbourhood`); the bound is then the initial one of step 3, which holds for every cut.
 5. Build 1F1B with one micro-batch in flight per device of the stage and later ones, and simulate it (`load_solution`).
 
 `problem` defines the two problems and their results. docs/algorithm.md, "Throughput", has the statements and proofs.

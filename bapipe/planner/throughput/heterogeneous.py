@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
 
 MAX_DEVICES_WITH_GAPS = 8
-"""Up to how many devices a plan may leave out some between others."""
+"""Up to this number of devices, a plan may leave out devices between those that it uses."""
 
 MAX_DEVICES_WITH_ALL_COUNTS = 16
-"""Up to how many devices a stage may have any number of them; beyond, powers of two."""
+"""Up to this number of devices, a stage may have any number of them; with more, powers of two only."""
 
 Group = tuple[int, int]
 """Consecutive devices of the cluster: the first, and how many."""
@@ -103,7 +103,7 @@ class HeterogeneousDevices:
         return load_ceiling_ns(self._boundaries, self._sums, self._num_microbatches, total, [slowest])
 
     def single_stage_load(self, ranks: Sequence[int]) -> int:
-        """Returns the load of one stage that holds everything, whether it fits in memory or not."""
+        """Returns the load of one stage with all layers, whether it fits in memory or not."""
         loads = [0]
         state = (NO_GROUP, (ranks[0], len(ranks)), NO_GROUP)
         everything = np.array([0]), np.array([self.num_boundaries - 1])
@@ -140,7 +140,7 @@ class HeterogeneousDevices:
     def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "IntArray":
         group = self.states[state][1]
         loads: IntArray = np.where(self._boundaries.nested[np.ix_(begin, end)], np.int64(0), INFEASIBLE_LOAD)
-        seen = set()  # devices of the group that differ in nothing that matters here are computed once
+        seen = set()  # devices of the group with the same cost, memory and number of micro-batches are computed once
         for position in range(group[1]):
             rank = group[0] + position
             device = self._cluster.devices[rank]
@@ -173,7 +173,7 @@ class HeterogeneousDevices:
             transfers += [times * self._send_ns(before, group)[begin], times * self._return_ns(group, before)[begin]]
         if after != NO_GROUP:
             transfers += [times * self._send_ns(group, after)[end], times * self._return_ns(after, group)[end]]
-        # Overlapped transfers bound the load from below, others add to it.
+        # Transfers that overlap compute bound the load from below, others add to it.
         for transfer in transfers:
             load = np.maximum(load, transfer) if self._cluster.devices[rank].overlaps_transfers else load + transfer
         return load
@@ -200,7 +200,7 @@ class HeterogeneousDevices:
                 for a in range(source[0], sum(source))
                 for b in range(target[0], sum(target))
                 if a != b
-                # A group of one device has no link; its all-reduce takes no time over any.
+                # A group of one device has no link, and its all-reduce takes no time.
             ] or [self._cluster.intra_host]
             self._links[source, target] = Bandwidth(
                 bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)

@@ -39,7 +39,7 @@ class HomogeneousDevices:
         # If every device can hold everything, memory excludes nothing and later devices do not matter.
         self.depends_on_later_devices = sums.max_bytes(self.num_devices, num_microbatches) > memory_bytes
         self._rounding_ns = 2 * num_devices
-        """F and B of each stage are rounded, so the stages' sum may be this much below the whole model's time."""
+        """F and B of each stage are rounded, so their sum may be this much below the whole model's time."""
 
     @property
     def bound_ns(self) -> float:
@@ -71,7 +71,7 @@ class HomogeneousDevices:
         return int(self.loads(devices, begin, end))
 
     def fits(self, devices: "Counts", begin: "Positions", end: "Positions", after: "Counts") -> "BoolArray":
-        """Returns whether a stage fits in memory if `after` more devices run what follows."""
+        """Returns whether a stage fits in memory if `after` more devices run the stages after it."""
         times = -(-self._num_microbatches // devices)
         in_flight = np.minimum(-(-(after + devices) // devices), times)
         return self._sums.fits(begin, end, in_flight, times, self._memory_bytes)

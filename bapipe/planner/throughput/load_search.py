@@ -57,7 +57,7 @@ class LoadSearch:
         return LoadSolution(
             microbatch_size=microbatch_size,
             load_ns=int(result.best.load),
-            # With some of the boundaries only, the search's own bound says nothing about the others.
+            # If only some of the downsets are boundaries, the bound of the search does not hold for the others.
             bound_ns=ceil(result.bound) if self.has_all_downsets else ceil(bound_ns),
             stages=tuple(
                 (tuple(self.boundaries.layers(begin, end)), tuple(range(start, start + count)))
@@ -94,7 +94,7 @@ class LoadSearch:
 
 
 def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
-    """Returns whether devices differ in nothing but their names, so that only their number matters."""
+    """Returns whether devices differ only in their names, so that only their number matters."""
     kinds = {
         (device.kind, device.speed, device.overlaps_transfers, limit)
         for device, limit in zip(cluster.devices, limits, strict=True)

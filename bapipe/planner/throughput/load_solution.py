@@ -1,4 +1,4 @@
-"""From stages of minimal load to a solution: their 1F1B order, the simulator's prediction, and the alternatives."""
+"""Makes a solution of the stages of minimal load: their 1F1B order, the prediction, and the alternatives."""
 
 from collections.abc import Sequence
 

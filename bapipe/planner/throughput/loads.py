@@ -1,16 +1,17 @@
-"""The load of a device: what it does in a step when the pipeline never runs dry.
+"""The load of a device: its work per step once the pipeline is full.
 
-Of M micro-batches, a device of a stage with r devices runs c = ceil(M / r), and receives and sends what they need:
+Of M micro-batches, a device of a stage with r devices runs c = ceil(M / r), and receives and sends their activations
+and gradients:
 
   compute    c (F + B) + update + all-reduce of the stage's gradients, 2(r-1)(latency + ceil(bytes/r) / bandwidth)
   transfers  c times each: activations in, gradients back, activations out, gradients in
 
 On a device that overlaps transfers with compute the load is the largest of these, else their sum. A tensor that later
 stages use is relayed through the stages between. Stashes in flight are those of 1F1B over devices: ceil(w / r) if w
-devices run the stage and what follows.
+devices run the stage and those after it.
 
-This file holds what every device needs for that: the boundaries, sums of the layers' costs between any two of them, and
-transfer times. `homogeneous` and `heterogeneous` make loads of it.
+This file has the parts that all devices have in common: the boundaries, sums of the layers' costs between any two of
+them, and transfer times. `homogeneous` and `heterogeneous` compute loads from them.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ class Boundaries:
         self.inside: IntArray = inside
         num_inside = inside.sum(axis=1)
         self.nested: BoolArray = np.triu(np.ones((len(node_sets),) * 2, dtype=bool), 1)
-        if any(smaller & ~larger for smaller, larger in pairwise(node_sets)):  # else they are a chain, all nested
+        if any(smaller & ~larger for smaller, larger in pairwise(node_sets)):  # else a chain: all are nested
             # a is a subset of b if and only if they have |a| layers in common; a product of floats uses BLAS.
             floats = inside.astype(np.float64)
             self.nested &= floats @ floats.T == num_inside[:, None]
@@ -97,7 +98,7 @@ class StageCostSums:
         return self._costs.update_ns(begin, end) + all_reduce
 
     def max_bytes(self, max_in_flight: int, num_microbatches: int) -> int:
-        """Returns an upper bound on what any device of any plan holds."""
+        """Returns an upper bound on the memory of any device of any plan."""
         costs = self._costs
         constant = costs.param_bytes(0, -1) + costs.gradient_bytes(0, -1) + costs.optimizer_bytes(0, -1)
         needed = constant + max_in_flight * costs.stash_bytes(0, -1) + self._workspaces.max()
@@ -111,15 +112,15 @@ class StageCostSums:
         num_microbatches: "Counts",
         limit_bytes: int,
     ) -> "BoolArray":
-        """Returns whether a device can hold the layers, their stashes in flight, and what its micro-batches receive."""
+        """Returns whether the layers, their stashes in flight, and the receive buffers fit in a device's memory."""
         costs = self._costs
         constant = costs.param_bytes(begin, end) + costs.gradient_bytes(begin, end) + costs.optimizer_bytes(begin, end)
         buffers = num_microbatches * (self.send_bytes[begin] + self.grad_bytes[end])
-        # Every device runs F and whole B only, without recomputation: what is in flight are stashes.
+        # Every device runs F and whole B only, without recomputation: only stashes are in flight.
         stashes = in_flight * costs.stash_bytes(begin, end)
         room: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))
         # The largest workspace of a stage is a range maximum, which differences cannot give. It is computed only for
-        # the few stages whose room lies between zero and the largest workspace of all layers.
+        # the few stages whose free memory lies between zero and the largest workspace of all layers.
         fits: BoolArray = room >= self._workspaces.max()
         undecided = np.nonzero((room >= 0) & ~fits)
         if undecided[0].size:
@@ -138,7 +139,7 @@ def load_ceiling_ns(
     num_devices: int,
     links: Sequence[Bandwidth],
 ) -> float:
-    """Returns an upper bound on the load of every plan: everything on the slowest device, over the slowest link."""
+    """Returns an upper bound on the load of every plan: all layers on the slowest device, over the slowest link."""
     last = boundaries.num_boundaries - 1
     largest = 1
     for link in links:

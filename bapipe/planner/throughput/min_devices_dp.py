@@ -1,9 +1,9 @@
 """Exact search for a `HomogeneousLoadProblem`: the fewest devices that stay below a load, for a falling load.
 
-If all devices are the same, a stage does not depend on what runs before it, and on what runs after it only through the
-number of devices there: the more, the more micro-batches the stage keeps in flight. So of all ways to run the layers
-after a boundary, one with the fewest devices is at least as good as any other, and the table of the dynamic programme
-holds one number per boundary. For a limit L on the load,
+If all devices are the same, a stage's load and memory do not depend on the stages before it, and on those after it only
+through the number of their devices: the more, the more micro-batches the stage keeps in flight. So of all plans for the
+layers after a boundary, one with the fewest devices is at least as good as any other, and the table of the dynamic
+programme holds one number per boundary. For a limit L on the load,
 
     N(b) = min over boundaries e > b of  devices(b, e, N(e), L) + N(e),     N(last) = 0
 
@@ -40,7 +40,7 @@ def min_max_load_homogeneous(
 
     Args:
         bound: a lower bound on the largest load of every plan.
-        ceiling: an upper bound on it: every plan is below.
+        ceiling: an upper bound on the largest load of every plan.
         best: a plan that is already known.
     """
     # First a plan: limits grow from the lower bound, and each limit without a plan is the next lower bound.
@@ -53,7 +53,7 @@ def min_max_load_homogeneous(
             if progress:
                 progress(limit, bound)
     # Then the optimum: bisection alternates with a limit at the best load itself, because loads are not continuous.
-    # A plan found jumps down to the next load that occurs, and a limit at the best load is what ends the search.
+    # A plan found lowers the best load to one that occurs, and a limit at the best load ends the search.
     bisects = True
     while best is not None and bound < best.load:
         limit = (best.load + bound) / 2 if bisects else best.load
@@ -75,7 +75,7 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath 
         return None
     last, num_devices = problem.num_boundaries - 1, problem.num_devices
     before, after = problem.min_devices_around(limit)  # [boundaries]
-    # Pruning: too few devices for what lies before and after, or none left for the stage that begins here.
+    # Pruning: too few devices for the layers before and after, or none left for the stage that begins here.
     candidates = np.nonzero((before + after <= num_devices) & (before < num_devices))[0]
     min_devices: IntArray = np.full(last + 1, num_devices + 1, dtype=np.int64)  # N(b)
     min_devices[last] = after[last] = 0
@@ -105,7 +105,7 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath 
 
 
 def _path(problem: HomogeneousLoadProblem, stage_devices: "IntArray", stage_end: "IntArray") -> StagePath:
-    """Follows the best stage from boundary 0 to the last one."""
+    """Returns the plan of the best stages, from boundary 0 to the last one."""
     boundaries, devices, load = [0], [], 0.0
     while boundaries[-1] < problem.num_boundaries - 1:
         begin = boundaries[-1]

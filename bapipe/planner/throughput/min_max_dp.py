@@ -4,8 +4,9 @@ Bellman's equation, over (boundary b, state x), for the minimal largest load R o
 
     R(b, x') = min over states x with successor x' and boundaries a < b of  max(R(a, x), load(x, a, b))
 
-It is solved for a limit: only boundaries that a plan below the limit can use are priced. The limit starts just above
-the lower bound and grows until a plan is found; that plan is optimal, because the programme is exact below a limit.
+It is solved for a limit: loads are computed only at boundaries that a plan below the limit can use. The limit starts
+just above the lower bound and grows until a plan is found; that plan is optimal, because the programme is exact below a
+limit.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def min_max_load(
 
     Args:
         bound: a lower bound on the largest load of every plan.
-        ceiling: an upper bound on it: every plan is below.
+        ceiling: an upper bound on the largest load of every plan.
         dtype: int if loads are integers, else float.
     """
     # The additions make each limit strictly larger than the load of a plan that attains the bound.
@@ -117,7 +118,7 @@ class _Table:
                 continue
             load = ends.load[boundaries]
             before = self.loads_before(successor)
-            # Strict: of equal loads the first state wins, so the result depends on nothing but the problem.
+            # Strict: of equal loads the first state wins, so the result is deterministic.
             better = load < before[boundaries]
             if better.any():
                 before[boundaries[better]] = load[better]

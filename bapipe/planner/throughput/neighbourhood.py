@@ -1,4 +1,4 @@
-"""The neighbourhood of a plan: downsets that differ by a node from those at its cuts, and so on outwards.
+"""The neighbourhood of a plan: downsets that differ by one node from those at its cuts, then by two nodes, and so on.
 
 Used if a graph has too many downsets to search them all: the cuts of the best plan are then searched again among
 their neighbours, until that no longer helps.
@@ -10,9 +10,9 @@ from bapipe.graph.layer_graph import Graph
 
 
 def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: int) -> list[int]:
-    """Returns at most `max_downsets` downsets, the nearest to the given ones, sorted by size.
+    """Returns at most `max_downsets` downsets, those nearest to `start`, sorted by size.
 
-    A breadth-first search in the lattice of downsets; the given ones are always included. With a large enough
+    A breadth-first search in the lattice of downsets; those of `start` are always included. With a large enough
     `max_downsets` it returns all downsets of the graph, because adding and removing single nodes connects the lattice.
     """
     reached = dict.fromkeys(downsets)
@@ -31,7 +31,7 @@ def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: i
 
 def _adjacent_downsets(graph: Graph, nodes: int) -> Iterator[int]:
     """Yields the downsets with one node more, then those with one node less."""
-    predecessors = 0  # of the nodes inside: these cannot be removed
+    predecessors = 0  # predecessors of the nodes inside, which cannot be removed
     for node, before in enumerate(graph.before):
         if nodes >> node & 1:
             predecessors |= before

@@ -1,4 +1,4 @@
-"""The min-max load problem: cut layers into stages so that the largest load of a device is minimal, whatever a load is.
+"""The min-max load problem: cut layers into stages so that the largest load is minimal, for any definition of load.
 
 A *boundary* is a set of nodes that may lie before a cut (a downset of the graph of layers). Boundaries are numbered so
 that smaller sets come first: boundary 0 is empty, the last one holds everything. A plan is a path from the first to the
@@ -33,9 +33,9 @@ LIMIT_GROWTH = (1.0, 1.02, 1.1, 1.3, 2.0, 4.0, 16.0, 256.0)
 
 
 class LoadProblem(Protocol):
-    """What the stages' loads are, and which devices may follow which.
+    """The loads of stages, and which devices the next stage may have.
 
-    A *state* is a number that says on which devices a stage runs, before its layers are chosen. States are numbered
+    A *state* is a number that stands for the devices of a stage, before its layers are chosen. States are numbered
     topologically: every successor of a state has a larger number.
     """
 
@@ -55,11 +55,11 @@ class LoadProblem(Protocol):
         ...
 
     def begins(self, state: int, limit: float) -> "BoolArray":
-        """Boundaries at which a stage in this state can begin in a plan below the limit; a superset does no harm."""
+        """Boundaries at which a stage in this state can begin in a plan below the limit; a superset is also correct."""
         ...  # [boundaries]
 
     def ends(self, state: int, limit: float) -> "BoolArray":
-        """Boundaries at which a stage in this state can end in a plan below the limit; a superset does no harm."""
+        """Boundaries at which a stage in this state can end in a plan below the limit; a superset is also correct."""
         ...  # [boundaries]
 
     def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "LoadArray":
@@ -81,7 +81,7 @@ class HomogeneousLoadProblem(Protocol):
 
     @property
     def depends_on_later_devices(self) -> bool:
-        """Whether `min_devices` depends on `after`: then stages must be computed from the last boundary backwards."""
+        """Whether `min_devices` depends on `after`; if so, stages must be computed from the last boundary backwards."""
         ...
 
     def min_devices(
@@ -90,7 +90,7 @@ class HomogeneousLoadProblem(Protocol):
         """The fewest devices with which the stages from each of `begin` to each of `end` have loads below the limit.
 
         Args:
-            after: devices that run what follows each `end`, of shape [ends].
+            after: devices that run the layers after each `end`, of shape [ends].
             room: devices that the stage may have, of shape [begins, ends].
 
         Returns:
@@ -99,7 +99,7 @@ class HomogeneousLoadProblem(Protocol):
         ...
 
     def min_devices_around(self, limit: float) -> "tuple[IntArray, IntArray]":
-        """Lower bounds on the devices that must run what lies before, and after, each boundary; [boundaries] each."""
+        """Lower bounds on the devices that run the layers before, and after, each boundary; [boundaries] each."""
         ...
 
     def load(self, devices: int, begin: int, end: int) -> float:

@@ -1,4 +1,4 @@
-"""Plans for throughput: the minimal load of any device once the pipeline is full, whatever its first step takes."""
+"""Plans for throughput: the smallest maximum load of a device once the pipeline is full."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.progress import LoadProgress
 
 MAX_DOWNSETS = 3000
-"""Up to how many downsets of a graph all of them are boundaries."""
+"""Maximum number of downsets of a graph up to which all of them are boundaries."""
 
 MAX_NEIGHBOURS = 800
 """Boundaries of one neighbourhood search, if a graph has more downsets than that."""
@@ -40,7 +40,7 @@ def solve_throughput(
     *,
     progress: LoadProgress | None = None,
 ) -> Solution:
-    """Returns the solution of `explore_throughput` over all micro-batch sizes that divide the mini-batch, or for one.
+    """Returns the solution of `explore_throughput`, over all micro-batch sizes that divide the mini-batch or one.
 
     Raises:
         BapipeError: a device kind without a profile, profiles of different models, or sizes that do not divide.
@@ -70,16 +70,17 @@ def explore_throughput(
     """Returns the solution with the smallest maximum load of a device in a step.
 
     The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage, every micro-batch
-    size given. Layers that share parameters stay together. Its order is 1F1B deep enough to keep every device busy.
+    size given. Layers that share parameters stay together. The order is 1F1B with enough micro-batches in flight to
+    keep every device busy.
 
     Args:
         profiles: one for each kind of device in the cluster, all of one model.
-        limits: what each device may hold.
+        limits: the memory that each device may use, in bytes.
         max_downsets: a graph with more downsets is cut along some linear orders, then near the best cuts.
         max_neighbours: boundaries of each neighbourhood search; 0 leaves it out.
 
     Raises:
-        Infeasible: nothing fits; the message says how much memory would do.
+        Infeasible: nothing fits; the message names the memory that would be enough.
     """
     first = profiles[cluster.devices[0].kind]
     graph = of_layers(first)
@@ -156,7 +157,7 @@ def _searched_space(
 
 
 def _shortfall(search: LoadSearch, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> str:
-    """Returns a sentence that says with how much more memory per device something would fit, found by bisection."""
+    """Returns a sentence about the memory per device with which a plan would fit, found by bisection."""
     size = microbatch_sizes[0]
     enough, short = max(limits), 0
     while not search.solve(size, [limit + enough for limit in limits], None).stages:
