@@ -8,7 +8,7 @@ takes this path:
 2. `layer_times` and `layer_memory`: passes of the whole model, in which layers report when they begin (`instrument`);
    `timers` takes the times. `split_backward` splits B into I and W.
 3. `isolated`: instead of 2, one layer at a time, for models that do not fit on a device. `layer_calls` runs layers one
-   after another, and says which are equal, so that they are measured together.
+   after another, and finds equal layers, which are measured together.
 
 Links: `cluster` makes a cluster of this machine with one measured link (`links`); `probe` measures the links between
 all pairs of ranks; both run in processes that `spawn` starts. `co_runners` are processes that train the model while it

@@ -1,4 +1,4 @@
-"""Measures layers one at a time, equal ones once: for models that do not fit on a device."""
+"""Measures layers one at a time, and only one of equal layers: for models that do not fit on a device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ from bapipe.torch_private import is_view, stage_backward_input, stage_backward_w
 T = TypeVar("T")
 
 _FLUSH_BYTES = 2**26
-"""Written before each measurement, so that the caches hold what they would hold in training: the layer's input only."""
+"""Bytes written before each measurement, so that the caches hold the same as in training: only the layer's input."""
 
 _CUDA_WRITES = 32
-"""How often it is written on CUDA: until then the layer's operators wait in the device's queue, as in training."""
+"""How often they are written on CUDA. Meanwhile the layer's operators wait in the device's queue, as in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class _LayerFigures:
     Attributes:
         saved_inputs, saved_outputs: positions of the inputs and outputs whose storage the backward needs.
         own_stash_bytes: other storages that the backward needs.
-        has_gradient: for each output.
+        has_gradient: whether each output has a gradient.
     """
 
     forward_ns: int

@@ -117,14 +117,14 @@ def storage_key(tensor: Tensor) -> int:
 def equal_layer_groups(
     training_pass: TrainingPass, tensors: Mapping[str, TensorInfo], with_backward: Container[int]
 ) -> tuple[int, ...]:
-    """Returns for each layer, and the loss, the number of the first layer that is equal to it.
+    """Returns for each layer, and for the loss, the number of the first layer that equals it.
 
     Layers are equal if they have the same code, shapes, types and settings, and the same inputs need gradients. A layer
-    that shares parameters with another is equal to none.
+    that shares parameters with another layer equals no other.
 
     Args:
         tensors: the outputs of all layers, by name.
-        with_backward: numbers of the layers that the backward reaches.
+        with_backward: the numbers of the layers with a backward.
     """
     num_users = Counter(id(parameter) for parameters in parameters_of(training_pass.model) for parameter in parameters)
     first_of_key: dict[object, int] = {}

@@ -41,13 +41,14 @@ class LayerMemory:
 
 
 def layer_memory(training_pass: TrainingPass) -> LayerMemory:
-    """Returns the bytes that autograd saves and that the allocator gives out, while gradients are accumulated.
+    """Returns the bytes that autograd saves and that the allocator hands out, while gradients are accumulated.
 
     Stash: every storage that autograd saves, except parameters and buffers, counted for the first layer that saves it.
     Gradient stash: every storage of a gradient that arrives where W begins, counted for the first layer whose W uses
     it; torch keeps the whole stash until the end of W as well.
-    Workspace: forward, the most allocated while a layer runs beyond the larger of before and after; backward, the most
-    beyond before, plus what is there before for it: gradients of its outputs and `pending_gradient_bytes`.
+    Workspace: in the forward, the peak of the bytes allocated while a layer runs, above the larger of before and after;
+    in the backward, the peak above before, plus the bytes that are allocated before and only for this layer: gradients
+    of its outputs and `pending_gradient_bytes`.
     """
     stash, gradient_stash, tensors = _stash(training_pass)
     forward, backward = (_cuda_usage if training_pass.device.type == "cuda" else _cpu_usage)(training_pass)
@@ -70,10 +71,11 @@ def layer_memory(training_pass: TrainingPass) -> LayerMemory:
 
 
 def pending_gradient_bytes(model: TracedModel) -> tuple[int, ...]:
-    """Returns for each layer the bytes of gradients from later layers that use its parameters too.
+    """Returns for each layer the bytes of gradients from later layers that also use its parameters.
 
-    Autograd sums the gradients of one parameter before it stores the sum. So from the backward of the last layer that
-    uses the parameter to that of the first, for which the bytes count, a gradient of the parameter's size is allocated.
+    Autograd sums the gradients of one parameter before it stores the sum. So a gradient of the parameter's
+    size is allocated from the backward of the last layer that uses the parameter to that of the first, to which the
+    bytes count.
     """
     num_users = Counter(id(parameter) for parameters in parameters_of(model) for parameter in parameters)
     seen: set[int] = set()
@@ -87,7 +89,7 @@ def pending_gradient_bytes(model: TracedModel) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes allocated before, at the peak of, and after some uninterrupted work of a layer."""
+    """Bytes allocated before an uninterrupted piece of a layer's work, at its peak, and after it."""
 
     layer: int
     before_bytes: int

@@ -24,13 +24,13 @@ T = TypeVar("T")
 MIN_PASSES, MAX_PASSES = 5, 60
 
 MIN_RELEVANT_SHARE = 0.005
-"""Share of a pass below which the spread of a layer does not matter for how often passes are repeated."""
+"""Layers below this share of a pass do not affect how often passes are repeated."""
 
 MAX_WAIT_SHARE = 0.05
 """Share of a pass that this thread may wait for the processor; a pass that waits longer counts as disturbed."""
 
 MAX_NEW_PAGES = 1000
-"""Pages of memory that a pass may take from the kernel; a pass that takes more is unlike those of a long training."""
+"""Pages of memory that a pass may take from the kernel; passes of a long training do not take more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,9 @@ def time_layers(training_pass: TrainingPass, seconds: float, target_spread: floa
     times; with `exhaustive` each layer has its own time.
 
     On a CPU with one thread, times are processor times, so they exclude what other processes use. A pass in which these
-    use much does not count, because they empty the caches too; nor does one that takes new memory from the kernel,
-    which is slow and soon ends in a long training. If there are only such passes, measuring takes twice as long, and
-    the half of the passes that was disturbed least counts. The overhead of instrumentation is measured and subtracted.
+    use much does not count, because they also empty the caches. Nor does a pass that takes new memory from the kernel,
+    which is slow and happens only at the start of a training. If there are only such passes, measuring takes twice as
+    long, and the less disturbed half of the passes counts. The overhead of instrumentation is measured and subtracted.
     """
     timer = make_layer_timer(training_pass.device)
     model = InstrumentedModel(training_pass=training_pass, enter=timer.stamp)
@@ -110,7 +110,7 @@ class _Pass:
         split_forward, input_grad, weight_grad: F, I and W, run after those.
         model_ns: F + B of the model without instrumentation.
         disturbance: the share of the time in which this thread waited for the processor, 1 if it took new memory from
-            the kernel; 0 on devices that do not tell.
+            the kernel; 0 on devices that do not measure it.
     """
 
     forward: list[int]
@@ -198,7 +198,7 @@ class _PassRunner:
 
 
 def group_means(times: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Returns for each layer the mean over the layers of its group."""
+    """Returns for each layer the mean of the times of its group."""
     totals, counts = Counter[int](), Counter(groups)
     for group, time_ns in zip(groups, times, strict=False):  # `times` has one more, that of instrumentation
         totals[group] += time_ns
@@ -206,7 +206,7 @@ def group_means(times: Sequence[int], groups: Sequence[int]) -> list[int]:
 
 
 def _spread_search_time(times: list[int], layers: set[int]) -> None:
-    """Adds the time in which torch searches where W begins to the layers in which one begins, in equal parts."""
+    """Adds torch's time for finding where W begins to the layers in which it begins, in equal parts."""
     search_ns, times[-1] = times[-1], 0
     for layer in layers:
         times[layer] += search_ns // len(layers)
@@ -260,7 +260,7 @@ def spread(values: Sequence[int]) -> float:
 def _typical(passes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Returns the medians of the layers, scaled to add up to the median pass.
 
-    Times are skewed to long ones, so the medians of layers alone add up to less than the median of their sums.
+    The distribution of times is skewed to long ones, so the medians of the layers add up to less than the median pass.
     """
     medians = _medians(passes)
     median_total, total = median(map(sum, passes)), sum(medians)

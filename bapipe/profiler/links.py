@@ -22,9 +22,9 @@ SUM_BYTES = tuple(2**exponent for exponent in (16, 20, 22, 24, 25))
 def measure_link(kind: str = "cpu", timeout_s: float = 60.0) -> tuple[Bandwidth, Bandwidth]:
     """Returns the link between two new processes for messages, and the link for sums: see `fit`.
 
-    The processes, of one thread each, talk by gloo over loopback, or by nccl for `cuda`. They send messages back and
-    forth into tensors allocated before, and all-reduce others; an all-reduce of two ranks counts as two messages of
-    half the tensor. It takes a few seconds, most of which are imports.
+    The processes, of one thread each, communicate by gloo over loopback, or by nccl for `cuda`. They send messages back
+    and forth, into tensors that are allocated before, and then run all-reduces; an all-reduce of two ranks counts as
+    two messages of half the tensor. The measurement takes a few seconds, mostly for imports.
 
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
@@ -38,11 +38,11 @@ MAX_SPEEDUP_OVER_FASTEST = 2
 
 
 MAX_UNDERESTIMATE = 0.1
-"""Upper limit of the share of the largest message's time that a line may miss; most messages of plans are large."""
+"""Maximum share of the largest message's time by which a line may be too low; most messages of plans are large."""
 
 
 def fit(num_bytes: Sequence[int], times_ns: Sequence[int]) -> Bandwidth:
-    """Returns the line latency + bytes / bandwidth through one-way times, by least squares of the relative errors.
+    """Returns the line latency + bytes / bandwidth fitted to one-way times, by least squares of the relative errors.
 
     - If its latency is negative, the best line without latency.
     - If its bandwidth exceeds `MAX_SPEEDUP_OVER_FASTEST`, that bandwidth, with the latency that fits best.

@@ -29,7 +29,7 @@ LARGE_BYTES = 2**24
 
 
 def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster:
-    """Returns this machine's first devices as a cluster, probed by a new process for each.
+    """Returns this machine's first devices as a cluster, measured by one new process per device.
 
     Raises:
         RunFailed: a process ended early, or they took longer than `timeout_s`.
@@ -86,7 +86,7 @@ def _device(kind: str) -> Device:
 
 
 def _measure_pair(pair: tuple[int, int], kind: str) -> dict[str, Any]:
-    """Returns the figures of a link, measured by both ranks of a pair at once; those of the first rank count."""
+    """Returns the figures of a link, measured by both ranks of a pair together; those of the first rank are used."""
     messages = [torch.zeros(n // 4, device=kind) for n in MESSAGE_BYTES]
     answer = messages[0]
     answer_ns = _median(partial(_one_way_ns, pair, answer, answer), 40) / 2
@@ -130,7 +130,7 @@ def _now_ns() -> int:
 
 
 def _one_way_ns(direction: tuple[int, int], message: Tensor, answer: Tensor) -> int:
-    """Returns the time of a message and its answer; only the sender's value is of use."""
+    """Returns the time of a message and its answer; only the sender's value is meaningful."""
     start = _now_ns()
     if dist.get_rank() == direction[0]:
         dist.send(message, direction[1])

@@ -158,8 +158,7 @@ def profile_model_cached(
 ) -> ModelProfile:
     """Returns the profile of a named model from the cache of this machine, or measures and stores it.
 
-    A profile from before the last change of the factory's file is not used; changes of files that it imports are not
-    noticed.
+    A profile from before the last change of the factory's file is not used; changes of imported files are not noticed.
     """
     factory = resolve(model)
     require_torch()
@@ -174,7 +173,7 @@ def profile_model_cached(
 
 
 def _cache_key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
-    """Returns everything that a cached profile depends on."""
+    """Returns the key of a cached profile: everything that it depends on."""
     torch = require_torch()
     from bapipe.torch_device import describe, environment
     from bapipe.zoo.factory import source_digest

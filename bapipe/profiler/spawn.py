@@ -20,11 +20,11 @@ def measure_in_ranks(
 ) -> Any:
     """Returns what `measure(rank, kind)` returns on rank 0 of a new process group, one process of one thread per rank.
 
-    They meet in a file, so no port is needed, and have ended when this returns.
+    They find each other through a file, so no port is needed. All have ended when this returns.
 
     Args:
         kind: `cpu` (gloo) or `cuda` (NCCL).
-        subject: what is measured, for messages.
+        subject: names the measurement in messages.
 
     Raises:
         RunFailed: a process failed, or they took longer than `timeout_s`.

@@ -18,7 +18,7 @@ _NUM_ELEMENTS, _NUM_REPORTS, _NUM_ROUNDS = 2**18, 50, 15
 
 
 def now_ns(device: torch.device) -> int:
-    """Returns the processor time of this thread if it alone computes, else the time of the clock."""
+    """Returns the processor time of this thread if no other thread computes, else the wall-clock time."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return time.thread_time_ns()
     return time.perf_counter_ns()
@@ -36,7 +36,7 @@ def minor_page_faults() -> int:
 
 
 class LayerTimer(Protocol):
-    """Takes a stamp when a layer begins, and returns the times between stamps."""
+    """Takes a time stamp when a layer begins, and returns the times between stamps."""
 
     def stamp(self, layer: int) -> None:
         """Records that a layer begins now."""

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805) as it learns to restore masked words."""
+"""BERT (Devlin et al. 2018, arXiv:1810.04805) with its masked-language-modelling loss."""
 
 from functools import partial
 
@@ -15,10 +15,10 @@ _DROPOUT = 0.1
 
 
 class BERT(nn.Module):
-    """Maps tokens [n, length], the segment 0 or 1 of each, and which are words, to scores [n, length, vocabulary_size].
+    """Maps tokens [n, length], their segments (0 or 1) and a mask of words to scores [n, length, vocabulary_size].
 
-    It has the head that restores masked words, not the one that predicts whether a sentence follows another, nor the
-    pooling layer that only the latter uses. The output weights are those of the embedding.
+    It has the head that predicts masked words, but not the next-sentence head and the pooling layer that only that one
+    uses. The output weights are those of the embedding.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ def bert_base(
     num_positions: int = 512,
     length: int = 128,
 ) -> Example:
-    """Returns BERT-base on texts padded to a given length, with 15 % of their words to restore.
+    """Returns BERT-base on texts padded to a given length, with 15 % of their words to predict.
 
     Raises:
-        ValueError: heads that do not divide the hidden size, texts longer than there are positions, or a vocabulary
-            without words.
+        ValueError: `num_heads` does not divide the hidden size, texts are longer than the number of positions, or the
+            vocabulary has no words.
     """
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "vocabulary_size": vocabulary_size}
     check_texts(length, num_positions, num_layers=num_layers, **sizes)
@@ -93,10 +93,10 @@ def bert_large(
 
 
 def restored_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Returns the cross entropy of the words to restore: the mean of each text, and of those the mean.
+    """Returns the cross entropy of the masked words: the mean over the texts of each text's mean.
 
-    If each text has equally many words to restore, it is the mean over all of them, as in the paper. Else a mean over
-    all words would depend on which texts share a micro-batch.
+    If each text has the same number of masked words, it is the mean over all of them, as in the paper. Otherwise a mean
+    over all words would depend on which texts share a micro-batch.
     """
     costs = functional.cross_entropy(scores.transpose(1, 2), target, ignore_index=IGNORED, reduction="none")
     return (costs.sum(1) / (target != IGNORED).sum(1).clamp(min=1)).mean()

@@ -12,24 +12,24 @@ from bapipe.zoo.example import Example
 
 _CHANNELS = 4
 _WIDTHS = (1, 2, 4, 8, 16, 16, 16)
-"""Channels of each convolution, in widths."""
+"""Channels of each convolution, in units of `width`."""
 
 _STRIDES = (1, 1, 1, 2, 1, 1, 1)
 _DROPOUT = 0.2
 _LAST_SIZE = 2
-"""Side of the volume that the dense layers see."""
+"""Side of the input volume of the dense layers."""
 
 
 class CosmoFlow(nn.Module):
     """Maps volumes [n, 4, size, size, size] to the 4 parameters of their universe.
 
-    Poolings that halve the volume follow the first convolutions until cubes of side 2 are left: the model has equally
-    many parameters for every volume, and spends most time for a larger one in the first layers.
+    Poolings that halve the volume follow the first convolutions until its side is 2. So the number of parameters is the
+    same for every volume, and with a larger volume the first layers take most of the time.
     """
 
     def __init__(self, volume_size: int, width: int) -> None:
         super().__init__()
-        num_pools = volume_size.bit_length() - 3  # one more halving by the stride, and 2 are left
+        num_pools = volume_size.bit_length() - 3  # the stride halves once more, to 2
         layers: list[nn.Module] = []
         before = _CHANNELS
         for index, (widths, stride) in enumerate(zip(_WIDTHS, _STRIDES, strict=True)):

@@ -12,14 +12,14 @@ from bapipe.tracing import Inputs, tensor_inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """How a model generates texts, word by word from the words so far, and how the texts are scored.
+    """How a model generates texts word by word, and how the texts are scored.
 
     The data set then has `text(tokens)` and `reference(index)`, see `bapipe.zoo.data.dataset.PipelineDataset`.
 
     Attributes:
-        input_index: which input holds the words so far, [n, length]; the output is [n, length, vocabulary].
+        input_index: the input with the words so far, [n, length]; the output is [n, length, vocabulary].
         bos, eos, pad: the words before a text, at its end, and after it.
-        scores: by name, (texts, references) -> a score of all of them.
+        scores: by name, (texts, references) -> one score for all texts.
     """
 
     input_index: int
@@ -41,10 +41,9 @@ class Example:
         loss: (output, target) -> mean loss over the batch, a scalar.
         data: opens the data that a user names, such as synthetic or a folder; items are (input, target), or
             ((input, ...), target) for several tensors in `inputs`, in their order; if None, only synthetic data, made
-            like the example inputs. See `bapipe.zoo.data.dataset.PipelineDataset` for what a data
-            set may do besides.
+            like the example inputs. See `bapipe.zoo.data.dataset.PipelineDataset` for optional methods.
         metrics: by name, (output, target) -> a value for each sample; their means over held-out samples are reported.
-        generation: how the model generates text token by token, for models that do.
+        generation: how the model generates text; None for models that do not.
         learning_rate: the default, for SGD with momentum 0.9.
         initialize: sets the parameters of one layer's module in place, after its `reset_parameters()`. A run calls it
             only if that gives the parameters the values, up to random draws, that the factory gave them, or if the

@@ -1,4 +1,4 @@
-"""From the name of a factory to the Example it returns."""
+"""Finds a factory by its name, and calls it."""
 
 import hashlib
 import importlib
@@ -20,7 +20,7 @@ Factory = str | Callable[..., object]
 
 
 def build(factory: Factory, arguments: Mapping[str, object]) -> Example:
-    """Returns what a factory makes of the arguments; the current folder is searched for the module of a name too.
+    """Returns the Example that a factory makes; the current folder is also searched for the module of a name.
 
     Raises:
         InvalidModel: no such module or function, arguments it does not take, an error inside it, or another result
@@ -34,7 +34,7 @@ def build(factory: Factory, arguments: Mapping[str, object]) -> Example:
             example = function(**arguments)
         except BapipeError:
             raise
-        except Exception as error:  # whatever the factory's own code raises
+        except Exception as error:  # any error in the factory's code
             raise InvalidModel(f"factory '{name}' failed: {type(error).__name__}: {error}") from error
     if not isinstance(example, Example):
         raise InvalidModel(
@@ -59,7 +59,7 @@ def is_path(text: str) -> bool:
 
 
 def find(function_path: str, what: str) -> Callable[..., object]:
-    """Returns the function at `module.path:function`; `what` is what messages call it."""
+    """Returns the function at `module.path:function`; `what` is its name in messages."""
     path, _, name = function_path.partition(":")
     try:
         module = importlib.import_module(path)
@@ -92,7 +92,7 @@ def _check_arguments(factory: str, function: Callable[..., object], arguments: M
 
 
 def source_digest(factory: str) -> str:
-    """Returns the SHA-256 of the file that holds a factory; of no bytes if there is none."""
+    """Returns the SHA-256 of the file that defines a factory; that of no bytes if there is no file."""
     with current_folder_importable():
         try:
             spec = importlib.util.find_spec(factory.partition(":")[0])

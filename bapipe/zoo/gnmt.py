@@ -1,7 +1,7 @@
 """GNMT (Wu et al. 2016, arXiv:1609.08144) in NVIDIA's version 2, the translation model of PipeDream and BaPipe.
 
-Four or more LSTMs encode a sentence, and equally many decode its translation. Attention is computed once, from the
-output of the first decoder layer, and is an input of all later ones.
+Several LSTMs encode a sentence, and the same number of LSTMs decode its translation. Attention is computed once, from
+the output of the first decoder layer, and is an input of all later ones.
 """
 
 from functools import partial
@@ -17,14 +17,14 @@ from bapipe.zoo.metrics import bleu
 from bapipe.zoo.position_ids import position_ids
 
 _UNIFORM = 0.1
-"""Weights start uniform in ±0.1."""
+"""Weights are initialized uniformly in ±0.1."""
 
 _DROPOUT = 0.2
 _SMOOTHING = 0.1
 
 
 class Recurrent(nn.Module):
-    """An LSTM over [n, length, input_size], with dropout on what enters."""
+    """An LSTM over [n, length, input_size], with dropout on its input."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Recurrent(nn.Module):
 class Bidirectional(nn.Module):
     """Two LSTMs over [n, length, hidden_size], one of which reads each sentence from its last word to its first.
 
-    At the positions of words it gives what one bidirectional LSTM gives for packed sequences. Packing would need the
-    lengths as Python numbers, and so a model that can only be run, not traced or cut.
+    At the positions of words the result equals that of one bidirectional LSTM for packed sequences. Packing would need
+    the lengths as Python numbers, and such a model could not be traced.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -150,7 +150,7 @@ def gnmt(
     """Returns GNMT with `num_pairs` LSTMs in the encoder and in the decoder each, on sentences padded to given lengths.
 
     Raises:
-        ValueError: fewer than 2 pairs, a vocabulary without words, or no place for a target word and its end.
+        ValueError: fewer than 2 pairs, a vocabulary without words, or a target too short for a word and its end.
     """
     check_sizes(
         num_pairs=num_pairs,
@@ -199,11 +199,11 @@ def gnmt16(
 
 
 def smoothed_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Returns the cross entropy a sentence with labels smoothed by 0.1; padding costs nothing.
+    """Returns the cross entropy per sentence, with labels smoothed by 0.1; padding does not count.
 
-    It is summed over words and divided by the number of sentences, not of words: micro-batches hold equally many
-    sentences but not words, and only so is their mean loss, and gradient, that of the whole mini-batch. NVIDIA's
-    training divides by the same.
+    It is summed over words and divided by the number of sentences, not of words: micro-batches have equal numbers of
+    sentences but not of words, so only then the mean of their losses, and gradients, is that of the mini-batch.
+    NVIDIA's training divides by the same number.
     """
     summed = functional.cross_entropy(
         scores.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=_SMOOTHING, reduction="sum"
@@ -222,7 +222,7 @@ def initialize(layer: nn.Module) -> None:
 
 
 def _reverse(x: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sequences [n, length, size] with each one's words reversed; the padding stays behind them."""
+    """Returns the sequences [n, length, size] with the words of each reversed; padding stays at the end."""
     place, last = position_ids(x[:, :, 0]), lengths.unsqueeze(1) - 1
     order = torch.where(place > last, place, last - place)
     return x.gather(1, order.unsqueeze(2).expand_as(x))

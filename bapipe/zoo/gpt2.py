@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): a transformer that continues text, its output weights those of its embedding."""
+"""GPT-2 (Radford et al. 2019): a transformer that continues text; its output weights are those of its embedding."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ _DROPOUT = 0.1
 
 
 class GPT2(nn.Module):
-    """Maps tokens [n, length] to scores of each one's successor [n, length, vocabulary_size]."""
+    """Maps tokens [n, length] to scores of the token after each [n, length, vocabulary_size]."""
 
     def __init__(
         self, num_layers: int, hidden_size: int, num_heads: int, vocabulary_size: int, num_positions: int
@@ -50,7 +50,7 @@ def gpt2(
     """Returns GPT-2, the small one by default, on texts of a given length.
 
     Raises:
-        ValueError: heads that do not divide the hidden size, or texts longer than there are positions.
+        ValueError: `num_heads` does not divide the hidden size, or texts are longer than the number of positions.
     """
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "vocabulary_size": vocabulary_size}
     check_texts(length, num_positions, num_layers=num_layers, **sizes)
@@ -68,14 +68,14 @@ def gpt2(
 
 
 def next_word_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean cross entropy over all words; all texts are equally long."""
+    """Returns the mean cross entropy over all words; all texts have the same length."""
     return functional.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 
 def initialize(layer: nn.Module, *, hidden_size: int, num_branches: int) -> None:
     """Sets the parameters of one layer: normal(0.02), and less in the last layer of a residual branch (section 2.3).
 
-    Those are the layers with a bias that give `hidden_size` features. They are divided by the root of the number of
+    Those are the layers with a bias and `hidden_size` output features. They are divided by the root of the number of
     branches, so that their sum does not grow with it.
     """
     if isinstance(layer, nn.Embedding):

@@ -8,18 +8,18 @@ from bapipe.errors import BapipeError
 
 
 def top_1(scores: Tensor, classes: Tensor) -> Tensor:
-    """Returns 1 for each sample whose class has the highest of its scores [n, classes], else 0."""
+    """Returns for each sample 1 if its class has the highest score, else 0; scores are [n, classes]."""
     return (scores.argmax(dim=1) == classes).float()
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
-    """Returns the BLEU of texts, 0 to 100, as sacrebleu splits and smooths by itself (Post 2018, arXiv:1804.08771).
+    """Returns the BLEU of texts, 0 to 100, with sacrebleu's default tokenizer and smoothing (Post 2018).
 
     Raises:
         BapipeError: sacrebleu is not installed.
     """
     try:
-        import sacrebleu  # training does without
+        import sacrebleu  # not needed for training
     except ImportError:
         raise BapipeError(
             "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without "

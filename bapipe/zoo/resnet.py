@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2015, arXiv:1512.03385), named and shaped as torchvision's, whose weights it loads."""
+"""ResNet-50 (He et al. 2015, arXiv:1512.03385), with the names and shapes of torchvision, whose weights it can load."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from bapipe.zoo.metrics import top_1
 
 _NUM_BLOCKS = (3, 4, 6, 3)
 _EXPANSION = 4
-"""Channels that a block gives for each that its 3 x 3 convolution has."""
+"""Output channels of a block per channel of its 3 x 3 convolution."""
 
 
 class Bottleneck(nn.Module):
@@ -69,8 +69,8 @@ class ResNet(nn.Module):
 def resnet50(image_size: int = 64, num_classes: int = 1000, width: int = 64) -> Example:
     """Returns ResNet-50 with batches of one square image as its example inputs; `width` is that of the first layer.
 
-    Batch norm sees one micro-batch at a time, as in every pipeline. At 32 pixels and less the last blocks see a single
-    pixel, of which a micro-batch of one image has no variance.
+    Batch norm sees one micro-batch at a time, as in every pipeline. At 32 pixels and less the input of the last
+    blocks is a single pixel, which has no variance in a micro-batch of one image.
 
     Raises:
         ValueError: an image under 33 pixels, or a size below 1.
@@ -91,7 +91,7 @@ def resnet50(image_size: int = 64, num_classes: int = 1000, width: int = 64) -> 
 
 
 def initialize(layer: nn.Module) -> None:
-    """Sets a convolution as torchvision does, by He et al. 2015 over the outputs; all else stays as torch resets it."""
+    """Sets a convolution as torchvision does, by He et al. 2015 over the outputs; others keep torch's values."""
     if isinstance(layer, nn.Conv2d):
         nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 

@@ -1,4 +1,4 @@
-"""What transformers of every kind are made of (Vaswani et al. 2017, arXiv:1706.03762)."""
+"""The building blocks of transformers (Vaswani et al. 2017, arXiv:1706.03762)."""
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -9,8 +9,8 @@ from bapipe.zoo.checks import check_sizes
 class SelfAttention(nn.Module):
     """Maps [n, length, hidden_size] to the same shape; every position attends to all, or to itself and those before.
 
-    Attention weights are not dropped out: what `scaled_dot_product_attention` does with them is decided when a model is
-    traced, and would stay so in evaluation.
+    There is no dropout of attention weights: `scaled_dot_product_attention` takes its probability as a number, which
+    tracing would fix, so it would also apply in evaluation.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, causal: bool = False) -> None:
@@ -20,7 +20,7 @@ class SelfAttention(nn.Module):
         self.projection = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """`seen` [n, length] is True at the positions that may be attended to; None allows all."""
+        """`seen` [n, length] is True at the positions that may be attended to; None means all."""
         heads = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if seen is None else seen.unsqueeze(1).unsqueeze(2)
         mixed = scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask, is_causal=self.causal)
@@ -29,7 +29,7 @@ class SelfAttention(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    """Attention and two dense layers of four times the width, each added to what enters, normalised first (GPT-2)."""
+    """Attention and two dense layers of four times the width, on normalised inputs, each added to its input (GPT-2)."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float, causal: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class PreNormBlock(nn.Module):
 
 
 class PostNormBlock(nn.Module):
-    """Attention and two dense layers of four times the width, each added to what enters and then normalised (BERT)."""
+    """Attention and two dense layers of four times the width, each added to its input; the sums are normalised (BERT)."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class PostNormBlock(nn.Module):
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raises ValueError unless heads of equal size make up the hidden size."""
+    """Raises ValueError unless the number of heads divides the hidden size."""
     if hidden_size % num_heads:
         raise ValueError(f"hidden_size {hidden_size} does not divide into {num_heads} heads; want a multiple of it")
 
 
 def check_texts(length: int, num_positions: int, **sizes: int) -> None:
-    """Raises ValueError unless sizes are integers of at least 1, heads suit, and texts have a position for each word.
+    """Raises ValueError unless sizes are integers of at least 1, heads divide the hidden size, and positions suffice.
 
     Args:
         sizes: with `hidden_size` and `num_heads` among them.

@@ -1,4 +1,4 @@
-"""A model with two branches that meet late: one sees a picture, one reads a question, and together they answer."""
+"""A model with two branches that join late: one for an image, one for a question about it; the output is the answer."""
 
 from functools import partial
 
@@ -57,7 +57,7 @@ class TextTower(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Maps images and questions to scores of answers [n, num_answers]; the towers need nothing of one another."""
+    """Maps images and questions to scores of answers [n, num_answers]; the towers do not depend on each other."""
 
     def __init__(self, image: ImageTower, text: TextTower, hidden_size: int, num_answers: int) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ def two_tower(
 ) -> Example:
     """Returns a model of two towers of `num_layers` transformer blocks each, which learns to answer questions.
 
-    The loss is the cross entropy of the answers. One that contrasts pictures with the texts of others would depend on
-    the other samples of a micro-batch, and so differ from that of the mini-batch.
+    The loss is the cross entropy of the answers. A contrastive loss over images and the texts of other samples would
+    depend on which samples share a micro-batch, and so differ from that of the mini-batch.
 
     Raises:
-        ValueError: heads that do not divide the hidden size, patches that do not divide the image, or a length that
-            does not hold a question.
+        ValueError: `num_heads` does not divide the hidden size, patches do not divide the image, or questions do not
+            fit in the length.
     """
     check_sizes(
         num_layers=num_layers,

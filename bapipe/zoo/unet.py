@@ -16,7 +16,8 @@ _NUM_HALVINGS = 4
 class UNet(nn.Module):
     """Maps images [n, channels, height, width], sides multiples of 16, to class scores [n, num_classes, height, width].
 
-    Convolutions pad, so that the scores are as large as the image; the paper's do not, and crop what skips.
+    Convolutions are padded, so that the scores are as large as the image; in the paper they are not, and the tensors of
+    skip connections are cropped.
     """
 
     def __init__(self, channels: int, num_classes: int, width: int) -> None:
@@ -70,7 +71,7 @@ def unet(image_size: int = 64, channels: int = 1, num_classes: int = 2, width: i
 def initialize(layer: nn.Module) -> None:
     """Sets the parameters of one layer as the paper does: normal, of variance 2 / (inputs that an output sees).
 
-    Of those a deconvolution's stride leaves one place, all channels of it. Biases are 0.
+    An output of a deconvolution depends on one position of the input, because of its stride. Biases are 0.
     """
     if isinstance(layer, nn.Conv2d):
         nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")

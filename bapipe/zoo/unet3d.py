@@ -16,8 +16,9 @@ _NUM_HALVINGS = 3
 class UNet3D(nn.Module):
     """Maps volumes [n, channels, depth, height, width], sides multiples of 8, to class scores of the same sides.
 
-    Convolutions pad, so that the scores are as large as the volume; the paper's do not, and crop what skips. Channels
-    double before each pooling, within a level and not between, so that none is lost to a bottleneck.
+    Convolutions are padded, so that the scores are as large as the volume; in the paper they are not, and the tensors
+    of skip connections are cropped. The number of channels doubles within a level before its pooling, not between
+    levels, to avoid bottlenecks.
     """
 
     def __init__(self, channels: int, num_classes: int, width: int) -> None:
@@ -50,10 +51,10 @@ class UNet3D(nn.Module):
 def unet3d(volume_size: int = 32, channels: int = 3, num_classes: int = 3, width: int = 32) -> Example:
     """Returns 3D U-Net with batches of one cube as its example inputs; `width` is that of the first layer.
 
-    Layers start as torch resets them: the paper names no other values, and batch norm removes their scale.
+    Layers keep torch's initial values: the paper specifies none, and batch norm removes their scale.
 
     Raises:
-        ValueError: a volume that cannot be halved three times, or of which nothing is left to normalise; fewer than 2
+        ValueError: a volume that cannot be halved three times, or that is then too small to normalise; fewer than 2
             classes.
     """
     check_sizes(volume_size=volume_size, channels=channels, num_classes=num_classes, width=width)

@@ -1,4 +1,4 @@
-"""VGG-16 (Simonyan, Zisserman 2014, arXiv:1409.1556, configuration D), named and shaped as torchvision's."""
+"""VGG-16 (Simonyan, Zisserman 2014, arXiv:1409.1556, configuration D), with the names and shapes of torchvision."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from bapipe.zoo.example import Example
 from bapipe.zoo.metrics import top_1
 
 _BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
-"""Channels of the convolutions in each block, in widths; a block ends with a pooling layer that halves the image."""
+"""Channels of the convolutions in each block, in units of `width`; a pooling after each block halves the image."""
 
 
 class VGG(nn.Module):
@@ -42,7 +42,7 @@ def vgg16(image_size: int = 64, num_classes: int = 1000, width: int = 64) -> Exa
     """Returns VGG-16 with batches of one square image as its example inputs; `width` is that of the first layer.
 
     Raises:
-        ValueError: an image under 32 pixels, which five poolings would leave nothing of, or no class.
+        ValueError: an image under 32 pixels, too small for five poolings, or no class.
     """
     return _example(image_size, num_classes, width, batch_norm=False)
 

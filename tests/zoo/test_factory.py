@@ -254,10 +254,10 @@ def test_folder_errors(tmp_path: Path) -> None:
 
     gone = tmp_path / "gone"
     assert message(gone) == (
-        f"data '{gone}' is not a folder: want mnist, synthetic, or a folder with a subfolder a class"
+        f"data '{gone}' is not a folder: want mnist, synthetic, or a folder with a subfolder per class"
     )
     assert message(tmp_path) == (
-        f"data '{tmp_path}' holds no images: want a subfolder a class with "
+        f"data '{tmp_path}' holds no images: want a subfolder per class with "
         ".bmp, .gif, .jpeg, .jpg, .png, .ppm, .tif, .tiff, .webp files in it"
     )
     for name in "ab":

@@ -382,12 +382,12 @@ def test_folder_errors(tmp_path: Path) -> None:
     )
     assert message(tmp_path) == (
         f"{tmp_path / 'source.txt'}: cannot be read: [Errno 2] No such file or directory: "
-        f"'{tmp_path / 'source.txt'}'; want UTF-8 text, a sentence a line"
+        f"'{tmp_path / 'source.txt'}'; want UTF-8 text, a sentence per line"
     )
     (tmp_path / "source.txt").write_text("one two three four five six\n")
     (tmp_path / "target.txt").write_text("eins\nzwei\n")
     assert message(tmp_path) == (
-        f"data '{tmp_path}' has 1 lines in source.txt and 2 in target.txt: want a translation a line"
+        f"data '{tmp_path}' has 1 lines in source.txt and 2 in target.txt: want a translation per line"
     )
     (tmp_path / "target.txt").write_text("eins\n")
     (tmp_path / "vocabulary.txt").write_text("one\n")

@@ -52,7 +52,7 @@ def priority_rules(problem: OrderProblem) -> Iterator[PriorityRule]:
 
 
 def _limits_in_flight(problem: OrderProblem) -> Iterator[tuple[int, ...]]:
-    """Yields limits by stage: some that grow evenly towards the first stage, some by round-trip times, then no limit."""
+    """Yields limits by stage: some that grow evenly towards the first stage, some by round-trip times, then none."""
     last, most = problem.num_stages - 1, problem.num_microbatches
     stages = range(problem.num_stages)
     for halves, extra in product([2, 3, 4], [1, 2, 3]):  # 1F1B is (2, 1), eager 1F1B (4, 1)

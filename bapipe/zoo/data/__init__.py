@@ -1,7 +1,7 @@
 """Data sets for the models of the zoo.
 
 `dataset` has the type that the runtime expects of any data set, `PipelineDataset`, and adapters for users' own classes:
-begin there. `open_dataset` turns what a user names as data into a data set.
+begin there. `open_dataset` opens the data set that a user names.
 
 - `images`: digits, made-up images, and folders of images, decoded and cropped by `image_io`
 - `segmentation`: images and volumes with a class for each pixel; `synthetic_volumes`: volumes and their parameters

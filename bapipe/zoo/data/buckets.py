@@ -1,4 +1,4 @@
-"""Sentences of similar lengths together, so that less padding is computed (Sutskever et al. 2014, arXiv:1409.3215)."""
+"""Groups sentences of similar lengths, so that less padding is computed (Sutskever et al. 2014, arXiv:1409.3215)."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from bapipe.zoo.data.translation import Pair, Translations
 class Bucketed(Translations):
     """Pairs of sentences in buckets by length.
 
-    The shapes of a bucket are those of source, its number of words, target input and target; shortest first, the last
-    bucket has the lengths of the data.
+    The shapes of a bucket are those of source, its number of words, target input and target; shortest first; the last
+    bucket has the maximum lengths of the data.
     """
 
     def __init__(self, pairs: Translations, num_buckets: int) -> None:
-        """Lengths are quantiles, so that buckets hold about equally many pairs."""
+        """Lengths are quantiles, so that buckets hold about the same number of pairs."""
         self.pairs = pairs
         lengths = [pairs.lengths(index) for index in range(len(pairs))]
         longer = sorted(max(both) for both in lengths)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a data set: `torch.utils.data.Dataset` with a length, and optional methods."""
+"""The interface of a data set for the runtime: `torch.utils.data.Dataset` with a length, and optional methods."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
@@ -18,7 +18,7 @@ class PipelineDataset(Dataset[Item]):
     its inputs, numbered from 0, and its target, whose number is the number of inputs.
 
     Training also takes data sets of any other class with `__len__` and `__getitem__`, see `as_pipeline_dataset`; of
-    the methods below they have those that they can.
+    the methods below, it may define any.
     """
 
     __slots__ = ()
@@ -29,17 +29,17 @@ class PipelineDataset(Dataset[Item]):
     def part(self, index: int, place: int) -> Any:
         """Returns part `place` of item `index`.
 
-        Override it if parts can be loaded separately: each rank then loads only the parts that its stages use.
+        Override it if parts can be loaded separately; each rank then loads only the parts that its stages use.
         """
         return item_parts(self[index])[place]
 
     @property
     def held_out(self) -> "Dataset[Any] | None":
-        """Other data to evaluate on; None if some of this data is to be held out for it."""
+        """Separate data to evaluate on; None if part of this data is to be held out instead."""
         return None
 
     def at_epoch(self, epoch: int) -> "PipelineDataset[Item]":
-        """Returns the data as it is in one pass over it, if random augmentation changes it from pass to pass."""
+        """Returns the data of one pass; it differs from pass to pass if there is random augmentation."""
         return self
 
     @property
@@ -65,7 +65,7 @@ class PipelineDataset(Dataset[Item]):
 
     @property
     def is_slow_to_load(self) -> bool:
-        """Whether an item takes so long, as to decode an image, that worker processes should load it by default."""
+        """Whether items are slow to load, such as images to decode, so that worker processes load them by default."""
         return False
 
     def provides(self, name: str) -> bool:
@@ -120,7 +120,7 @@ class WrappedDataset(PipelineDataset[Any]):
 
 
 class DatasetSubset(WrappedDataset):
-    """Some items of a data set, numbered anew, as `torch.utils.data.Subset`; with the methods of `PipelineDataset`."""
+    """Some items of a data set, renumbered as in `torch.utils.data.Subset`, with the methods of `PipelineDataset`."""
 
     def __init__(self, dataset: PipelineDataset[Any], indices: Sequence[int]) -> None:
         super().__init__(dataset)
@@ -205,7 +205,7 @@ class _Adapted(PipelineDataset[Any]):
 
 
 def as_pipeline_dataset(dataset: object) -> PipelineDataset[Any]:
-    """Returns a data set itself, or an adapter for one of another class that has `__len__` and `__getitem__`."""
+    """Returns `data` itself if it is a `PipelineDataset`, else an adapter; it needs `__len__` and `__getitem__`."""
     return dataset if isinstance(dataset, PipelineDataset) else _Adapted(dataset)
 
 

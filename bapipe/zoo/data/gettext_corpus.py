@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/usr/share/locale")
-"""Where programs on Linux keep their catalogues, in a folder for each language."""
+"""The folder of message catalogues on Linux, with one subfolder per language."""
 
 _MIN_WORDS = 5
 _CONTEXT_END = "\4"
-"""What stands between the context of a message, if it has one, and the message."""
+"""Separates the context of a message, if it has one, from the message."""
 
 
 def catalogue_pairs(language: str, root: Path = ROOT) -> Iterator[tuple[str, str]]:
@@ -31,7 +31,7 @@ def _messages(path: Path) -> list[tuple[str, str]]:
         with path.open("rb") as file:
             catalogue = gettext.GNUTranslations(file)
         charset = catalogue.charset() or "ascii"
-        # Many catalogues name another character set than UTF-8 although their messages are in it.
+        # Many catalogues declare another character set although their messages are in UTF-8.
         texts = [
             (key.encode(charset).decode(), text.encode(charset).decode())
             for key, text in catalogue._catalog.items()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""An image file as a tensor: its centre, or a piece of it drawn at random."""
+"""An image file as a tensor: its centre, or a random crop."""
 
 import math
 from pathlib import Path
@@ -17,13 +17,13 @@ _MAX_ASPECT = 4 / 3
 def read_image(path: Path, image_size: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns [3, image_size, image_size] of an image, normalised as torchvision does for ImageNet.
 
-    It is the largest centred square; or, with a generator, a piece that it draws, mirrored half of the time.
+    It is the largest centred square; with a generator, a random crop, mirrored with probability 1/2.
 
     Raises:
         BapipeError: it cannot be read.
     """
     try:
-        from PIL import Image, ImageOps  # other data sets do without pillow
+        from PIL import Image, ImageOps  # optional: other data sets do not need it
     except ImportError:
         raise BapipeError(
             "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
@@ -32,7 +32,7 @@ def read_image(path: Path, image_size: int, generator: torch.Generator | None = 
     try:
         with Image.open(path) as image:
             whole = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what pillow's readers raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # from pillow's readers
         raise BapipeError(f"{path}: cannot be read as an image: {error}; mend or remove it") from None
     if generator is None:
         piece = ImageOps.fit(whole, shape, Image.Resampling.BILINEAR)
@@ -47,7 +47,7 @@ def read_image(path: Path, image_size: int, generator: torch.Generator | None = 
 def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
     """Returns (left, top, right, bottom) of 8 to 100 % of an image, 3:4 to 4:3 (Szegedy et al. 2014, arXiv:1409.4842).
 
-    Where none of ten draws lies within the image, it is the largest centred square.
+    If none of ten draws lies within the image, it is the largest centred square.
     """
 
     def draw(low: float, high: float) -> float:

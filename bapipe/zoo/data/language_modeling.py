@@ -1,4 +1,4 @@
-"""Texts to train language models on: made-up ones, the manual of Python, or files of the user's."""
+"""Texts to train language models on: synthetic ones, Python's manual, or files of the user."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError
 
 PAD, MASK = 0, 1
-"""The words that the vocabulary of masked texts begins with."""
+"""The first words of the vocabulary of masked texts: marks."""
 
 IGNORED = -100
-"""Target of words that are not to be restored; what torch's cross entropy ignores."""
+"""Target of words that are not to be predicted, which torch's cross entropy ignores."""
 
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""
@@ -27,10 +27,10 @@ MaskedItem = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
 
 
 def next_token_texts(spec: str, *, vocabulary_size: int, length: int) -> Dataset[tuple[Tensor, Tensor]]:
-    """Returns pairs of a text, as int64 tokens [length], and the same one token further on.
+    """Returns pairs of a text, as int64 tokens [length], and the same shifted by one token.
 
-    `spec` is `synthetic`; `pydoc`, the manual that comes with Python; or a file or a folder of `.txt` files. What is
-    read from files has bytes for tokens.
+    `spec` is `synthetic`; `pydoc`, the manual that comes with Python; or a file or a folder of `.txt` files. The tokens
+    of files are bytes.
 
     Raises:
         BapipeError: no such data, or fewer than 256 words for bytes.
@@ -39,17 +39,17 @@ def next_token_texts(spec: str, *, vocabulary_size: int, length: int) -> Dataset
 
 
 def masked_texts(spec: str, *, vocabulary_size: int, length: int) -> Dataset[MaskedItem]:
-    """Returns texts in two segments, padded to `length`, of whose words 15 % are to be restored.
+    """Returns texts in two segments, padded to `length`, with 15 % of their words to predict.
 
-    Of those 80 % are replaced by a mark, 10 % by any word, and 10 % stay (Devlin et al. 2018, section 3.1). `spec` as
-    in `next_token_texts`.
+    Of these, 80 % are replaced by a mark, 10 % by a random word, and 10 % are unchanged (Devlin et al. 2018, section
+    3.1). `spec` is as in `next_token_texts`.
     """
     texts = _texts(spec, vocabulary_size, length, first=MASK + 1)
     return _MaskedTexts(texts=texts, vocabulary_size=vocabulary_size, length=length)
 
 
 class _Texts(Protocol):
-    """Texts of one length, by number."""
+    """Texts of one length; a text is found by its number."""
 
     def __len__(self) -> int: ...
     def text(self, index: int) -> Tensor: ...
@@ -57,7 +57,7 @@ class _Texts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Synthetic:
-    """Three words of four are the successor of the one before; the others are drawn by Zipf's law.
+    """Three words of four are the successor of the word before; the others are drawn by Zipf's law.
 
     Text i depends on i alone.
     """
@@ -76,14 +76,14 @@ class _Synthetic:
         fresh = torch.rand(self.length, generator=generator) < 0.25
         fresh[0] = True
         place = torch.arange(self.length)
-        latest = torch.where(fresh, place, 0).cummax(0).values  # where the run that a word continues began
+        latest = torch.where(fresh, place, 0).cummax(0).values  # begin of the run of successors that a word belongs to
         words = drawn.long().clamp(max=num_words) - 1
         return self.first + (words[latest] + place - latest) % num_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bytes:
-    """Pieces of a long text that follow one another."""
+    """Consecutive pieces of a long text."""
 
     content: bytes
     first: int
@@ -111,7 +111,7 @@ class _NextTokenTexts(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MaskedTexts(Dataset[MaskedItem]):
-    """Each text is cut after at least half of its words; the random choices depend on the number of the text alone."""
+    """Each text is cut after at least half of its words; random choices depend on the number of the text alone."""
 
     texts: _Texts
     vocabulary_size: int

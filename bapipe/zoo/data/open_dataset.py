@@ -1,4 +1,4 @@
-"""From the name of some data to a data set."""
+"""Opens the data set that a user names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +61,7 @@ def open_data(
 
 
 def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:
-    """Returns data with random crops of its images if `wanted`, else the data itself.
+    """Returns the data with random crops of its images if `wanted`, else the data itself.
 
     Raises:
         BapipeError: the data is no folder of images.
@@ -75,7 +75,7 @@ def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDa
 
 
 def bucketed(data: PipelineDataset[Any], num_buckets: int, spec: str) -> PipelineDataset[Any]:
-    """Returns sentences in several lengths; data of one length as it is.
+    """Returns the data in buckets of several lengths; data of one length unchanged.
 
     Raises:
         BapipeError: the data has no lengths.
@@ -94,7 +94,7 @@ def _called(spec: str) -> Dataset[Any]:
             data = function()
         except BapipeError:
             raise
-        except Exception as error:  # whatever the function's own code raises
+        except Exception as error:  # any error in the function's code
             raise BapipeError(f"data '{spec}' failed: {type(error).__name__}: {error}") from error
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BapipeError(

@@ -1,4 +1,4 @@
-"""Images and volumes with a class for each pixel: made-up balls, outlined digits, and a real brain."""
+"""Images and volumes with a class for each pixel: synthetic balls, digits, and a real brain."""
 
 import gzip
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def segmentation_pairs(spec: str, *, shape: tuple[int, ...], channels: int, num_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Balls(Dataset[Pair]):
-    """Up to three balls of a class each, in noise; pixels of class k are 2k brighter. Item i depends on i alone."""
+    """Up to three balls in noise, each of one class; pixels of class k are 2k brighter. Item i depends on i alone."""
 
     shape: tuple[int, ...]
     channels: int
@@ -73,7 +73,7 @@ class _Balls(Dataset[Pair]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outlined(Dataset[Pair]):
-    """Digits in noise, and which pixels are theirs."""
+    """Digits in noise, and the mask of their pixels."""
 
     digits: Images
     channels: int
@@ -91,7 +91,8 @@ class _Outlined(Dataset[Pair]):
 class _Pieces(Dataset[Pair]):
     """Cubes from anywhere in one volume, with noise; item i depends on i alone.
 
-    Brightness is in bytes, and becomes one of the mean and deviation given; so are classes, as both go to every rank.
+    Brightness and classes are stored as bytes, because both are sent to every rank; brightness is then scaled to the
+    given mean and deviation.
     """
 
     brightness: Tensor
@@ -145,7 +146,7 @@ def _brain(shape: tuple[int, ...], channels: int, num_classes: int) -> _Pieces:
 
 def _nifti(name: str) -> Tensor:
     """Returns a volume of bytes that the package nilearn ships; its NIfTI header gives the sides and the start."""
-    package = find_spec("nilearn")  # found but not imported: what it depends on need not be there
+    package = find_spec("nilearn")  # located but not imported: its dependencies need not be installed
     folders = package.submodule_search_locations if package else None
     path = Path(folders[0], "datasets", "data", name) if folders else None
     if path is None or not path.exists():

@@ -1,4 +1,4 @@
-"""A vocabulary of subwords, trained on the text it is for, and cached."""
+"""A vocabulary of subwords, trained on the texts that it encodes, and cached."""
 
 import hashlib
 import io
@@ -12,11 +12,11 @@ from bapipe.formats.cache import load_bytes, store_bytes
 _UNKNOWN = 1
 
 _MAX_SENTENCES = 1_000_000
-"""Of more, evenly spaced ones are looked at."""
+"""Maximum number of sentences to train on; of more, evenly spaced ones are used."""
 
 
 class Subwords:
-    """Byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909) by sentencepiece; words 0 to 3 are marks."""
+    """Byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909) by sentencepiece; tokens 0 to 3 are marks."""
 
     def __init__(self, model: bytes) -> None:
         self._model, self._processor = model, _sentencepiece().SentencePieceProcessor(model_proto=model)
@@ -39,12 +39,12 @@ class Subwords:
 
 
 def trained(sentences: Sequence[str], size: int) -> Subwords:
-    """Returns at most `size` subwords for sentences: cached ones, if these sentences were seen before, or new ones.
+    """Returns at most `size` subwords for sentences: from the cache if they were trained before on the same sentences.
 
     Padding, an unknown word, the beginning and the end of a sentence are words 0 to 3.
 
     Raises:
-        BapipeError: sentencepiece is not installed, or the size does not hold the letters.
+        BapipeError: sentencepiece is not installed, or the size is too small for all letters.
     """
     sentencepiece = _sentencepiece()
     looked_at = sentences[:: -(-len(sentences) // _MAX_SENTENCES)]
@@ -87,10 +87,10 @@ def _train(sentencepiece: Any, sentences: Sequence[str], size: int) -> bytes:
 
 def _sentencepiece() -> Any:
     try:
-        import sentencepiece  # other data does without
+        import sentencepiece  # other data does not need it
     except ImportError:
         raise BapipeError(
             "sentences are split into subwords with sentencepiece, which is not installed: pip install 'bapipe[text]'; "
-            "or give the folder a vocabulary.txt, one word a line"
+            "or give the folder a vocabulary.txt, one word per line"
         ) from None
     return sentencepiece

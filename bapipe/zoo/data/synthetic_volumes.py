@@ -1,4 +1,4 @@
-"""Volumes made from four parameters, to be found again."""
+"""Volumes generated from four parameters, which a model learns to estimate."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ def synthetic_volumes(spec: str, *, volume_size: int) -> Dataset[tuple[Tensor, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
-    """Normal noise whose mean in channel k is the k-th parameter, and whose deviation grows with it too.
+    """Normal noise; in channel k its mean is the k-th parameter, and its deviation grows with the parameter.
 
     Item i depends on i alone.
     """

@@ -1,4 +1,4 @@
-"""Pairs of sentences to train translation on: made-up ones, those of a folder, or what this machine's programs say."""
+"""Pairs of sentences to train translation on: synthetic ones, those of a folder, or messages of installed programs."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from bapipe.zoo.data.gettext_corpus import ROOT, catalogue_pairs
 from bapipe.zoo.data.subwords import trained
 
 PAD, UNKNOWN, BEGIN, END = range(4)
-"""The words that every vocabulary begins with."""
+"""The first words of every vocabulary: marks."""
 
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""
 
 LOCALE = "locale:"
-"""What the name of a language's messages begins with."""
+"""Prefix of the name of a language's messages."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +38,12 @@ def translations(spec: str, *, vocabulary_size: int, source_length: int, target_
     """Returns pairs of sentences as int64 words, padded to the lengths given.
 
     `spec` is `synthetic`; a folder with `source.txt` and `target.txt`, line by line a sentence and its translation; or
-    `locale:de`, the messages of this machine's programs in English and in German, or in any other language. A folder
-    with a `train` and a `val` folder of this kind has what is in `val` as its `held_out`.
+    `locale:de`, the messages of this machine's programs in English and in German, or in any other language. In a
+    folder with a `train` and a `val` folder of this kind, the pairs in `val` are its `held_out`.
 
-    Where the folder has a `vocabulary.txt`, one word a line, words are what stands between spaces, and those beyond the
-    vocabulary are one and the same. Else they are subwords trained on both languages together, see
-    `bapipe.zoo.data.subwords`. Pairs that are empty or too long are left out. A vocabulary has 5 words or more, and a
-    target 2.
+    If the folder has a `vocabulary.txt`, one word per line, words are separated by spaces, and all unknown words share
+    one number. Otherwise they are subwords trained on both languages together, see `bapipe.zoo.data.subwords`. Pairs
+    that are empty or too long are left out. A vocabulary has 5 words or more, and a target 2.
 
     Raises:
         BapipeError: no such data.
@@ -58,7 +57,7 @@ def translations(spec: str, *, vocabulary_size: int, source_length: int, target_
 
 
 class Translations(PipelineDataset[Pair]):
-    """Pairs of sentences; `held_out` are other pairs to evaluate on."""
+    """Pairs of sentences; `held_out` has other pairs to evaluate on."""
 
     __slots__ = ()
 
@@ -73,13 +72,13 @@ class Translations(PipelineDataset[Pair]):
         raise NotImplementedError
 
     def lengths(self, index: int) -> tuple[int, int]:
-        """Returns how many words a pair has, the end of the second counted."""
+        """Returns the numbers of words of a pair, including the end mark of the second."""
         (_, source, _), after = self[index]
         return int(source), int((after != PAD).sum())
 
 
 class Vocabulary(Protocol):
-    """From sentences to numbers of words and back."""
+    """Converts sentences to numbers of words and back."""
 
     def encode(self, text: str) -> tuple[int, ...]: ...
     def decode(self, words: Sequence[int]) -> str: ...
@@ -87,7 +86,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
-    """Words between spaces, numbered as they are listed."""
+    """Words separated by spaces, numbered in the order of the list."""
 
     words: tuple[str, ...]
     number: Mapping[str, int]
@@ -101,7 +100,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Synthetic(Translations):
-    """A word's translation is the word after it, the last one's the first; word k is as frequent as in Zipf's law.
+    """The translation of a word is the next one in the vocabulary, cyclically; words are distributed by Zipf's law.
 
     Item i depends on i alone.
     """
@@ -133,7 +132,7 @@ class _Synthetic(Translations):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sentences(Translations):
-    """Pairs held as the numbers of their words, and the translations also as they are written."""
+    """Pairs as numbers of words, and the translations also as text."""
 
     pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     references: tuple[str, ...]
@@ -165,7 +164,7 @@ class _Sentences(Translations):
 
 
 def _until_end(words: Sequence[int]) -> Sequence[int]:
-    """Returns the words before the first that ends or pads."""
+    """Returns the words before the first end mark or padding."""
     return words[: next((place for place, word in enumerate(words) if word in (END, PAD)), len(words))]
 
 
@@ -215,7 +214,7 @@ def _padded(words: Tensor, length: int) -> Tensor:
 
 
 def _texts(spec: str) -> tuple[Texts, Texts, Path | None]:
-    """Returns what to train on, what to evaluate on, and the path of a list of words, if there is one."""
+    """Returns the sentences to train on, those to evaluate on, and the path of the vocabulary if there is one."""
     if spec.startswith(LOCALE):
         return _catalogues(spec), [], None
     root = Path(spec)
@@ -245,7 +244,7 @@ def _folder(root: Path) -> Texts:
     if len(sources) != len(targets):
         raise BapipeError(
             f"data '{root}' has {len(sources)} lines in source.txt and {len(targets)} in target.txt: want a "
-            "translation a line"
+            "translation per line"
         )
     return list(zip(sources, targets, strict=True))
 
@@ -253,9 +252,10 @@ def _folder(root: Path) -> Texts:
 def _lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
-        return [line.strip() for line in text.removesuffix("\n").split("\n")]  # Unicode has more ends of lines
+        # `splitlines` would also split at Unicode's other line separators.
+        return [line.strip() for line in text.removesuffix("\n").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        raise BapipeError(f"{path}: cannot be read: {error}; want UTF-8 text, a sentence a line") from None
+        raise BapipeError(f"{path}: cannot be read: {error}; want UTF-8 text, a sentence per line") from None
 
 
 def _listed(path: Path, vocabulary_size: int) -> _Listed:

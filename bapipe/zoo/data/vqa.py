@@ -1,4 +1,4 @@
-"""Pictures, each with a question, to train a model on that needs to see and to read."""
+"""Images with questions about them, to train a model with two kinds of input."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.data.images import Images, images
 
 PAD, SHOWN, NAMED = range(3)
-"""The words that a vocabulary begins with: padding, and what a question asks for."""
+"""The first words of the vocabulary: padding, and the two kinds of questions."""
 
 _NUM_FILLERS = 50
 
@@ -19,7 +19,7 @@ Pair = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 def num_words(num_answers: int) -> int:
-    """Returns how many words questions have: the marks, words that mean nothing, and the name of each answer."""
+    """Returns the size of the vocabulary: the marks, filler words, and the name of each answer."""
     return NAMED + 1 + _NUM_FILLERS + num_answers
 
 
