@@ -49,7 +49,7 @@ class PreNormBlock(nn.Module):
 
 
 class PostNormBlock(nn.Module):
-    """Attention and two dense layers of four times the width, each added to its input; the sums are normalised (BERT)."""
+    """Attention and two dense layers of four times the width, each added to its input and normalised (BERT)."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
