@@ -10,6 +10,7 @@ from bapipe.equivalence.check import (
     Equivalence,
     Unchecked,
     compare_split,
+    compare_stages,
     example_microbatches,
     trace_checked,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Microbatch",
     "Unchecked",
     "compare_split",
+    "compare_stages",
     "example_microbatches",
     "trace_checked",
 ]

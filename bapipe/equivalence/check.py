@@ -1,7 +1,7 @@
 """Holds a traced and split model to the original: same loss, gradients and changed buffers on a few samples."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,11 +11,13 @@ from bapipe.equivalence.cause import likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.locate import first_difference
 from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
-from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages
+from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages, run_stages
 from bapipe.errors import InvalidModel
 from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
+from bapipe.tracing.stage_module import stage_module
+from bapipe.tracing.stages import Split
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +86,12 @@ def example_microbatches(
 
 
 def _varied(tensor: Tensor, index: int) -> Tensor:
-    """Returns the rows in another order, and floats at another scale, positive ones still positive."""
+    """Returns the rows in another order, and floats a little smaller, so that repeated rows are not equal."""
     rolled = tensor.roll(index, 0)
-    return rolled * 0.5**index if tensor.is_floating_point() else rolled
+    if not tensor.is_floating_point():
+        return rolled
+    factors = 1 - 0.25 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index))
+    return rolled * factors.to(tensor)
 
 
 def compare_split(
@@ -96,12 +101,35 @@ def compare_split(
 
     The module's values, gradients and attributes are afterwards what they were.
     """
+    return _compare(model, lambda: run_finest_stages(model, loss, microbatches), loss, microbatches)
+
+
+def compare_stages(
+    parts: Split, loss: Loss, microbatches: Sequence[Microbatch]
+) -> Equivalence | Unchecked | Difference:
+    """Compares the stages of a split with the model's own code, as `compare_split`."""
+    device = next((tensor.device for tensor in parts.model.root.parameters()), None)
+    stages = tuple(
+        Stage(tensors=tensors, module=stage_module(parts, index, device)) for index, tensors in enumerate(parts.stages)
+    )
+    return _compare(
+        parts.model, lambda: (stages, run_stages(parts.model, stages, loss, microbatches)), loss, microbatches
+    )
+
+
+def _compare(
+    model: TracedModel,
+    run: Callable[[], tuple[tuple[Stage, ...], Outcome]],
+    loss: Loss,
+    microbatches: Sequence[Microbatch],
+) -> Equivalence | Unchecked | Difference:
+    """Compares the original with stages that `run` returns, with their outcome."""
     try:
         original = run_original(model.root, loss, microbatches)
     except Exception as error:  # whatever the model's own code raises
         return Unchecked(reason=f"the model itself fails: {_first_line(error)}")
     try:
-        stages, split = run_finest_stages(model, loss, microbatches)
+        stages, split = run()
     except StageFailed as error:
         if _is_out_of_memory(error.cause):
             return Unchecked(reason="there is not enough memory for two micro-batches")

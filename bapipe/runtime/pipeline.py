@@ -22,6 +22,7 @@ from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.split import split
+from bapipe.runtime.stage_check import check_stages_equal
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
@@ -41,7 +42,7 @@ class Pipeline:
 
     Raises:
         BapipeError: the plan is not for this model or this group, was made from a profile of other settings, or cannot
-            run.
+            run; its stages would not train as the module does.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Pipeline:
         initialize: Callable[[nn.Module], None] | None = None,
         buckets: Sequence[Sequence[Tensor]] = (),
         evaluates: bool = False,
+        check: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Builds this rank's stages.
@@ -75,6 +77,7 @@ class Pipeline:
             initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.
             buckets: examples of inputs of other sizes, such as shorter sentences, that whole mini-batches may have.
             evaluates: whether `evaluate` will be called, for which the module is traced a second time.
+            check: whether to compare the stages of a module that has values with the module itself, on a few samples.
             group: the processes; None is the default group.
         """
         self._plan, self._device = plan, torch.device(device)
@@ -89,6 +92,8 @@ class Pipeline:
             self._split = split(
                 trace(module, tensors, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, tensors
             )
+            if check:
+                check_stages_equal(self._split, tensors, plan.microbatch_size, group)
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
