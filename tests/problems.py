@@ -12,6 +12,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import LayerProfile, ModelProfile
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.options import PlanOptions
 from tests.random_profiles import random_cluster, random_profile
 from tests.strategies import drawn
 
@@ -60,15 +61,18 @@ def draw_problems(
             cluster, intra_host_sum=Bandwidth(bytes_per_s=10**15 if buckets else 10**9, latency_ns=latency_ns)
         )
     num_samples = 4 * random.randint(1, 2)
+    sizes = [size for size in random.sample([1, 2, 3, 4], 2) if num_samples % size == 0]
     return build_space(
         {"a": profile},
         cluster,
-        minibatch_size=num_samples,
-        sizes=[size for size in random.sample([1, 2, 3, 4], 2) if num_samples % size == 0],
-        schedules=schedules,
-        limits=[min(device.memory_bytes, limit) for device in cluster.devices],
-        replicas=random.random() < 0.8,
-        recompute=random.random() < 0.7,
+        PlanOptions(
+            minibatch_size=num_samples,
+            schedules=schedules,
+            memory_limit_bytes=limit,
+            replicas=random.random() < 0.8,
+            recompute=random.random() < 0.7,
+        ),
+        sizes=sizes,
     ).problems
 
 

@@ -176,12 +176,8 @@ def random_pipeline(random: Random, schedule: str) -> Problem:
     (problem,) = build_space(
         {"a": profile},
         cluster,
-        minibatch_size=num,
+        PlanOptions(minibatch_size=num, schedules=[schedule], recompute=False),
         sizes=[1],
-        schedules=[schedule],
-        limits=[2**32] * len(devices),
-        replicas=True,
-        recompute=False,
     ).problems
     return problem
 
@@ -230,17 +226,17 @@ def test_the_space_leaves_no_plan_out(seed: int) -> None:
     random = Random(seed)
     profile = random_profile(random, 4)
     cluster = random_cluster(random, 3)
-    cluster = replace(cluster, devices=tuple(replace(d, overlaps_transfers=True) for d in cluster.devices))
     limits = [min(device.memory_bytes, random.randrange(150, 500)) for device in cluster.devices]
+    devices = tuple(
+        replace(device, overlaps_transfers=True, memory_bytes=limit)
+        for device, limit in zip(cluster.devices, limits, strict=True)
+    )
+    cluster = replace(cluster, devices=devices)
     problems = build_space(
         {"a": profile},
         cluster,
-        minibatch_size=4,
+        PlanOptions(minibatch_size=4, schedules=["1f1b"]),
         sizes=[1],
-        schedules=["1f1b"],
-        limits=limits,
-        replicas=True,
-        recompute=True,
     ).problems
     best = None
     for stages in every_plan(profile, cluster):
@@ -265,11 +261,8 @@ def test_the_space_leaves_no_plan_out_if_hosts_are_equal(seed: int) -> None:
     problems = build_space(
         {"a": profile},
         cluster,
-        minibatch_size=4,
+        PlanOptions(minibatch_size=4, schedules=["1f1b"], recompute=False),
         sizes=[1],
-        schedules=["1f1b"],
-        limits=[2**40] * 4,
-        recompute=False,
     ).problems
     assert [cls.type_number for cls in problems[0].classes] == [0, 0]
     want = []

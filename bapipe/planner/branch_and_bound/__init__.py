@@ -12,7 +12,8 @@ of eight admissible bounds, from what the placed stages cost and from a precompu
 
 Where to begin. docs/algorithm.md explains the whole with proofs. In the code, read in this order:
 
-    space.py             options -> problems: which devices, orders of devices, schedules and sizes are searched
+    space.py             options -> problems: one per schedule and micro-batch size
+    roots.py             the roots of a problem: which devices, and orders of devices, are searched
     problem.py           one schedule at one micro-batch size; Layout (a solution) and its step time by the simulator
     search.py            best_first: the queue, dives, incumbents, the node budget
     lower_bound.py       the eight bounds, stated; PartialPlan, its children and their bounds

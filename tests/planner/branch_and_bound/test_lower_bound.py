@@ -22,6 +22,7 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     WORK,
     ZIGZAG,
 )
+from bapipe.planner.options import PlanOptions
 from tests.property.test_branch_and_bound import prefixes_of, random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 
@@ -86,12 +87,10 @@ def with_slow_links(random: Random, schedule: str, num_microbatches: int) -> Pro
     (problem,) = build_space(
         {"a": profile},
         cluster,
-        minibatch_size=num_microbatches,
+        PlanOptions(
+            minibatch_size=num_microbatches, schedules=[schedule], replicas=random.random() < 0.5, recompute=False
+        ),
         sizes=[1],
-        schedules=[schedule],
-        limits=[2**32] * len(devices),
-        replicas=random.random() < 0.5,
-        recompute=False,
     ).problems
     return problem
 

@@ -16,6 +16,7 @@ from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlac
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.options import PlanOptions
 from tests.oracles.exhaustive_layouts import exhaustive, pipelines
 from tests.random_profiles import random_profile
 
@@ -138,12 +139,14 @@ def on_hosts(seed: int, speeds_of_hosts: list[list[float]], **options: Any) -> P
     (problem,) = build_space(
         {"a": profile},
         cluster,
-        minibatch_size=random.choice([3, 6]),
+        PlanOptions(
+            minibatch_size=random.choice([3, 6]),
+            schedules=["1f1b"],
+            memory_limit_bytes=10**6,
+            recompute=False,
+            **options,
+        ),
         sizes=[1],
-        schedules=["1f1b"],
-        limits=[10**6] * len(devices),
-        recompute=False,
-        **options,
     ).problems
     return problem
 

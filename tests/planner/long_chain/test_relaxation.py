@@ -12,6 +12,7 @@ from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.long_chain.bisection import solve_long_chain
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Relaxation
+from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts, pipelines
 from tests.problems import random_problems
@@ -74,11 +75,8 @@ def test_no_plan_beats_the_bound_if_the_first_of_many_unequal_devices_is_slow() 
     problems = build_space(
         {"a": chain(forward_ms, output_bytes=1000)},
         replace(cluster, devices=unequal),
-        minibatch_size=16,
+        PlanOptions(minibatch_size=16, schedules=["1f1b"], replicas=False),
         sizes=[1],
-        schedules=["1f1b"],
-        limits=[each.memory_bytes for each in unequal],
-        replicas=False,
     ).problems
     result = solve_long_chain(problems, max_exact_intervals=0)
     assert result is not None
