@@ -20,11 +20,11 @@ _Sums = tuple[float, float]
 _Shape = tuple[tuple[int, ...], torch.dtype]
 
 
-class ComputedValues(DispatchMode):
+class ComputedValues(DispatchMode):  # type: ignore[no-untyped-call]
     """Remembers the shape and the sums of every tensor that operators compute."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sums: dict[_Shape, list[_Sums]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -118,7 +118,7 @@ def _original_calls(root: nn.Module, loss: Loss, microbatches: Sequence[Microbat
         for index, microbatch in enumerate(microbatches):
             own = microbatch.copy()
             one.begin_forward(index)
-            loss(root(*own.inputs), own.target).backward()
+            loss(root(*own.inputs), own.target).backward()  # type: ignore[no-untyped-call]
     return calls
 
 
@@ -154,7 +154,7 @@ def _recorded_calls(root: nn.Module, calls: list[ModuleCall]) -> Iterator[None]:
 
 def _record_gradient(value: Tensor, grads: list[_Value]) -> None:
     if value.requires_grad:
-        value.register_hook(lambda grad: grads.append(_value(grad)))
+        value.register_hook(lambda grad: grads.append(_value(grad)))  # type: ignore[no-untyped-call]
 
 
 def _floats(nested: Any) -> Iterator[Tensor]:

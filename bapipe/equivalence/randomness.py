@@ -13,7 +13,7 @@ from torch import Tensor
 from bapipe.torch_private import DispatchMode, OpOverload
 
 
-class SeededOperators(DispatchMode):
+class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that draws random numbers starts from a seed of its name, its shape and the micro-batch.
 
     So two passes draw the same numbers even if they run operators in another order, or one of them more than once.
@@ -23,7 +23,7 @@ class SeededOperators(DispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.microbatch = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

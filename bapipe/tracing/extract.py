@@ -75,7 +75,7 @@ class GradMode:
 
 def _enter_autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> torch.autocast:
     context = torch.autocast(device_type, dtype, enabled)
-    context.__enter__()
+    context.__enter__()  # type: ignore[no-untyped-call]
     return context
 
 
