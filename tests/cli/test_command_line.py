@@ -64,7 +64,7 @@ def test_the_same_input_gives_the_same_bytes(folder: Path) -> None:
     assert (folder / "plan.json").read_bytes() == first
 
 
-def test_compare_sets_the_best_plan_of_each_schedule_beside_the_others(folder: Path) -> None:
+def test_compare_lists_the_best_plan_of_each_schedule(folder: Path) -> None:
     where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"
     done = bapipe(folder, "compare", *where, "--schedule", "1f1b,gpipe,zb-v", "--json")
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def test_compare_sets_the_best_plan_of_each_schedule_beside_the_others(folder: P
     assert "data-parallel" in shown
 
 
-def test_compare_says_which_strategies_do_not_fit(folder: Path) -> None:
+def test_compare_names_strategies_that_do_not_fit(folder: Path) -> None:
     where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8"
     limit = str(planned(folder, "--schedule", "1f1b", "--no-replicas").prediction.ranks[0].peak_bytes)
     done = bapipe(folder, "compare", *where, "--memory-limit", "1")
@@ -105,7 +105,7 @@ def test_simulate_repeats_the_plan(folder: Path) -> None:
     assert [e["name"] for e in sorted(actions, key=lambda e: e["ts"])] == list(plan.order[0])
 
 
-def test_a_plan_for_throughput_says_its_load_and_is_simulated(folder: Path) -> None:
+def test_a_plan_for_throughput_prints_its_load_and_is_simulated(folder: Path) -> None:
     plan = planned(folder, "--objective", "throughput")
     assert plan.objective == "throughput"
     assert plan.certificate.proven_optimal
@@ -159,7 +159,7 @@ def test_errors_of_the_library_name_the_flag(folder: Path) -> None:
     assert with_flags("`num_stages` 3 and `$.layers` and `nothing`") == "--stages 3 and `$.layers` and `nothing`"
 
 
-def test_help_is_there_for_every_command(folder: Path) -> None:
+def test_every_command_has_help(folder: Path) -> None:
     for command in ("profile", "cluster", "plan", "simulate", "show", "run"):
         assert "Usage: " in bapipe(folder, command, "--help").stdout
     shown = " ".join(bapipe(folder, "profile", "--help").stdout.split())
@@ -232,7 +232,7 @@ def test_help_is_there_for_every_command(folder: Path) -> None:
         (("plan", "profile.json", "--cluster", "cluster.json", "-o", "none/plan.json"), 1, "none/plan.json: cannot be written: no folder none"),
     ],
 )  # fmt: skip
-def test_a_users_mistake_is_one_line(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_a_user_error_is_one_line(folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
     (folder / "damaged.json").write_bytes((folder / "profile.json").read_bytes()[:100])
     before = sorted(os.listdir(folder))
     done = bapipe(folder, *arguments)
@@ -297,7 +297,7 @@ def test_planning_needs_no_torch(folder: Path) -> None:
         assert bapipe(folder, *arguments, PYTHONPATH=path).returncode == 0
 
 
-def test_measuring_without_torch_says_what_to_install(folder: Path) -> None:
+def test_measuring_without_torch_names_the_package_to_install(folder: Path) -> None:
     (folder / "block").mkdir()
     (folder / "block" / "torch.py").write_text("raise ImportError('no torch here')")
     path = f"{folder / 'block'}{os.pathsep}{ROOT}"

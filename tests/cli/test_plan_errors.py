@@ -116,7 +116,7 @@ def test_a_wrong_profile_is_named(
     assert refused(tmp_path, capsys, changed(PROFILE, path, value), CLUSTER) == f"error: {message}\n"
 
 
-def test_layers_in_parts_that_nothing_joins_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disconnected_layers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = deepcopy(PROFILE["layers"])
     for layer, inputs in zip(layers[3:], (["y"], ["t3"], ["t4"]), strict=True):
         layer["inputs"] = inputs
@@ -186,7 +186,7 @@ def test_a_link_on_which_a_step_takes_years_is_named(tmp_path: Path, capsys: pyt
         ),
     ],
 )
-def test_constraints_that_no_plan_keeps_are_named(
+def test_constraints_that_no_plan_satisfies_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     given = [word for text in options for word in ("--constraint", text)]
@@ -218,13 +218,13 @@ def test_constraints_that_no_plan_keeps_are_named(
         ),
     ],
 )
-def test_wishes_that_cannot_be_met_are_named(
+def test_options_that_no_plan_satisfies_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert refused(tmp_path, capsys, PROFILE, CLUSTER, *options) == f"error: {message}\n"
 
 
-def test_micro_batches_of_any_size_between_two_are_found_at_once() -> None:
+def test_any_micro_batch_size_between_two_measured_ones_is_found_quickly() -> None:
     """A profile that says it measured 2**62 samples does not make the planner count that far."""
     huge = msgspec.convert(changed(PROFILE, ("measurements", 2, "microbatch_size"), 2**62), ModelProfile)
     plan = plan_step_time({"a": huge}, msgspec.convert(CLUSTER, Cluster), PlanOptions(minibatch_size=6))

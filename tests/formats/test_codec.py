@@ -102,7 +102,7 @@ def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
         (("measurements", 0, "layers"), [], "0 layers measured, want 4 - at `$.measurements[0].layers`"),
     ],
 )  # fmt: skip
-def test_a_damaged_profile_names_the_place(profile: ModelProfile, path: Any, new: Any, message: str) -> None:
+def test_the_error_of_a_damaged_profile_has_its_path(profile: ModelProfile, path: Any, new: Any, message: str) -> None:
     with pytest.raises(InvalidFile) as caught:
         decode(damaged(profile, path, new))
     assert str(caught.value) == message
@@ -122,7 +122,7 @@ def test_a_damaged_profile_names_the_place(profile: ModelProfile, path: Any, new
         ),
     ],
 )
-def test_a_damaged_cluster_names_the_place(cluster: Cluster, path: Any, new: Any, message: str) -> None:
+def test_the_error_of_a_damaged_cluster_has_its_path(cluster: Cluster, path: Any, new: Any, message: str) -> None:
     with pytest.raises(InvalidFile) as caught:
         decode(damaged(cluster, path, new))
     assert str(caught.value) == message
@@ -141,7 +141,7 @@ def test_a_damaged_cluster_names_the_place(cluster: Cluster, path: Any, new: Any
         (("factory",), ..., "Object missing required field `factory` - at `$`"),
     ],
 )  # fmt: skip
-def test_a_damaged_plan_names_the_place(plan: Plan, path: Any, new: Any, message: str) -> None:
+def test_the_error_of_a_damaged_plan_has_its_path(plan: Plan, path: Any, new: Any, message: str) -> None:
     with pytest.raises(InvalidFile) as caught:
         decode(damaged(plan, path, new))
     assert str(caught.value).endswith(message)

@@ -28,7 +28,7 @@ def test_a_plan_has_the_settings_of_its_profile() -> None:
     assert codec.decode(codec.encode(profile)) == profile
 
 
-def test_a_profile_that_says_nothing_gives_a_plan_that_says_nothing() -> None:
+def test_a_profile_without_settings_gives_a_plan_without_settings() -> None:
     plan = bapipe.plan(random_profile(Random(3), 4), random_cluster(Random(1), 2), minibatch_size=4)
     assert plan.settings is UNSET
     assert b'"settings"' not in codec.encode(plan)

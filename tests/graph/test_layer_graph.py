@@ -1,9 +1,11 @@
-"""Downsets, orders and contractions against what the words say."""
+"""Downsets, orders and contractions against their definitions."""
 
 from itertools import combinations
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bapipe.errors import InvalidFile, InvalidModel
 from bapipe.graph.downsets import downsets, members, prefixes
@@ -17,6 +19,7 @@ from bapipe.graph.layer_graph import (
     topological_order,
 )
 from tests.random_graphs import branching_profile
+from tests.strategies import drawn, examples
 
 
 def graph(num_nodes: int, *arcs: tuple[int, int]) -> Graph:
@@ -34,6 +37,10 @@ def random_graph(random: Random, num_nodes: int) -> Graph:
     return graph(num_nodes, *arcs)
 
 
+def graphs(min_nodes: int, max_nodes: int) -> st.SearchStrategy[Graph]:
+    return drawn(lambda random: random_graph(random, random.randint(min_nodes, max_nodes)))
+
+
 def test_a_diamond_has_six_downsets() -> None:
     diamond = graph(4, (0, 1), (0, 2), (1, 3), (2, 3))
     assert downsets(diamond, 100) == [0b0, 0b1, 0b11, 0b101, 0b111, 0b1111]
@@ -41,34 +48,32 @@ def test_a_diamond_has_six_downsets() -> None:
     assert downsets(diamond, 5) is None
 
 
-def test_downsets_are_the_sets_closed_under_what_comes_before() -> None:
-    for seed in range(300):
-        random = Random(seed)
-        found = random_graph(random, random.randint(1, 8))
-        want = {
-            nodes for nodes in range(2**found.num_nodes) if all(nodes >> a & 1 for a, b in found.arcs if nodes >> b & 1)
-        }
-        got = downsets(found, 10**6)
-        assert got is not None
-        assert len(got) == len(want)
-        assert set(got) == want
-        assert [n.bit_count() for n in got] == sorted(n.bit_count() for n in want)
-        assert all(is_downset(found, nodes) == (nodes in want) for nodes in range(2**found.num_nodes))
+@examples(300)
+@given(graphs(1, 8))
+def test_downsets_contain_all_predecessors_of_their_nodes(found: Graph) -> None:
+    want = {
+        nodes for nodes in range(2**found.num_nodes) if all(nodes >> a & 1 for a, b in found.arcs if nodes >> b & 1)
+    }
+    got = downsets(found, 10**6)
+    assert got is not None
+    assert len(got) == len(want)
+    assert set(got) == want
+    assert [n.bit_count() for n in got] == sorted(n.bit_count() for n in want)
+    assert all(is_downset(found, nodes) == (nodes in want) for nodes in range(2**found.num_nodes))
 
 
-def test_every_order_is_topological() -> None:
-    for seed in range(100):
-        random = Random(seed)
-        found = random_graph(random, random.randint(1, 9))
-        for order in (
-            topological_order(found),
-            depth_first_order(found),
-            depth_first_order(found, reverse=True),
-            topological_order(found, [-i for i in range(found.num_nodes)]),
-        ):
-            assert sorted(order) == list(range(found.num_nodes))
-            assert all(order.index(a) < order.index(b) for a, b in found.arcs)
-            assert all(is_downset(found, nodes) for nodes in prefixes(order))
+@examples(100)
+@given(graphs(1, 9))
+def test_every_order_is_topological(found: Graph) -> None:
+    for order in (
+        topological_order(found),
+        depth_first_order(found),
+        depth_first_order(found, reverse=True),
+        topological_order(found, [-i for i in range(found.num_nodes)]),
+    ):
+        assert sorted(order) == list(range(found.num_nodes))
+        assert all(order.index(a) < order.index(b) for a, b in found.arcs)
+        assert all(is_downset(found, nodes) for nodes in prefixes(order))
 
 
 def test_depth_first_finishes_a_branch_before_the_next() -> None:
@@ -78,7 +83,7 @@ def test_depth_first_finishes_a_branch_before_the_next() -> None:
     assert topological_order(towers, [0, 2, 4, 1, 3, 5, 6]) == (0, 3, 1, 4, 2, 5, 6)
 
 
-def test_contracting_joins_overlapping_groups_and_what_is_left_on_a_cycle() -> None:
+def test_contraction_merges_overlapping_groups_and_cycles() -> None:
     chain = graph(6, (0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
     joined, parts = contract(chain, [(1, 3), (4,)])
     assert parts == ((0,), (1, 2, 3), (4,), (5,))
@@ -87,19 +92,17 @@ def test_contracting_joins_overlapping_groups_and_what_is_left_on_a_cycle() -> N
     assert contract(chain, [(0, 5)])[1] == ((0, 1, 2, 3, 4, 5),)
 
 
-def test_contraction_keeps_the_downsets_that_part_no_group() -> None:
-    for seed in range(200):
-        random = Random(seed)
-        found = random_graph(random, random.randint(2, 8))
-        groups = [random.sample(range(found.num_nodes), 2) for _ in range(random.randint(0, 2))]
-        joined, parts = contract(found, groups)
-        got = {
-            sum(1 << node for part in members(nodes) for node in parts[part]) for nodes in downsets(joined, 10**6) or ()
-        }
-        whole = [sum(1 << node for node in group) for group in groups]
-        want = {n for n in downsets(found, 10**6) or () if all(n & group in (0, group) for group in whole)}
-        assert got == want
-        assert topological_order(joined) == tuple(range(joined.num_nodes))
+@examples(200)
+@given(graphs(2, 8), st.data())
+def test_contraction_keeps_the_downsets_that_split_no_group(found: Graph, data: st.DataObject) -> None:
+    pairs = st.permutations(range(found.num_nodes)).map(lambda nodes: nodes[:2])
+    groups = data.draw(st.lists(pairs, max_size=2))
+    joined, parts = contract(found, groups)
+    got = {sum(1 << node for part in members(nodes) for node in parts[part]) for nodes in downsets(joined, 10**6) or ()}
+    whole = [sum(1 << node for node in group) for group in groups]
+    want = {n for n in downsets(found, 10**6) or () if all(n & group in (0, group) for group in whole)}
+    assert got == want
+    assert topological_order(joined) == tuple(range(joined.num_nodes))
 
 
 def test_a_cycle_is_named() -> None:
@@ -132,7 +135,7 @@ def test_a_chain_has_a_single_order() -> None:
     assert not graph(3, (0, 1), (1, 2), (2, 0)).has_single_order
 
 
-def test_parts_that_share_nothing_are_refused() -> None:
+def test_disconnected_layers_are_refused() -> None:
     pairs = graph(5, (0, 2), (1, 4))
     check_connected(pairs, [(2, 3), (3, 4)])
     with pytest.raises(InvalidFile) as caught:

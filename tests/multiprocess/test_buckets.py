@@ -22,7 +22,7 @@ def whole() -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-def test_each_step_is_one_processs() -> None:
+def test_each_step_equals_that_of_one_process() -> None:
     losses, state = whole()
     ranks = launch(run, ["cpu0", "cpu1"], timeout_s=60)
     for place, _ in enumerate(plans()):

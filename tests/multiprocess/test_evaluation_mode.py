@@ -50,7 +50,7 @@ def test_evaluation_equals_the_whole_model(item: Case, outcomes: dict[str, list[
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_model_that_is_another_in_evaluation_mode_is_refused() -> None:
+def test_a_model_that_differs_in_evaluation_mode_is_refused() -> None:
     assert refused() == (
         "in evaluation mode the model cannot be cut as the plan says: the plan's layer 'b' is not in the model: run the "
         "model that the plan was made for, or plan again"

@@ -89,7 +89,7 @@ def test_a_cut_link_ends_every_rank_at_the_timeout_and_nothing_is_lost(seen: dic
     assert found["equal"]
 
 
-def test_a_loss_that_is_no_number_ends_every_rank(seen: dict[str, Any]) -> None:
+def test_a_loss_that_is_not_finite_ends_every_rank(seen: dict[str, Any]) -> None:
     said = (
         "the loss is nan at step 0; parameters that are not finite after it: rank 0 (cpu0) has 2, '0.weight' first, "
         "rank 1 (cpu1) has 5, '2.weight' first: lower the learning rate or look at the data"

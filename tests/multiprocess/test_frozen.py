@@ -69,7 +69,7 @@ def plan_of(profile: ModelProfile, cut: int) -> Plan:
     return make_plan(names, (cut,), (0, 0), [order], 2, 3)
 
 
-def test_a_profile_tells_trained_parameters_from_others(profile: ModelProfile) -> None:
+def test_a_profile_distinguishes_trained_parameters(profile: ModelProfile) -> None:
     found = {layer.name: layer for layer in profile.layers}
     assert (found["embed"].param_bytes, found["embed"].trained_bytes) == (4 * WORDS * WIDTH, 0)
     assert (found["adapted.0.base"].trained_bytes, found["adapted.0.down"].trained_bytes) == (0, UNSET)
@@ -85,7 +85,7 @@ def test_a_profile_tells_trained_parameters_from_others(profile: ModelProfile) -
     assert base.input_grad_ns > 0
 
 
-def test_a_stage_is_charged_for_what_is_trained(profile: ModelProfile) -> None:
+def test_a_stage_is_charged_for_trained_parameters_only(profile: ModelProfile) -> None:
     plan = plan_of(profile, 4)
     stages = build_stages(plan.stages, {"cpu": profile}, plan.cluster, 2)
     frozen, trained = (stage.costs[0] for stage in stages)

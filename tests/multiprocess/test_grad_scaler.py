@@ -47,7 +47,7 @@ def test_the_scale_grows_after_many_steps_with_finite_gradients() -> None:
     assert state.after_step(True) == GradScalerState(scale=16.0)
 
 
-def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_with_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

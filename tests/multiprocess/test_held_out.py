@@ -32,7 +32,7 @@ def greedy() -> list[list[int]]:
 
 
 @torch.no_grad()
-def test_translations_are_the_whole_models(outcomes: list[list[Outcome]]) -> None:
+def test_translations_equal_those_of_the_whole_model(outcomes: list[list[Outcome]]) -> None:
     example = translator()
     model, data = example.module.eval(), sentences(example)
     losses = [smoothed_loss(model(*(x[None] for x in data[i][0])), data[i][1][None]) for i in range(NUM)]

@@ -98,7 +98,7 @@ def test_learning_rates() -> None:
         ("sgd-momentum", "RMSprop", {}, ("RMSprop", {})),  # profiles do not know it
     ],
 )
-def test_a_run_trains_with_what_was_profiled(measured: str, name: str | None, arguments: Any, trained: Any) -> None:
+def test_a_run_trains_with_the_profiled_settings(measured: str, name: str | None, arguments: Any, trained: Any) -> None:
     config, settings = TrainConfig(optimizer=name, optimizer_arguments=arguments), Settings(optimizer=measured)
     assert config.optimizer_for(settings) == trained
     _check_optimizer(settings, config)  # must not raise

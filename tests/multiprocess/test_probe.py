@@ -44,7 +44,7 @@ def test_each_ordered_pair_is_a_link() -> None:
     assert decode(encode(made)) == made
 
 
-def test_cores_of_one_host_sum_themselves() -> None:
+def test_cores_of_one_host_sum_gradients_themselves() -> None:
     there = line(10**9, 1000)
     found = {(0, 1): {"there": there, "back": there, "both_ns": 1, "slowdown": 0.0}}
     sums = [AllReduce(num_bytes=n, ns=2 * (700 + n)) for n in probe.MESSAGE_BYTES]  # two messages of half of it

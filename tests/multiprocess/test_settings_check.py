@@ -65,7 +65,7 @@ def build(
         ({}, images, None, optimizer_factory("AdamW", 0.1, {}), ("optimizer sgd-momentum", "optimizer adamw")),
     ],
 )
-def test_what_differs_is_named(measured, make, autocast, optimizer_here, words) -> None:  # type: ignore[no-untyped-def]
+def test_the_differing_setting_is_named(measured, make, autocast, optimizer_here, words) -> None:  # type: ignore[no-untyped-def]
     settings = structs.replace(Settings(threads=THREADS), **measured)
     with pytest.raises(BapipeError) as error:
         build(settings, make(), torch.randn(1, 3, 6, 6), autocast, optimizer_here)

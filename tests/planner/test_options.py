@@ -51,7 +51,7 @@ def test_a_stage_recomputes_if_it_does_not_fit_otherwise() -> None:
         plan_step_time({"a": profile}, devices(1), PlanOptions(minibatch_size=4, memory_limit_bytes=399))
 
 
-def test_nothing_fits_says_what_would_help() -> None:
+def test_the_error_that_nothing_fits_names_remedies() -> None:
     profile = chain([1, 1, 1, 1], stash_bytes=100, output_bytes=1)
     options = PlanOptions(
         minibatch_size=4, replicas=False, recompute=False, num_stages=1, schedules=("gpipe",), memory_limit_bytes=500
@@ -66,7 +66,7 @@ def test_nothing_fits_says_what_would_help() -> None:
     )
 
 
-def test_as_deep_a_warm_up_as_memory_has_room_for() -> None:
+def test_the_warm_up_is_as_deep_as_memory_allows() -> None:
     """Stage 0 of 3 stashes 3 x 100 bytes in 1F1B, one more in 1f1b+1, two in eager 1F1B; a transfer takes 1 ms."""
     profile = chain([1, 1, 1], stash_bytes=100, output_bytes=1)
 
@@ -243,7 +243,7 @@ def test_more_memory_is_not_suggested_if_replicas_help() -> None:
         assert explain(plan, profiles, options)[4].startswith("Memory fine-tuning: not needed; no plan found is faster")
 
 
-def test_the_front_holds_the_fastest_the_smallest_and_no_point_beaten() -> None:
+def test_the_front_has_the_fastest_the_smallest_and_no_dominated_point() -> None:
     profiles = {"a": chain([2, 1, 1, 2], param_bytes=1000, stash_bytes=100, output_bytes=10)}
     points = pareto(profiles, devices(3), PlanOptions(minibatch_size=4))
     figures = [(p.step_ns, p.peak_bytes, p.num_devices) for p in points]

@@ -45,7 +45,7 @@ def test_a_co_runner_trains_until_the_context_is_left(folder: Path) -> None:
 
 
 @pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
-def test_a_profile_says_how_many_co_runners_there_were(folder: Path) -> None:
+def test_a_profile_records_the_number_of_co_runners(folder: Path) -> None:
     arguments = {"file": str(folder / "notes")}
     measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_co_runners=1)
     assert measured.environment["neighbours"] == 1
@@ -53,7 +53,7 @@ def test_a_profile_says_how_many_co_runners_there_were(folder: Path) -> None:
 
 
 @pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
-def test_a_co_runner_that_cannot_start_says_why(folder: Path) -> None:
+def test_the_error_of_a_co_runner_that_cannot_start_has_its_cause(folder: Path) -> None:
     with pytest.raises(BapipeError) as error, co_runners(1, "noted:none", {}, 1):
         pass
     assert str(error.value).startswith("a co-runner cannot train the model: ")

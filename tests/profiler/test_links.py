@@ -36,7 +36,7 @@ def test_cluster_of_one_device() -> None:
     assert 10**6 < made.intra_host_sum.bytes_per_s < 10**12
 
 
-def test_more_devices_than_there_are() -> None:
+def test_more_devices_than_the_machine_has() -> None:
     present = num_devices("cpu")
     with pytest.raises(BapipeError) as error:
         cluster(present + 1, "cpu")

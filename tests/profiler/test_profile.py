@@ -129,7 +129,7 @@ class Heads(nn.Module):
         return x[:, 0]
 
 
-def test_layers_of_other_settings_are_of_another_kind() -> None:
+def test_layers_with_different_settings_are_not_equal() -> None:
     inputs = (torch.randn(2, 4, 6, requires_grad=True),)
     model = trace(Heads(), inputs, leaf_modules=["attention.*"])
     training_pass = TrainingPass(model=model, loss=functional.cross_entropy, inputs=inputs, target=torch.tensor([0, 1]))

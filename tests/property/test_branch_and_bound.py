@@ -277,7 +277,7 @@ def test_the_space_leaves_no_plan_out_if_hosts_are_equal(seed: int) -> None:
     assert found.step_ns == found.lower_bound_ns == every.step_ns == min(want)
 
 
-def test_a_stopped_search_gives_an_honest_bound() -> None:
+def test_a_stopped_search_gives_a_valid_bound() -> None:
     stopped = 0
     for seed in range(60):
         problems = random_problems(seed, max_layers=5)
@@ -297,7 +297,7 @@ def least_lack(problem: Problem, layout: Layout) -> int:
     return max(min(max(found[rank] for rank in ranks) for found in lacks) for ranks in problem.ranks(layout.placements))
 
 
-def test_nothing_fits_exactly_when_the_nearest_plan_lacks_memory() -> None:
+def test_nothing_fits_if_and_only_if_the_least_infeasible_plan_lacks_memory() -> None:
     seen = 0
     for seed in range(60):
         problems = random_problems(seed, max_layers=4, limit=100 + seed)
@@ -344,7 +344,7 @@ def test_layers_that_share_parameters_of_unknown_size_stay_together() -> None:
         plan_step_time({"a": profile}, random_cluster(Random(1), 6), PlanOptions(minibatch_size=4, num_stages=6))
 
 
-def test_many_devices_are_no_obstacle() -> None:
+def test_hundreds_of_devices_are_planned_with_a_proof() -> None:
     profile = random_profile(Random(7), 5)
     one = random_cluster(Random(1), 1)
     device = replace(one.devices[0], memory_bytes=10**9)

@@ -1,26 +1,27 @@
 """The search of long chains: its bound is below every plan, and its plans come near it."""
 
-from random import Random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bapipe.planner.branch_and_bound.intervals import INF
+from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.long_chain.bisection import MAX_EXACT_INTERVALS, solve_long_chain
 from bapipe.planner.long_chain.relaxation import range_min
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.oracles.exhaustive_layouts import exhaustive
-from tests.problems import random_problems
+from tests.problems import problems_of, random_problems
+from tests.strategies import examples
 
 
-def check(
-    seed: int, schedules: list[str], *, best_first: bool = False, splits_badly: bool = False, buckets: bool = False
-) -> tuple[int, int, int]:
-    """Bound, best and optimum of random problems, or zeros if nothing fits.
+def check(problems: Sequence[Problem], *, best_first: bool = False, seed: int | None = None) -> tuple[int, int, int]:
+    """Bound, best and optimum of problems, or zeros if nothing fits.
 
     Without `best_first`, the relaxation and the plans near it stand alone.
     """
-    problems = random_problems(seed, schedules, splits_badly=splits_badly, buckets=buckets)
     max_exact_intervals = MAX_EXACT_INTERVALS if best_first else 0
     want, found = exhaustive(problems), solve_long_chain(problems, max_exact_intervals=max_exact_intervals)
     assert (found is None) == (want is None), seed
@@ -33,32 +34,38 @@ def check(
 
 @pytest.mark.parametrize("schedules", [["1f1b", "gpipe"], ["1f1b"], ["gpipe"]])
 def test_bounds_hold_and_most_plans_are_optimal(schedules: list[str]) -> None:
-    found = [check(seed, schedules) for seed in range(24)]
+    found = [check(random_problems(seed, schedules), seed=seed) for seed in range(24)]
     feasible = [each for each in found if each[2]]
     assert len(feasible) > 15
     assert sum(best == want for _, best, want in feasible) > 0.8 * len(feasible)
 
 
-def test_small_chains_are_solved_exactly() -> None:
-    found = [check(seed, ["1f1b", "gpipe"], best_first=True) for seed in range(12)]
-    assert all(bound == best == want for bound, best, want in found)
+@examples(12)
+@given(problems_of())
+def test_small_chains_are_solved_exactly(problems: tuple[Problem, ...]) -> None:
+    bound, best, want = check(problems, best_first=True)
+    assert bound == best == want
 
 
 def test_bounds_hold_if_all_reduces_take_several_buckets() -> None:
-    assert all(check(seed, ["1f1b", "gpipe"], buckets=True)[2] for seed in range(12))
+    assert all(check(random_problems(seed, buckets=True), seed=seed)[2] for seed in range(12))
 
 
 @pytest.mark.parametrize("schedule", [*LOOPED, *(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))])
 def test_bounds_hold_for_every_schedule(schedule: str) -> None:
-    for seed in range(5):
-        if any(problem.roots for problem in random_problems(seed, [schedule], splits_badly=seed % 2 == 1)):
-            check(seed, [schedule], splits_badly=seed % 2 == 1)
+    @examples(5)
+    @given(problems_of([schedule]))
+    def bounds_hold(problems: tuple[Problem, ...]) -> None:
+        if any(problem.roots for problem in problems):
+            check(problems)
+
+    bounds_hold()
 
 
-def test_range_min_is_the_minimum_of_a_window() -> None:
-    random = Random(0)
-    for size in range(2, 40):
-        values = [random.randrange(100) for _ in range(size)]
-        ends = [random.randrange(-1, size) for _ in range(size)]
-        want = [min(values[i + 1 : end + 1], default=INF) for i, end in enumerate(ends)]
-        assert range_min(np.array(values), np.array(ends)).tolist() == want
+@examples(40)
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=40), st.data())
+def test_range_min_is_the_minimum_of_a_window(values: list[int], data: st.DataObject) -> None:
+    size = len(values)
+    ends = data.draw(st.lists(st.integers(-1, size - 1), min_size=size, max_size=size))
+    want = [min(values[i + 1 : end + 1], default=INF) for i, end in enumerate(ends)]
+    assert range_min(np.array(values), np.array(ends)).tolist() == want

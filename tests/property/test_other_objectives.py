@@ -3,8 +3,12 @@
 from itertools import product
 from random import Random
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from bapipe.graph.layer_graph import Graph
 from benchmarks.planner import dnn_partitioning, pipedream, placement_workload
+from tests.strategies import drawn, examples
 
 
 def random_arcs(random: Random, num_nodes: int) -> frozenset[tuple[int, int]]:
@@ -64,7 +68,7 @@ def min_split_load(workload: placement_workload.Workload) -> float | None:
     return best
 
 
-def test_splits_are_the_best_of_all() -> None:
+def test_splits_are_the_best_of_all_assignments() -> None:
     fits = 0
     for seed in range(250):
         workload = splits_workload(Random(seed))
@@ -123,13 +127,12 @@ def min_pipeline_load(workload: pipedream.Workload, num_devices: int, rate: floa
     return best
 
 
-def test_pipelines_are_the_best_of_all() -> None:
-    for seed in range(250):
-        random = Random(seed)
-        workload, num_devices = pipelines_workload(random), random.randint(1, 4)
-        want = min_pipeline_load(workload, num_devices, 2.0)
-        answer = pipedream.solve(pipedream.reduced(workload), num_devices, 2.0)
-        assert abs(answer.load - want) < 1e-9 * max(1.0, want), seed
-        assert answer.bound >= want * (1 - 1e-9), seed
-        names = [name for stage in answer.stages for name in stage]
-        assert sorted(names) == [str(i) for i in range(workload.graph.num_nodes)]
+@examples(250)
+@given(drawn(pipelines_workload), st.integers(1, 4))
+def test_pipelines_are_the_best_of_all_assignments(workload: pipedream.Workload, num_devices: int) -> None:
+    want = min_pipeline_load(workload, num_devices, 2.0)
+    answer = pipedream.solve(pipedream.reduced(workload), num_devices, 2.0)
+    assert abs(answer.load - want) < 1e-9 * max(1.0, want)
+    assert answer.bound >= want * (1 - 1e-9)
+    names = [name for stage in answer.stages for name in stage]
+    assert sorted(names) == [str(i) for i in range(workload.graph.num_nodes)]

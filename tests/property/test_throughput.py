@@ -5,6 +5,8 @@ from math import ceil
 from random import Random
 
 import pytest
+from hypothesis import given
+from msgspec.structs import replace
 
 from bapipe.errors import Infeasible, InvalidFile
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
@@ -19,6 +21,7 @@ from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile, same_devices
+from tests.strategies import drawn, examples
 
 
 def minimal_load(
@@ -210,40 +213,36 @@ def test_longer_steps_come_near_the_load() -> None:
     assert near > 30
 
 
-def test_scaling_times_and_bytes_per_second_scales_the_load() -> None:
-    from msgspec.structs import replace
-
-    for seed in range(30):
-        random = Random(seed)
-        profile = branching_profile(random, 6, sizes=(1,))
-        cluster = same_devices(random, 4)
-        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=10**6, speed=1.0) for d in cluster.devices))
-        link = Bandwidth(bytes_per_s=10**9, latency_ns=7)
-        slow = Bandwidth(bytes_per_s=10**8, latency_ns=70)
-        ten = replace(
-            profile,
-            layers=tuple(replace(layer, update_ns=10 * layer.update_ns) for layer in profile.layers),
-            measurements=tuple(
-                replace(
-                    m,
-                    layers=tuple(
-                        replace(
-                            one,
-                            forward_ns=10 * one.forward_ns,
-                            input_grad_ns=10 * one.input_grad_ns,
-                            weight_grad_ns=10 * one.weight_grad_ns,
-                        )
-                        for one in m.layers
-                    ),
-                )
-                for m in profile.measurements
-            ),
-        )
-        one = plan_of(profile, replace(cluster, intra_host=link, inter_host=link), 5, 1)
-        other = plan_of(ten, replace(cluster, intra_host=slow, inter_host=slow), 5, 1)
-        assert one is not None
-        assert other is not None
-        assert load_ns(other) == 10 * load_ns(one)
+@examples(30)
+@given(drawn(lambda random: branching_profile(random, 6, sizes=(1,))), drawn(lambda random: same_devices(random, 4)))
+def test_scaling_times_and_bytes_per_second_scales_the_load(profile: ModelProfile, cluster: Cluster) -> None:
+    cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=10**6, speed=1.0) for d in cluster.devices))
+    link = Bandwidth(bytes_per_s=10**9, latency_ns=7)
+    slow = Bandwidth(bytes_per_s=10**8, latency_ns=70)
+    ten = replace(
+        profile,
+        layers=tuple(replace(layer, update_ns=10 * layer.update_ns) for layer in profile.layers),
+        measurements=tuple(
+            replace(
+                m,
+                layers=tuple(
+                    replace(
+                        one,
+                        forward_ns=10 * one.forward_ns,
+                        input_grad_ns=10 * one.input_grad_ns,
+                        weight_grad_ns=10 * one.weight_grad_ns,
+                    )
+                    for one in m.layers
+                ),
+            )
+            for m in profile.measurements
+        ),
+    )
+    one = plan_of(profile, replace(cluster, intra_host=link, inter_host=link), 5, 1)
+    other = plan_of(ten, replace(cluster, intra_host=slow, inter_host=slow), 5, 1)
+    assert one is not None
+    assert other is not None
+    assert load_ns(other) == 10 * load_ns(one)
 
 
 def test_too_many_downsets_leave_a_bound_that_holds() -> None:
@@ -278,9 +277,7 @@ def test_missing_memory_is_named_if_nothing_fits() -> None:
     )
 
 
-def test_layers_that_nothing_joins_are_named() -> None:
-    from msgspec.structs import replace
-
+def test_disconnected_layers_are_named() -> None:
     profile = random_profile(Random(1), 4, sizes=(1,))
     layers = list(profile.layers)
     layers[2] = replace(layers[2], inputs=("y",))

@@ -35,7 +35,7 @@ def test_w_sends_nothing_and_i_sends_what_b_would() -> None:
     ]
 
 
-def test_stages_on_one_device_exchange_nothing() -> None:
+def test_stages_on_one_device_need_no_transfers() -> None:
     assert lowered([(0,), (0,)], 1, "0F0 1F0 1B0 0B0") == ["0F0 1F0 1B0 0B0"]
 
 

@@ -39,7 +39,7 @@ def test_1f1b_as_in_the_paper() -> None:
         ("1W2", ["1I2"]),
     ],
 )
-def test_which_action_waits_for_which(action: str, needed: list[str]) -> None:
+def test_dependencies_of_actions(action: str, needed: list[str]) -> None:
     groups = dependencies(parse_action(action), 3)
     assert ["|".join(map(str, group)) for group in groups] == needed
 

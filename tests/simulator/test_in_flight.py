@@ -25,7 +25,7 @@ def test_the_bytes_of_arrays_are_those_of_their_entries(
     assert in_flight_bytes(InFlight(*counts), *columns).tolist() == want
 
 
-def test_memory_of_every_interval_is_what_the_simulator_counts() -> None:
+def test_memory_of_every_interval_equals_the_simulator_s() -> None:
     seen = [0, 0]
 
     @examples(40)

@@ -49,7 +49,7 @@ def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> 
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_intervals_of_a_chain_cost_what_a_stage_of_their_layers_costs(speed: float) -> None:
+def test_costs_of_intervals_of_a_chain_equal_those_of_stages(speed: float) -> None:
     for seed in range(20):
         profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, frozen=seed % 4 > 1)
         costs = IntervalCosts(profile, 2, speed)
@@ -59,7 +59,7 @@ def test_intervals_of_a_chain_cost_what_a_stage_of_their_layers_costs(speed: flo
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_stages_of_a_chain_cost_what_the_simulator_says(speed: float) -> None:
+def test_costs_of_stages_of_a_chain_equal_the_simulator_s(speed: float) -> None:
     for seed in range(30):
         profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, shares=seed % 3 == 1, frozen=seed % 4 > 1)
         names = [layer.name for layer in profile.layers]
@@ -90,7 +90,7 @@ def inside_of(profile: ModelProfile, boundaries: list[int]) -> IntArray:
     return np.array([[nodes >> i & 1 for i in range(len(profile.layers))] for nodes in boundaries])
 
 
-def test_intervals_of_a_graph_cost_what_a_stage_of_their_layers_costs() -> None:
+def test_costs_of_intervals_of_a_graph_equal_those_of_stages() -> None:
     for seed in range(5):
         profile = branching_profile(Random(seed), 6)
         boundaries = boundaries_of(profile)
@@ -108,14 +108,14 @@ def test_long_times_are_exact_up_to_the_limit() -> None:
     assert at_speed(np.array([10**12]), 0.5, max_ns=10**9).tolist() == [10**9]
 
 
-def test_transfers_take_what_their_link_says() -> None:
+def test_transfer_times_equal_those_of_the_link() -> None:
     sizes = [1, 3, 10**9, 2**32 + 1, 10**10, 3 * 10**12, 10**15]
     for link in (Bandwidth(bytes_per_s=12 * 10**9, latency_ns=7), Bandwidth(bytes_per_s=10**9, latency_ns=0)):
         assert transfer_ns(np.array(sizes), link).tolist() == [link.transfer_ns(num_bytes) for num_bytes in sizes]
     assert transfer_ns(np.array([0, 5]), link, max_ns=3).tolist() == [0, 3]
 
 
-def test_rings_take_what_the_simulator_says() -> None:
+def test_ring_times_equal_the_simulator_s() -> None:
     for seed in range(50):
         random = Random(seed)
         num_devices = random.randint(2, 5)

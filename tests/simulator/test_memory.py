@@ -2,10 +2,13 @@
 
 from random import Random
 
+from hypothesis import given
+
 from bapipe.planner.action_order.problem import order_problem, orders_of
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.memory import peak_memory
-from tests.random_pipelines import random_pipeline
+from tests.random_pipelines import Pipeline, random_pipeline
+from tests.strategies import examples, pipelines
 
 SPLIT = ("zb-h1", "zb-h2")
 """Schedules that split every backward, as orders of codes do."""
@@ -30,16 +33,15 @@ def test_an_order_fits_if_the_peaks_of_its_schedule_do() -> None:
     assert outcomes == {True, False}
 
 
-def test_as_many_micro_batches_fit_in_flight_as_the_simulator_says() -> None:
-    for seed in range(200):
-        random = Random(seed)
-        pipeline = random_pipeline(random, (0, 1), 5)
-        problem = order_problem(
-            pipeline.stages, pipeline.devices, pipeline.cluster, pipeline.num_microbatches, pipeline.memory_bytes
-        )
-        for stage in (s for s in (0, 1) if problem.stash_bytes[s]):  # stashes of no bytes need no limit
-            # F of n micro-batches, then I and W of each: n stashes in flight.
-            fitting = [
-                n for n in range(1, 6) if problem.rank_fits(stage, [3 * stage] * n + [3 * stage + 1, 3 * stage + 2] * n)
-            ]
-            assert max(fitting, default=0) == max(0, problem.max_in_flight(stage))
+@examples(200)
+@given(pipelines((0, 1), 5))
+def test_the_number_that_fits_in_flight_equals_the_simulator_s(pipeline: Pipeline) -> None:
+    problem = order_problem(
+        pipeline.stages, pipeline.devices, pipeline.cluster, pipeline.num_microbatches, pipeline.memory_bytes
+    )
+    for stage in (s for s in (0, 1) if problem.stash_bytes[s]):  # stashes of no bytes need no limit
+        # F of n micro-batches, then I and W of each: n stashes in flight.
+        fitting = [
+            n for n in range(1, 6) if problem.rank_fits(stage, [3 * stage] * n + [3 * stage + 1, 3 * stage + 2] * n)
+        ]
+        assert max(fitting, default=0) == max(0, problem.max_in_flight(stage))

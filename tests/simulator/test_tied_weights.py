@@ -21,7 +21,7 @@ TIED = (
 )
 
 
-def test_a_stage_that_holds_all_users_or_none_has_nothing_to_share() -> None:
+def test_tied_weights_cost_nothing_if_one_stage_has_all_users() -> None:
     shares = TiedWeights(TIED)
     assert shares.cost_of({"embedding", "block", "decoder", "head"}) == TiedWeightCost()
     assert shares.cost_of({"block"}) == TiedWeightCost()
@@ -37,7 +37,7 @@ def test_a_stage_without_the_layer_that_counts_them_holds_a_copy() -> None:
     assert TiedWeights(TIED).cost_of({"head"}) == copied
 
 
-def test_of_tied_weights_that_are_not_trained_only_the_copy_costs() -> None:
+def test_tied_weights_that_are_not_trained_cost_only_their_copy() -> None:
     layers = [replace(made, trained_bytes=0, optimizer_state_bytes=0, update_ns=0) for made in TIED]
     layers[2:] = [replace(made, shared_trained_bytes=0) for made in layers[2:]]
     assert TiedWeights(layers).cost_of({"embedding", "block"}) == TiedWeightCost()

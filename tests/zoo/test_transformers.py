@@ -160,7 +160,7 @@ def test_bert_equals_hugging_face_s() -> None:
     compare(ours, theirs, names, own, other)
 
 
-def test_padding_is_not_looked_at() -> None:
+def test_padding_is_not_attended_to() -> None:
     model = shaken(build(ZOO["bert_base"], TINY).module)
     tokens, segments = torch.randint(31, (1, 7)), torch.zeros(1, 7, dtype=torch.int64)
     is_word = torch.arange(7)[None] < 4
@@ -168,7 +168,7 @@ def test_padding_is_not_looked_at() -> None:
     torch.testing.assert_close(model(tokens, segments, is_word)[:, :4], model(other, segments, is_word)[:, :4])
 
 
-def test_gpt2_does_not_look_ahead() -> None:
+def test_gpt2_is_causal() -> None:
     model = shaken(build(ZOO["gpt2"], TINY).module)
     tokens = torch.randint(31, (1, 7))
     other = torch.cat((tokens[:, :4], (tokens[:, 4:] + 1) % 31), dim=1)

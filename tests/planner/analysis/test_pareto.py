@@ -24,7 +24,7 @@ def test_the_first_point_is_the_fastest_plan() -> None:
     assert first.step_ns == plan_step_time(PROFILES, devices(3), OPTIONS).prediction.step_ns
 
 
-def test_every_point_is_what_the_simulator_predicts_of_its_plan() -> None:
+def test_every_point_equals_the_simulation_of_its_plan() -> None:
     for point in pareto(PROFILES, devices(2), OPTIONS):
         timeline = simulate(point.plan, PROFILES)
         assert point.step_ns == timeline.step_ns

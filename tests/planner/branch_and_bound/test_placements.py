@@ -85,7 +85,7 @@ def classes_of(devices: list[Device], inter_host_bytes_per_s: int) -> list[tuple
     return [(cls.ranks, cls.type_number) for cls in device_classes(cluster, [10**6] * num, [()] * num, times)]
 
 
-def test_devices_are_one_class_if_no_link_tells_them_apart() -> None:
+def test_devices_are_one_class_if_no_link_distinguishes_them() -> None:
     devices = [device(f"d{i}", f"h{i // 2}") for i in range(4)]
     assert classes_of(devices, 10**9) == [((0, 1, 2, 3), 0)]
 
@@ -109,14 +109,14 @@ def test_the_key_leaves_out_which_host_has_which_role() -> None:
     assert key((1, 0, 0), (0, 1, 0)) != key((1, 0, 0), (0, 2, 0))
 
 
-def test_the_key_tells_the_order_of_hosts_up_to_its_reversal() -> None:
+def test_the_key_depends_on_the_order_of_hosts_up_to_its_reversal() -> None:
     """Replicas are in the order of their classes, which decides which of two stages meet."""
     key = ON_THREE_HOSTS.key
     assert key((2, 1, 0), (0, 1, 1)) == key((0, 1, 2), (1, 1, 0))
     assert key((2, 1, 0), (0, 1, 1)) != key((1, 2, 0), (1, 0, 1))
 
 
-def test_the_key_tells_which_devices_share_a_host() -> None:
+def test_the_key_depends_on_which_devices_share_a_host() -> None:
     key = FAST_AND_SLOW.key
     assert key((1, 0, 0, 0), (0, 0, 1, 0)) == key((0, 1, 0, 0), (0, 0, 0, 1))
     assert key((1, 0, 0, 0), (0, 0, 1, 0)) != key((1, 0, 0, 0), (0, 0, 0, 1))

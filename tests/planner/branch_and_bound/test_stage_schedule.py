@@ -14,7 +14,7 @@ from bapipe.simulator.in_flight import InFlight
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_1f1b_has_a_micro_batch_in_flight_per_stage_to_come(stage: int) -> None:
+def test_1f1b_has_a_micro_batch_in_flight_per_later_stage(stage: int) -> None:
     schedule = stage_schedule_of(SCHEDULES["1f1b"](4, 8).order[stage], 1)
     in_flight = 4 - stage
     assert (schedule.max_in_flight, schedule.forwards_ahead) == (in_flight, in_flight - 1)

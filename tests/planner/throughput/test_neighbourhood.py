@@ -11,10 +11,10 @@ def test_one_node_is_added_or_removed() -> None:
     assert neighbouring_downsets(DIAMOND, [0b0011], 3) == [0b0001, 0b0011, 0b0111]
 
 
-def test_the_given_downsets_are_always_there() -> None:
+def test_the_start_downsets_are_always_included() -> None:
     assert neighbouring_downsets(DIAMOND, [0b0000, 0b1111], 1) == [0b0000, 0b1111]
 
 
-def test_enough_neighbours_are_all_downsets() -> None:
+def test_enough_neighbours_include_all_downsets() -> None:
     every = [0b0000, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
     assert neighbouring_downsets(DIAMOND, [0b0000], 100) == every

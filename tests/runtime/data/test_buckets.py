@@ -18,7 +18,7 @@ from bapipe.zoo.data.translation import PAD, translations
 from tests.models.loading import Needs
 
 
-def test_items_that_fill_no_mini_batch_go_to_the_next_form() -> None:
+def test_items_that_do_not_fill_a_mini_batch_go_to_the_next_bucket() -> None:
     numbers = [0, 1, 0, 2, 1, 0, 0, 0, 2, 1]
     order = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
     # form 0 in that order: 7 6 5 | 2 0 left; form 1: 2 0 9 | 4 1 left; form 2: 4 1 8 | 3 left out
@@ -28,7 +28,7 @@ def test_items_that_fill_no_mini_batch_go_to_the_next_form() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_item_comes_once_and_short_ones_together(seed: int) -> None:
+def test_every_item_occurs_once_in_a_batch_of_its_bucket(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(4, (50,), generator=generator).tolist()
     order = torch.randperm(50, generator=generator).tolist()
@@ -53,7 +53,7 @@ def data(tmp_path: Path) -> Bucketed:
     return Bucketed(pairs, 3)
 
 
-def test_lengths_by_which_pairs_are_put_together(data: Bucketed) -> None:
+def test_buckets_have_the_quantiles_of_lengths(data: Bucketed) -> None:
     # the longer of both with its end: 3 4 5 6 7 8 9 10 10; a third are up to 5, a third up to 8
     assert data.bucket_shapes == (((5,), (), (5,), (5,)), ((8,), (), (8,), (8,)), ((8,), (), (10,), (10,)))
     assert [data.bucket_of(i) for i in range(9)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -61,7 +61,7 @@ def test_lengths_by_which_pairs_are_put_together(data: Bucketed) -> None:
     assert Bucketed(data.pairs, 1).bucket_shapes == data.bucket_shapes[-1:]
 
 
-def test_mini_batches_are_cut_to_their_form(data: Bucketed) -> None:
+def test_mini_batches_are_cropped_to_their_bucket(data: Bucketed) -> None:
     asked: Any = Needs(
         needs=("left", "right", "last"),
         needs_target=True,
@@ -95,7 +95,7 @@ def test_only_sentences_have_lengths() -> None:
     assert str(error.value) == "data 'mine' are no sentences, so they cannot be put into 2 buckets by length"
 
 
-def test_made_up_sentences_have_lengths() -> None:
+def test_synthetic_sentences_have_lengths() -> None:
     data = translations("synthetic", vocabulary_size=9, source_length=6, target_length=7)
     (source, length, _), after = data[5]
     assert data.lengths(5) == (int(length), int((after != PAD).sum())) == (int((source != PAD).sum()), int(length) + 1)

@@ -52,7 +52,7 @@ class Watched(Dataset[Any]):
         (("left",), False, (1,), {0}, 2),  # a replica of a first stage
     ],
 )
-def test_a_rank_loads_what_it_uses(
+def test_a_rank_loads_only_the_parts_that_it_uses(
     needs: tuple[str, ...], needs_target: bool, microbatches: tuple[int, ...], places: set[int], rows: int
 ) -> None:
     asked = Needs(needs=needs, needs_target=needs_target, microbatches=microbatches)

@@ -33,7 +33,7 @@ def test_the_ranks_that_are_missing_are_named(store: PrefixStore) -> None:
     )
 
 
-def test_a_rank_that_failed_ends_the_waiting(store: PrefixStore) -> None:
+def test_a_failed_rank_ends_the_waiting(store: PrefixStore) -> None:
     assert not another_rank_reports(store, lost_peer=False)
     with pytest.raises(RunFailed) as caught:
         wait_for_all(store, 1, NAMES, 20.0)
