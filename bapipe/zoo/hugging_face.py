@@ -66,7 +66,16 @@ def _config(config_class: Any, settings: Mapping[str, object]) -> Any:
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise InvalidModel(f"{config_class.__name__} has no setting '{name}'{hint}")
     cache = {"use_cache": False} if "use_cache" in known else {}  # a cache of keys and values serves generation only
-    return config_class(**{**cache, **settings})
+    return config_class(**{**cache, **_marks(default.to_dict(), settings), **settings})
+
+
+def _marks(default: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, int]:
+    """Returns words for the marks, such as that of a text's end, whose own ones are not in the vocabulary."""
+    num_words = settings.get("vocab_size", default.get("vocab_size"))
+    if not isinstance(num_words, int):
+        return {}
+    ids = {name: value for name, value in default.items() if name.endswith("_token_id") and isinstance(value, int)}
+    return {name: 0 for name, value in ids.items() if value >= num_words}
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
