@@ -16,7 +16,8 @@ Where to begin. docs/algorithm.md explains the whole with proofs. In the code, r
     roots.py             the roots of a problem: which devices, and orders of devices, are searched
     problem.py           one schedule at one micro-batch size; Layout (a solution) and its step time by the simulator
     search.py            best_first: the queue, dives, incumbents, the node budget
-    lower_bound.py       the eight bounds, stated; PartialPlan, its children and their bounds
+    partial_plan.py      PartialPlan, a node of the tree
+    lower_bound.py       the eight bounds, stated; the children of a node and their bounds
     cost_to_go.py        the backward dynamic programme over placements and boundaries; sync classes
     stage_bound.py       the bounds of one stage in isolation
     stage_candidates.py  times, memory and feasibility of a stage on a placement, for all intervals

@@ -9,7 +9,7 @@ from itertools import permutations
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.lower_bound import PartialPlan
+from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.placements import ClassCounts, StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
 

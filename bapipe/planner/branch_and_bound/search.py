@@ -17,7 +17,7 @@ import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.local_search import change_schedule, move_cut, move_device
-from bapipe.planner.branch_and_bound.lower_bound import PartialPlan
+from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
 from bapipe.progress import SearchProgress
 

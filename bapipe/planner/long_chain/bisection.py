@@ -12,7 +12,7 @@ T whether any plan may be so fast; bisection finds the smallest such T, which no
 The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 
@@ -21,6 +21,7 @@ from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR, best_first
 from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
+from bapipe.planner.long_chain.balanced import BalancedCuts, uniform_pipelines
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
 from bapipe.progress import SearchProgress
@@ -191,13 +192,13 @@ class _LongChainSearch:
 
     def construct_balanced(self) -> None:
         """Step 1: simulates uniform pipelines with balanced cuts; the best of them also with longer stages."""
-        balanced: list[tuple[int, int, int, _BalancedCuts]] = []
+        balanced: list[tuple[int, int, int, BalancedCuts]] = []
         # One pipeline of each problem in turn, so that a small budget sees all problems.
-        for pipelines in zip_longest(*(_uniform_pipelines(problem) for problem in self.problems)):
+        for pipelines in zip_longest(*(uniform_pipelines(problem) for problem in self.problems)):
             for i, placements in enumerate(pipelines):
                 if placements is None:
                     continue
-                cuts = _BalancedCuts(self.problems[i], self._feasible(self.problems[i]), placements)
+                cuts = BalancedCuts(self.problems[i], self._feasible(self.problems[i]), placements)
                 path = cuts.path(BALANCE_SLACKS[0])
                 step_ns = None if path is None else self.step_ns(i, path)
                 if step_ns is not None:
@@ -294,63 +295,6 @@ class _LongChainSearch:
                     if step_ns is not None and best_ns is not None and step_ns < best_ns:
                         best_ns, boundaries = step_ns, moved
         return boundaries, placements
-
-
-class _BalancedCuts:
-    """Cuts between stages on given placements that make the longest stage as short as possible, found by bisection."""
-
-    def __init__(self, problem: Problem, feasible: FeasibleIntervals, placements: Sequence[StagePlacement]) -> None:
-        # A relaxation of a single pipeline: each placement has one successor.
-        following = {placement: (successor,) for placement, successor in pairwise(placements)}
-        self._relaxation = Relaxation(problem, feasible, placements[:1], lambda placement: following.get(placement, ()))
-        # No stage is longer than the whole chain on the slowest of the devices.
-        low_ns = 0
-        self._min_stage_ns = max(int(feasible.microbatch_sums(placement)[-1]) for placement in placements)
-        while self._min_stage_ns - low_ns > low_ns // 1000 + 1:  # to a thousandth
-            middle_ns = (low_ns + self._min_stage_ns) // 2
-            if self._relaxation.is_balanced(middle_ns):
-                self._min_stage_ns = middle_ns
-            else:
-                low_ns = middle_ns
-
-    def path(self, slack: float) -> Path | None:
-        """Returns the path with the shortest transfers whose stages take at most `slack` times the minimum.
-
-        None if it does not fit.
-        """
-        is_balanced = self._relaxation.is_balanced(int(self._min_stage_ns * slack))
-        return self._relaxation.best_path() if is_balanced else None
-
-
-def _uniform_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
-    """Yields pipelines with equal numbers of replicas per stage, on all devices, half of them, and so on.
-
-    The most replicas come first.
-    """
-    roots = sorted(problem.roots, key=lambda root: (-root.num_devices, root.bound_ns))
-    root_of = {root.num_devices: root for root in reversed(roots)}  # of equal numbers, the smallest bound
-    max_devices = max(root_of)
-    powers_of_two = {2**n for n in range(max_devices.bit_length())}
-    for num_replicas in sorted(powers_of_two | {max_devices, problem.num_microbatches}, reverse=True):
-        max_stages = max_devices // num_replicas
-        for num_stages in sorted({max_stages >> n for n in range(max_devices.bit_length())} - {0}, reverse=True):
-            if num_replicas * num_stages in root_of:
-                first = root_of[num_replicas * num_stages].first_placements
-                placements = _with_replicas(first, num_replicas)
-                if placements is not None:
-                    yield placements
-
-
-def _with_replicas(first: tuple[StagePlacement, ...], num_replicas: int) -> tuple[StagePlacement, ...] | None:
-    """Returns a pipeline with this number of replicas in each stage, None if there is none."""
-    path: list[StagePlacement] = []
-    while not path or not path[-1].is_last:
-        choices = path[-1].successors if path else first
-        matching = [placement for placement in choices if placement.num_replicas == num_replicas]
-        if not matching:
-            return None
-        path.append(matching[0])
-    return tuple(path)
 
 
 def _first_placements(problems: Sequence[Problem]) -> list[StagePlacement]:

@@ -1,0 +1,66 @@
+"""The first plans of a long chain: equal numbers of replicas in every stage, cut as evenly as possible."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
+from bapipe.planner.long_chain.relaxation import Path, Relaxation
+
+
+class BalancedCuts:
+    """Cuts between stages on given placements that make the longest stage as short as possible, found by bisection."""
+
+    def __init__(self, problem: Problem, feasible: FeasibleIntervals, placements: Sequence[StagePlacement]) -> None:
+        # A relaxation of a single pipeline: each placement has one successor.
+        following = {placement: (successor,) for placement, successor in pairwise(placements)}
+        self._relaxation = Relaxation(problem, feasible, placements[:1], lambda placement: following.get(placement, ()))
+        # No stage is longer than the whole chain on the slowest of the devices.
+        low_ns = 0
+        self._min_stage_ns = max(int(feasible.microbatch_sums(placement)[-1]) for placement in placements)
+        while self._min_stage_ns - low_ns > low_ns // 1000 + 1:  # to a thousandth
+            middle_ns = (low_ns + self._min_stage_ns) // 2
+            if self._relaxation.is_balanced(middle_ns):
+                self._min_stage_ns = middle_ns
+            else:
+                low_ns = middle_ns
+
+    def path(self, slack: float) -> Path | None:
+        """Returns the path with the shortest transfers whose stages take at most `slack` times the minimum.
+
+        None if it does not fit.
+        """
+        is_balanced = self._relaxation.is_balanced(int(self._min_stage_ns * slack))
+        return self._relaxation.best_path() if is_balanced else None
+
+
+def uniform_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
+    """Yields pipelines with equal numbers of replicas per stage, on all devices, half of them, and so on.
+
+    The most replicas come first.
+    """
+    roots = sorted(problem.roots, key=lambda root: (-root.num_devices, root.bound_ns))
+    root_of = {root.num_devices: root for root in reversed(roots)}  # of equal numbers, the smallest bound
+    max_devices = max(root_of)
+    powers_of_two = {2**n for n in range(max_devices.bit_length())}
+    for num_replicas in sorted(powers_of_two | {max_devices, problem.num_microbatches}, reverse=True):
+        max_stages = max_devices // num_replicas
+        for num_stages in sorted({max_stages >> n for n in range(max_devices.bit_length())} - {0}, reverse=True):
+            if num_replicas * num_stages in root_of:
+                first = root_of[num_replicas * num_stages].first_placements
+                placements = _with_replicas(first, num_replicas)
+                if placements is not None:
+                    yield placements
+
+
+def _with_replicas(first: tuple[StagePlacement, ...], num_replicas: int) -> tuple[StagePlacement, ...] | None:
+    """Returns a pipeline with this number of replicas in each stage, None if there is none."""
+    path: list[StagePlacement] = []
+    while not path or not path[-1].is_last:
+        choices = path[-1].successors if path else first
+        matching = [placement for placement in choices if placement.num_replicas == num_replicas]
+        if not matching:
+            return None
+        path.append(matching[0])
+    return tuple(path)
