@@ -47,6 +47,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_view",
     "needs_gradient_for_every_input",
+    "parameter_hooks",
     "pipeline_runtime",
     "replace_losses",
     "reset_method",
@@ -130,6 +131,12 @@ def without_weak_references(root: nn.Module) -> Iterator[None]:
     yield
     for module in recurrent:
         module._init_flat_weights()
+
+
+def parameter_hooks(parameter: nn.Parameter) -> list[Callable[..., object]]:
+    """The hooks on a parameter's gradient, before and after it is accumulated."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 # Process groups

@@ -17,11 +17,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.local_stage import LocalStage, Loss, check_stages
+from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs, check_stages
 from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.model_errors import model_errors, without_torch_log
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
     needs_gradient_for_every_input,
@@ -59,6 +61,7 @@ class ScheduleExecutor:
         self._arguments: Mapping[str, Sequence[Tensor]] = {}  # by name, a chunk per micro-batch
         self._targets: dict[int, Tensor] = {}  # by micro-batch, kept for a recomputed last stage
         self._losses: dict[int, Tensor] = {}  # by micro-batch
+        self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I was a whole backward
         last = self._schedule.num_stages - 1
         self._recomputes_loss = any(stage.recompute and stage.index == last for stage in stages)
         check_stages(self._schedule, stages)
@@ -82,8 +85,10 @@ class ScheduleExecutor:
         """
         self._ran.clear()
         self._losses.clear()
+        self._whole.clear()
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
-        self._runtime.step(*loaded, target=target, return_outputs=False)
+        with without_torch_log():
+            self._runtime.step(*loaded, target=target, return_outputs=False)
         if target is None:
             return None
         zero = torch.zeros_like(target, dtype=torch.float32).sum()  # a replica may have run no micro-batch
@@ -187,8 +192,11 @@ class ScheduleExecutor:
 
         def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:
             loaded = {name: self._arguments[name][microbatch] for name in stage.arguments}
-            call = partial(original, microbatch, args, loaded, **options)
-            return self._timed(Action(stage.index, Phase.FORWARD, microbatch), call)
+            action = Action(stage.index, Phase.FORWARD, microbatch)
+            with model_errors(action, stage.module, recompute=stage.recompute):
+                output = self._timed(action, partial(original, microbatch, args, loaded, **options))
+            check_outputs(stage, output)
+            return output
 
         torch_stage.forward_one_chunk = forward  # type: ignore[method-assign, assignment]
 
@@ -197,10 +205,22 @@ class ScheduleExecutor:
     ) -> None:
         """Recomputes F before B or I, makes its gradients fit to be sent, and times it."""
         original = torch_stage.backward_one_chunk
+        always_whole = _is_never_split(stage)
+
+        def is_whole(microbatch: int, loss: Any) -> bool:
+            if always_whole:
+                return True
+            outputs, inputs = torch_stage.fwd_cache[microbatch]
+            return not can_split((loss,) if torch_stage.is_last else outputs, inputs, stage.module.parameters())
 
         def compute(microbatch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
             if recompute is not None:
                 loss = recompute(microbatch)
+            if not full_backward and not torch_stage.is_first and is_whole(microbatch, loss):
+                full_backward = True
+                self._whole.add((stage.index, microbatch))
+            if torch_stage.is_last:
+                loss = self._released(torch_stage, microbatch, loss)
             original(microbatch, loss=loss, full_backward=full_backward, last_backward=last_backward)
             grads = torch_stage.bwd_cache[microbatch]
             if needs_gradient_for_every_input() and not torch_stage.is_first:
@@ -218,11 +238,26 @@ class ScheduleExecutor:
 
         torch_stage.backward_one_chunk = backward  # type: ignore[method-assign, assignment]
 
+    def _released(self, torch_stage: PipelineStage, microbatch: int, loss: Tensor) -> Tensor:
+        """Returns the loss for torch to detach in place, which it does after I to free memory.
+
+        It would also detach the last stage's outputs. A W may need what an operator has saved of both.
+        """
+        torch_stage.fwd_cache[microbatch] = ((), torch_stage.fwd_cache[microbatch][1])
+        self._losses[microbatch] = self._losses[microbatch].detach()
+        return loss.clone()
+
     def _wrap_weight(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
         original = torch_stage.backward_weight_one_chunk
 
+        def compute(microbatch: int, last_backward: bool) -> None:
+            if (stage.index, microbatch) in self._whole:
+                self._whole.remove((stage.index, microbatch))
+            else:
+                original(microbatch, last_backward=last_backward)
+
         def weight(microbatch: int, last_backward: bool = False) -> None:
-            call = partial(original, microbatch, last_backward=last_backward)
+            call = partial(compute, microbatch, last_backward)
             self._timed_backward(stage, Action(stage.index, Phase.WEIGHT_GRAD, microbatch), call)
 
         torch_stage.backward_weight_one_chunk = weight  # type: ignore[method-assign, assignment]
@@ -230,11 +265,12 @@ class ScheduleExecutor:
     def _timed_backward(self, stage: LocalStage, action: Action, call: Callable[[], None]) -> None:
         # torch's own `last_backward` counts all micro-batches of the schedule, of which a replica runs some only.
         is_last = self._final_backward[stage.index] == action
-        with stage.last_backward() if is_last else nullcontext():
+        errors = model_errors(action, stage.module, recompute=stage.recompute)
+        with stage.last_backward() if is_last else nullcontext(), errors:
             self._timed(action, call)
 
     def _timed(self, action: Action, call: Callable[[], Any]) -> Any:
-        self._rng.microbatch = action.microbatch
+        self._rng.enter(action.microbatch)
         start = self._clock.stamp()
         result = call()
         self._ran.append(_TimedAction(action, start, self._clock.stamp()))
@@ -259,6 +295,11 @@ class ScheduleExecutor:
             raise BapipeError(f"the loss must be a scalar, the mean over the batch; it has shape {tuple(loss.shape)}")
         share = loss / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
+
+
+def _is_never_split(stage: LocalStage) -> bool:
+    """Returns whether every I of a stage must be a whole backward, see `whole_backward`."""
+    return not any(tensor.requires_grad for tensor in stage.received) or has_hooks_of_the_model(stage.module)
 
 
 def _final_backwards(order: Sequence[Action]) -> dict[int, Action]:

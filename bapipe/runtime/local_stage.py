@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidModel
 from bapipe.schedules.table import Phase, Schedule
 from bapipe.torch_device import dtype_name
 from bapipe.torch_private import needs_gradient_for_every_input
@@ -25,6 +25,7 @@ class LocalStage:
         module: takes the received tensors by position and `arguments` by name, and returns a tuple.
         received, outputs: shapes of one micro-batch on the meta device; of the first stage, `received` are the model
             inputs that it loads, which it takes by position.
+        output_names: of the tensors that go to the next stage; none of the last stage, whose outputs may have any size.
         arguments: names of the model inputs that a later stage loads.
         recompute: F keeps only its inputs, and B or I runs it again.
         last_backward: a context to enter for the backward after which the stage's gradients on this rank are final.
@@ -34,6 +35,7 @@ class LocalStage:
     module: nn.Module
     received: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    output_names: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     recompute: bool = False
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -56,16 +58,22 @@ def _check_types(stages: Sequence[LocalStage]) -> None:
 
 
 def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
-    """torch's W starts where I stopped, so a stage without any input that needs a gradient would lose its gradients."""
     split = {action.stage for actions in schedule.order for action in actions if action.phase is Phase.INPUT_GRAD}
     for stage in stages:
-        if stage.index == 0 or stage.index not in split:
-            continue
-        reason = "receives nothing that needs a gradient" if not any(t.requires_grad for t in stage.received) else ""
-        if needs_gradient_for_every_input() and stage.arguments:
-            reason = f"loads inputs of the model, for which torch {torch.__version__} is wrong"
-        if reason:
+        if stage.index and stage.index in split and needs_gradient_for_every_input() and stage.arguments:
             raise BapipeError(
-                f"stage {stage.index} {reason}, so its backward cannot be split into I and W: plan with a schedule of "
-                "whole backwards, such as 1f1b"
+                f"stage {stage.index} loads inputs of the model, for which torch {torch.__version__} is wrong, so its "
+                "backward cannot be split into I and W: plan with a schedule of whole backwards, such as 1f1b"
+            )
+
+
+def check_outputs(stage: LocalStage, outputs: Sequence[Tensor]) -> None:
+    """Raises InvalidModel unless a stage returned tensors of the shapes and types that the next one expects."""
+    for name, output, example in zip(stage.output_names, outputs, stage.outputs, strict=False):
+        if output.shape != example.shape or output.dtype != example.dtype:
+            raise InvalidModel(
+                f"'{name}' in stage {stage.index} has shape {tuple(output.shape)} and type {dtype_name(output.dtype)}, "
+                f"but {tuple(example.shape)} and {dtype_name(example.dtype)} were expected: a tensor whose size "
+                "depends on the data cannot cross a cut; plan another cut, or take the module around it as one layer "
+                "(`leaf_modules`)"
             )

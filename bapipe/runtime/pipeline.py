@@ -28,6 +28,7 @@ from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names, trace, unused_state
+from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import with_inputs
 
@@ -196,7 +197,8 @@ class Pipeline:
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), generators_restored():
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
         self._rng.step += 1
         self._update()

@@ -8,24 +8,28 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bapipe.errors import InvalidModel
+from bapipe.tracing.python_state import Attributes, attributes_of, set_attributes
+
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class _StateBeforeForward:
-    """The state that a micro-batch's first F started from: of the generators, and the buffers that an F changes."""
+    """The state that a micro-batch's first F started from: of the generators, what an F changes, and attributes."""
 
     cpu_rng: Tensor
     cuda_rng: Tensor | None
-    buffers: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    attributes: Attributes
 
 
 class RecomputedStage(nn.Module):
     """A stage's module, run once without an autograd graph, and once more with one, with exactly the same result.
 
-    The second run draws the random numbers of the first, reads the buffers' values from before the first, and writes to
-    copies of them: dropout is the same, and batch norm counts a micro-batch once. A buffer that the very first F does
-    not change is taken for a constant.
+    The second run draws the random numbers of the first, reads the values of buffers and frozen parameters, and the
+    Python attributes, from before the first, and writes to copies of them: dropout is the same, batch norm counts a
+    micro-batch once, and so does a counter. A buffer that the very first F does not change is taken for a constant.
 
     Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
     every group of weights in a W.
@@ -36,8 +40,8 @@ class RecomputedStage(nn.Module):
         self.module = module
         self._device = device
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
-        self._changing: frozenset[str] | None = None  # names of the buffers that F changes; None before the first F
-        self._copies: dict[str, Tensor] = {}  # of these buffers, while F is recomputed
+        self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
+        self._copies: dict[str, Tensor] = {}  # of these, while F is recomputed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._copies:
@@ -45,32 +49,60 @@ class RecomputedStage(nn.Module):
         return self.module(*args, **kwargs)
 
     def first(self, microbatch: int, run: Callable[[], Result]) -> Result:
-        """Runs a micro-batch's F by calling `run`, without a graph; returns its result."""
-        buffers = dict(self.module.named_buffers())
-        if self._changing is not None:
-            buffers = {name: buffer for name, buffer in buffers.items() if name in self._changing}
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        """Runs a micro-batch's F by calling `run`, without a graph; returns its result.
+
+        Raises:
+            InvalidModel: F changes a parameter that is trained, whose value before is then lost.
+        """
+        tensors = self._state() if self._changing is None else {n: self._state()[n] for n in self._changing}
+        sums = _sums(self.module) if self._changing is None else {}
         cuda_rng = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        state = _StateBeforeForward(torch.get_rng_state(), cuda_rng, before)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        state = _StateBeforeForward(torch.get_rng_state(), cuda_rng, before, attributes_of(self.module))
         with torch.no_grad():
             result = run()
         if self._changing is None:
-            self._changing = frozenset(name for name in before if not torch.equal(before[name], buffers[name]))
-            changing = {name: before[name] for name in self._changing}
-            state = _StateBeforeForward(state.cpu_rng, state.cuda_rng, changing)
+            _check_parameters(sums, _sums(self.module))
+            now = self._state()
+            self._changing = frozenset(name for name in before if not torch.equal(before[name], now[name]))
+            for name in before.keys() - self._changing:
+                del before[name]
         self._before[microbatch] = state
         return result
+
+    def _state(self) -> dict[str, Tensor]:
+        """Returns the buffers, and the parameters that are not trained, such as those of a teacher."""
+        frozen = {name: p.detach() for name, p in self.module.named_parameters() if not p.requires_grad}
+        return frozen | dict(self.module.named_buffers())
 
     @contextmanager
     def recomputing(self, microbatch: int) -> Iterator[None]:
         """In this context the module runs as it did in a micro-batch's first F."""
         state = self._before.pop(microbatch)
+        now = attributes_of(self.module)
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)
             if state.cuda_rng is not None:
                 torch.cuda.set_rng_state(state.cuda_rng, self._device)
-            self._copies = state.buffers
+            set_attributes(state.attributes)
+            self._copies = state.tensors
             try:
                 yield
             finally:
                 self._copies = {}
+                set_attributes(now)
+
+
+def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
+    """Returns sums over the trained parameters, which differ after almost any change of one."""
+    trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad and not p.is_complex()}
+    return {name: (float(p.double().sum()), float(p.double().abs().sum())) for name, p in trained.items()}
+
+
+def _check_parameters(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> None:
+    for name, sums in before.items():
+        if after.get(name, sums) != sums:
+            raise InvalidModel(
+                f"the forward changes the parameter '{name}' of layer '{name.rpartition('.')[0] or name}', so it "
+                "cannot be recomputed exactly: plan without recomputation of its stage"
+            )

@@ -68,6 +68,7 @@ class GradientSum:
         self._missing: list[int] = []  # gradients per bucket still to come; empty outside the last backward
         self._started: list[_Reduction] = []
         self._next, self._done = 0, False  # the next bucket to start
+        self._sparse: dict[int, nn.Parameter] = {}  # parameters with sparse gradients, by id
         for index, parameters in enumerate(self._buckets):
             for parameter in parameters:
                 arrived = partial(self._arrived, index)
@@ -94,6 +95,7 @@ class GradientSum:
                 work.wait()
             reduction.end = self._clock.stamp()
             _assign_gradients(reduction)
+        self._make_sparse()
 
     def syncs(self) -> list[tuple[int, int, object, object]]:
         """Returns (bucket, bytes, start, end) of the last step's all-reduces; the end is when this rank saw it."""
@@ -102,6 +104,18 @@ class GradientSum:
     def begin(self) -> None:
         """Resets the state, before a step."""
         self._started, self._next, self._done = [], 0, False
+
+    def _make_dense(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes sparse gradients, which an all-reduce cannot sum, dense until they are summed."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                self._sparse[id(parameter)] = parameter
+                parameter.grad = parameter.grad.to_dense()
+
+    def _make_sparse(self) -> None:
+        for parameter in self._sparse.values():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse(1)
 
     def _arrived(self, bucket: int, _: Tensor) -> None:
         if not self._missing:
@@ -115,6 +129,7 @@ class GradientSum:
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._buckets[bucket]):
             of_dtype = [parameter for parameter in self._buckets[bucket] if parameter.dtype == dtype]
             parameters = sorted(of_dtype, key=lambda parameter: parameter.nbytes < _LARGE_BYTES)
+            self._make_dense(parameters)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             has_grad = torch.tensor([p.grad is not None for p in parameters]).to(grads[0])
             num_large = sum(parameter.nbytes >= _LARGE_BYTES for parameter in parameters)
@@ -156,24 +171,26 @@ class BufferAverage:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, share: float) -> None:
         """`share` is the share of the micro-batches that this replica runs."""
-        self._buffers, self._group, self._share = dict(module.named_buffers()), group, share
-        self._known = False
+        self._module, self._group, self._share = module, group, share
+        self._changing: frozenset[str] | None = None  # names; None in the first step
         self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
         """Copies the buffers whose change is needed, before a step."""
-        kept = {n: b for n, b in self._buffers.items() if not (self._known and b.is_floating_point())}
+        first = self._changing is None
+        kept = {name: b for name, b in self._buffers().items() if first or not b.is_floating_point()}
         self._before = {name: buffer.clone() for name, buffer in kept.items()}
 
     def finish(self) -> None:
         """Makes the buffers equal, after a step."""
-        if not self._known and self._buffers:
-            self._find_changing()
-        floats = [buffer for buffer in self._buffers.values() if buffer.is_floating_point()]
+        if self._changing is None:
+            self._changing = self._find_changing()
+        buffers = self._buffers()
+        floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in floats):
             of_dtype = [buffer for buffer in floats if buffer.dtype == dtype]
             self._add_up(of_dtype, [buffer * self._share for buffer in of_dtype])
-        counts = {name: buffer for name, buffer in self._buffers.items() if not buffer.is_floating_point()}
+        counts = {name: buffer for name, buffer in buffers.items() if not buffer.is_floating_point()}
         if counts:
             changes = [buffer.long() - self._before[name].long() for name, buffer in counts.items()]
             for name, buffer in counts.items():
@@ -181,12 +198,23 @@ class BufferAverage:
             self._add_up(list(counts.values()), changes, keep=True)
         self._before = {}
 
-    def _find_changing(self) -> None:
-        changed = [not torch.equal(self._before[name], buffer) for name, buffer in self._buffers.items()]
-        flags = torch.tensor(changed, dtype=torch.int32, device=next(iter(self._buffers.values())).device)
+    def _buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers as they are now, since a forward may assign them, and parameters that are not trained.
+
+        From the second step on, only those that change.
+        """
+        frozen = {name: p.detach() for name, p in self._module.named_parameters() if not p.requires_grad}
+        named = frozen | dict(self._module.named_buffers())
+        return named if self._changing is None else {n: t for n, t in named.items() if n in self._changing}
+
+    def _find_changing(self) -> frozenset[str]:
+        buffers = self._buffers()
+        if not buffers:
+            return frozenset()
+        changed = [not torch.equal(self._before[name], buffer) for name, buffer in buffers.items()]
+        flags = torch.tensor(changed, dtype=torch.int32, device=next(iter(buffers.values())).device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        self._buffers = {name: b for (name, b), flag in zip(self._buffers.items(), flags.tolist(), strict=True) if flag}
-        self._known = True
+        return frozenset(name for name, flag in zip(buffers, flags.tolist(), strict=True) if flag)
 
     def _add_up(self, buffers: Sequence[Tensor], parts: Sequence[Tensor], keep: bool = False) -> None:
         """Sets buffers to the sum of their parts over the replicas; if `keep`, adds it to their values."""

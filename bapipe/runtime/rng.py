@@ -6,6 +6,7 @@ import random
 import torch
 
 from bapipe.runtime.materialize import layer_seed
+from bapipe.tracing.python_random import set_generators
 
 
 class PerOperatorRng:
@@ -15,7 +16,7 @@ class PerOperatorRng:
     same numbers on whichever rank it runs, in whichever order, and again when a forward is recomputed.
 
     Attributes:
-        step, microbatch: what runs next; the executor sets them before it runs.
+        step, microbatch: what runs next; the step is set before it begins, the micro-batch by `enter`.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -23,13 +24,24 @@ class PerOperatorRng:
         self.step = 0
         self.microbatch = 0
 
+    def enter(self, microbatch: int) -> None:
+        """Begins an action of a micro-batch, and seeds the generators of Python and numpy, from which layers may draw.
+
+        An action that recomputes a forward seeds them as the forward did.
+        """
+        self.microbatch = microbatch
+        set_generators(self._value(""))
+
     def __call__(self, operator: str) -> None:
-        text = f"{self._seed}:{self.step}:{self.microbatch}:{operator}"
-        value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1  # torch takes 63 bits
+        value = self._value(operator)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(value)
         else:
             torch.default_generator.manual_seed(value)
+
+    def _value(self, operator: str) -> int:
+        text = f"{self._seed}:{self.step}:{self.microbatch}:{operator}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1  # torch takes 63 bits
 
 
 def seed_step(seed: int, rank: int, step: int) -> None:

@@ -69,6 +69,7 @@ class ExecutorFactory:
             module=self._with_autocast(self.modules[index], _output_dtypes(parts, index)),
             received=tuple(examples[name] for name in taken),
             outputs=tuple(examples[name] for name in stage.outputs),
+            output_names=stage.outputs if index + 1 < len(parts.stages) else (),
             arguments=argument_names(parts, stage.loaded) if index else (),
             recompute=self.plan.stages[index].recompute,
             last_backward=self.replicas[index].gradients.last_backward if index in self.replicas else nullcontext,

@@ -37,7 +37,10 @@ class StageState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their names in the original module; tied ones by all of them."""
-        named = ((name, tensor) for tensor in self.tensors() for name in self.names.get(id(tensor), ()))
+        named = [(name, tensor) for tensor in self.tensors() for name in self.names.get(id(tensor), ())]
+        # A forward may have assigned buffers: their names are found by their places.
+        own = [item for module in self.modules.values() for item in module.named_buffers()]
+        named += [(name, tensor) for name, tensor in own if id(tensor) not in self.names]
         return {name: tensor.detach() for name, tensor in named if name in self.keys}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Attributes = list[tuple[nn.Module, dict[str, object]]]
+"""Modules with attributes of theirs, by name."""
+
 _COPIED = (list, dict, set, bytearray, random.Random, torch.Generator, itertools.count)
 
 
@@ -74,6 +77,27 @@ def numbers_kept(module: nn.Module) -> dict[str, int | float]:
         for name, value in vars(part).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Returns the attributes of the modules that are not torch's own, with copies of lists, dictionaries and sets."""
+    return [
+        (part, {name: _copied(value) for name, value in vars(part).items() if name not in _REGISTRIES})
+        for part in module.modules()
+        if not type(part).__module__.startswith("torch.")
+    ]
+
+
+def set_attributes(attributes: Attributes) -> None:
+    """Gives modules the attributes that `attributes_of` returned."""
+    for part, values in attributes:
+        for name in [name for name in vars(part) if name not in _REGISTRIES and name not in values]:
+            del vars(part)[name]
+        vars(part).update({name: _copied(value) for name, value in values.items()})
+
+
+def _copied(value: object) -> object:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
 def _tensors(modules: list[nn.Module]) -> dict[int, Tensor]:

@@ -1,0 +1,73 @@
+"""Errors of the model's own code while a stage runs, in one line that names the layer."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import fx, nn
+
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.schedules.table import Action, Phase
+
+_CHANGED = "modified by an inplace operation"
+_PHASES = {
+    Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.INPUT_GRAD: "backward", Phase.WEIGHT_GRAD: "backward",
+}  # fmt: skip
+
+
+@contextmanager
+def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Iterator[None]:
+    """Raises InvalidModel for whatever the code of a stage's layers, or their backward, raises in this context."""
+    try:
+        yield
+    except BapipeError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        layer = _layer(cause, module)
+        where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
+        text = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        raise InvalidModel(
+            f"{where} fails in the {_PHASES[action.phase]} of micro-batch {action.microbatch}: "
+            f"{text[:200]}{_hint(str(cause), recompute=recompute)}"
+        ) from error
+
+
+def _hint(text: str, *, recompute: bool) -> str:
+    if _CHANGED in text:
+        return (
+            "; a forward of a later micro-batch may change what this backward needs, because forwards run ahead of "
+            "backwards: let the model use a copy of it (clone())"
+        )
+    if recompute and "require" in text and "grad" in text:
+        return (
+            "; a recomputed stage runs its forward without gradients first, so a forward that computes gradients "
+            "cannot be in one: plan without recomputation"
+        )
+    return ""
+
+
+def _layer(error: BaseException, module: nn.Module) -> str:
+    """Returns the path of the outermost module of a stage in whose forward an error was raised; empty if in none."""
+    stage = next(part for part in module.modules() if isinstance(part, fx.GraphModule))
+    paths = {id(part): path for path, part in stage.named_modules() if path}
+    trace = error.__traceback__
+    while trace is not None:
+        path = paths.get(id(trace.tb_frame.f_locals.get("self")))
+        if path:
+            return path
+        trace = trace.tb_next
+    return ""
+
+
+@contextmanager
+def without_torch_log() -> Iterator[None]:
+    """Keeps torch's pipeline runtime from writing the whole schedule to stderr if an action fails."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
