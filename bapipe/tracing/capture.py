@@ -41,7 +41,7 @@ def capture(
         return leaves.capture(module, num_inputs)
     except TracingFailed as error:
         failed = error
-    if inputs is None:
+    if inputs is None or isinstance(failed.cause, CannotKeep):
         return _capture_with_leaves(module, None, leaves, failed, "")
     try:
         recorded = capture_by_recording(module, inputs, sorted(leaves.paths))

@@ -33,7 +33,7 @@ from bapipe.tracing.kept_calls import (
     hook_operator,
 )  # fmt: skip
 from bapipe.tracing.python_random import generator_states, generators_restored
-from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.python_state import attributes_of, state_restored
 
 _SIZES = frozenset(
     ("size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point",
@@ -150,7 +150,7 @@ class _StateCalls(TorchFunctionMode):
             value = func(*args, **kwargs)
             return getattr(self._proxy(args[0]), func.__self__.__name__) if isinstance(value, Tensor) else value
         args, kwargs = tree_map(self._proxy, (args, kwargs))
-        if not args or not isinstance(args[0], fx.Proxy) or not hasattr(Tensor, name):
+        if not args or not isinstance(args[0], fx.Proxy) or getattr(Tensor, name, None) is not func:
             return func(*args, **kwargs)
         if name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
             return getattr(operator, f"__{name[3:]}")(args[1], args[0])
@@ -173,7 +173,7 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
     """
     defaults = _default_arguments(module, num_inputs)
     with state_restored(module):
-        tracer = _Tracer(leaf_modules)
+        tracer, counts = _Tracer(leaf_modules), _counts(module)
         graph = _trace(tracer, module, defaults)
         texts = tracer.texts()
         _drop_arguments(graph, defaults)
@@ -182,7 +182,7 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
         returned, spec = tree_flatten(output.args[0])
         output.args = (tuple(returned),)
         traced = fx.GraphModule(module, graph)
-        _check_second_trace(texts, leaf_modules, module, defaults)
+        _check_second_trace(texts, leaf_modules, module, defaults, is_counting=_counts(module) != counts)
     drop_unused(traced)
     check_writes(traced, tracer.path_of_node)
     layer_of_call: dict[fx.Node, str] = {}
@@ -224,12 +224,17 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
 
 
 def _check_second_trace(
-    first: Sequence[tuple[str, ...]], leaf_modules: frozenset[str], module: nn.Module, defaults: dict[str, Any]
+    first: Sequence[tuple[str, ...]],
+    leaf_modules: frozenset[str],
+    module: nn.Module,
+    defaults: dict[str, Any],
+    *,
+    is_counting: bool,
 ) -> None:
-    """Raises CannotKeep if the forward of a module inside does something else at its second call.
+    """Raises CannotKeep if a forward does something else at its second call: it keeps state in Python.
 
-    Then it keeps state in Python from call to call. For state of the model's own forward there is no module that could
-    be one layer; whether it matters is for a comparison with the module to say.
+    If that is the model's own forward, there is no module that could be one layer. It may only have made a table that
+    it needs again, unless it counts.
     """
     for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
         delattr(module, name)  # the second trace shall give the same names
@@ -237,11 +242,18 @@ def _check_second_trace(
     try:
         _trace(tracer, module, defaults)
         different = (text for text, other in zip(tracer.texts(), first, strict=False) if text != other)
-        path = next(different, ("",))[0]
+        path = next((text[0] for text in different), None)
     except TracingFailed as error:
         path = error.path
-    if path:
+    if path or (path == "" and is_counting):
         raise CannotKeep({path: "its forward keeps state from call to call"})
+
+
+def _counts(module: nn.Module) -> list[float]:
+    """Returns the numbers, and the lengths of lists, among the attributes of a module's parts."""
+    values = [value for _, attributes in attributes_of(module) for value in attributes.values()]
+    lengths = [float(len(value)) for value in values if isinstance(value, list | dict | set)]
+    return lengths + [float(value) for value in values if isinstance(value, int | float)]
 
 
 def _default_arguments(module: nn.Module, num_inputs: int | None) -> dict[str, Any]:

@@ -70,6 +70,6 @@ def test_only_buffers_that_change_are_kept() -> None:
     stage = RecomputedStage(module, CPU)
     for m in range(2):
         stage.first(m, lambda: stage(torch.randn(3, 4)))
-    assert set(stage._before[0].buffers) == set(stage._before[1].buffers)
-    assert "table" not in stage._before[1].buffers
-    assert stage._before[1].buffers["0.num_batches_tracked"].item() == 1
+    assert set(stage._before[0].tensors) == set(stage._before[1].tensors)
+    assert "table" not in stage._before[1].tensors
+    assert stage._before[1].tensors["0.num_batches_tracked"].item() == 1
