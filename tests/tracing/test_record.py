@@ -96,7 +96,8 @@ def _trained(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> l
     module.zero_grad()
     output = run(x)
     output.square().sum().backward()
-    return [output.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+    grads = (parameter.grad for parameter in module.parameters())
+    return [output.detach(), *(grad.clone() for grad in grads if grad is not None)]
 
 
 @pytest.mark.parametrize("name", CODE)
