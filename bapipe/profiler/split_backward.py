@@ -22,12 +22,15 @@ class WeightGroup:
 
     Attributes:
         starts_at_root: whether W begins at nodes at which I ends, which I does not run.
+        runs_input_path: whether W would run a part of the path to the inputs again: one of its nodes leads to another,
+            as where several layers use a bias that one layer makes. It would free what the W of others needs.
         param_group: torch's own record: the nodes as "intermediates", and after I the gradients that arrived there as
             "grads". W empties it.
     """
 
     parameters: tuple[nn.Parameter, ...]
     starts_at_root: bool
+    runs_input_path: bool
     param_group: dict[str, Any]
 
     @property
@@ -59,8 +62,23 @@ def _weight_group(
     return WeightGroup(
         parameters=tuple(parameter_of[node] for node in param_group["params"]),
         starts_at_root=roots.issuperset(nodes),
+        runs_input_path=len(nodes) > 1 and _lead_to_each_other(nodes),
         param_group=param_group,
     )
+
+
+def _lead_to_each_other(nodes: Sequence[Node]) -> bool:
+    """Returns whether a backward gets from one of some nodes to another."""
+    wanted, reached = set(nodes), set[Node]()
+    todo = [after for node in nodes for after, _ in node.next_functions if after is not None]
+    while todo:
+        node = todo.pop()
+        if node in wanted:
+            return True
+        if node not in reached:
+            reached.add(node)
+            todo += [after for after, _ in node.next_functions if after is not None]
+    return False
 
 
 def run_input_grads(loss: Tensor, roots: Sequence[GradientEdge], groups: Sequence[WeightGroup]) -> None:
