@@ -31,7 +31,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStage:
-    """What the loader asks of a pipeline and of its plan: one micro-batch, of which this rank loads the images."""
+    """The attributes of a pipeline and its plan that the loader uses: one micro-batch, whose images this rank loads."""
 
     minibatch_size: int
     microbatch_size: int

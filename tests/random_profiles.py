@@ -20,8 +20,8 @@ def random_profile(
 ) -> ModelProfile:
     """A chain with some skip connections; figures small enough that ties are common.
 
-    Where `splits_badly`, some layers have a B of their own, and I leaves something for W. Where it `shares`, two layers
-    use the same parameters. Where some are `frozen`, layers train all, some or none of their parameters.
+    If `splits_badly`, some layers have a separate time of B, and I leaves gradients for W. If `shares`, two layers use
+    the same parameters. If `frozen`, layers train all, some or none of their parameters.
     """
     layers = []
     for i in range(num_layers):
@@ -68,7 +68,7 @@ def _sharing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:
 
 
 def _freezing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:
-    """Layers with some of their parameters not trained; what a layer shares is trained as far as its owner trains it."""
+    """Layers with some of their parameters not trained; shared ones are trained as far as in their owner."""
     frozen = {}
     for layer in layers:
         trained = random.choice([UNSET, UNSET, 0, random.randint(0, layer.param_bytes)])

@@ -34,7 +34,7 @@ def examples(count: int) -> settings:
 
 
 def drawn(build: Callable[[Random], T]) -> st.SearchStrategy[T]:
-    """Returns the strategy of what a builder makes of a source of random choices."""
+    """Returns the strategy of the values that a builder makes from a source of random choices."""
     return st.randoms(use_true_random=False).map(build)
 
 

@@ -170,7 +170,7 @@ def test_planning_loads_no_heavy_package(command: str) -> None:
 
 
 def test_help_loads_no_command() -> None:
-    """`bapipe --help` answers at once: it imports the parser, and neither the commands nor what they need."""
+    """`bapipe --help` answers at once: it imports the parser, but neither the commands nor their dependencies."""
     code = (
         "import sys; from bapipe.cli import app; sys.argv[1:] = ['--help']\n"
         "try: app()\n"

@@ -1,4 +1,4 @@
-"""Conventions that every file keeps: docstrings, comments, where flags and torch's private names may stand."""
+"""Conventions of every file: docstrings, comments, and the only places for flags and torch's private names."""
 
 import ast
 import json
@@ -114,7 +114,7 @@ def test_the_certificate_of_a_throughput_plan_names_its_space() -> None:
 
 
 def test_no_certificate_takes_its_bound_from_the_plan_alone() -> None:
-    """A certificate whose bound is the plan's own value would say "proven optimal" of any plan."""
+    """A certificate whose bound is the plan's own value would call every plan proven optimal."""
     calls = [
         node
         for path in FILES
@@ -129,7 +129,7 @@ def test_no_certificate_takes_its_bound_from_the_plan_alone() -> None:
 
 
 def test_every_function_and_class_of_a_module_is_used() -> None:
-    """What only its own definition names is dead; tests and benchmarks do not count as users."""
+    """A name that occurs only in its definition is dead; tests and benchmarks do not count as users."""
     trees = {path: ast.parse(path.read_text()) for path in FILES}
     uses = Counter(re.findall(r"\w+", "\n".join(path.read_text() for path in [*FILES, ROOT / "pyproject.toml"])))
     dead = [

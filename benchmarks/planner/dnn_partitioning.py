@@ -25,7 +25,7 @@ EXACT = 1e-9
 MAX_DOWNSETS = 60_000
 
 MAX_CACHED_BOUNDARIES = 700
-"""Up to this number of boundaries, the loads of all stages between them are computed once and kept."""
+"""Up to this number of boundaries, the loads of all stages between them are computed once and cached."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,13 +170,13 @@ class Pipelines:
 
     depends_on_later_devices = False
 
-    def min_devices(self, begin: Any, end: Any, after: Any, room: Any, limit: float) -> Any:
-        """Starts from what compute or transfers alone need, and adds devices until the sum is below the limit."""
+    def min_devices(self, begin: Any, end: Any, after: Any, available: Any, limit: float) -> Any:
+        """Starts from the needs of compute or transfers alone, and adds devices until the sum is below the limit."""
         compute = self._compute[end][None, :] - self._compute[begin][:, None]
         params = (self._params[end][None, :] - self._params[begin][:, None]) * (4.0 / self._rate)
         sent = np.maximum(self._alive_s[begin][:, None], self._alive_s[end][None, :])
         devices = np.maximum(np.floor(np.maximum(compute, sent) / limit), 1.0)
-        devices[~self._nested[np.ix_(begin, end)] | (devices > room)] = self.num_devices + 1
+        devices[~self._nested[np.ix_(begin, end)] | (devices > available)] = self.num_devices + 1
         while True:
             load = np.maximum(compute + (devices - 1) / devices * params, sent) / devices
             more = (load >= limit) & (devices <= self.num_devices)

@@ -14,7 +14,7 @@ from bapipe.graph.layer_graph import Graph, contract
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A graph; what one of its nodes stands for must share a device.
+    """A graph whose nodes stand for groups of layers; the layers of a node must share a device.
 
     Attributes:
         nodes: of each graph node, the source's node numbers.
@@ -81,7 +81,7 @@ def read(path: Path) -> Workload:
 
 
 def contracted(workload: Workload, groups: Iterable[Sequence[int]]) -> Workload:
-    """Returns the workload with groups of graph nodes, and what is then on a cycle, contracted to one node each."""
+    """Returns the workload with groups of graph nodes, and the cycles that result, contracted to one node each."""
     graph, parts = contract(workload.graph, groups)
     index = {node: i for i, part in enumerate(parts) for node in part}
     tensors: dict[frozenset[int], float] = defaultdict(float)

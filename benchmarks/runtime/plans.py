@@ -36,7 +36,7 @@ class PlannedWorkload:
 
 
 def make_plans(workload: Workload, num_ranks: int, folder: Path, log: Callable[[str], None]) -> PlannedWorkload:
-    """Returns the plans of a model; what the folder does not contain is measured and written there.
+    """Returns the plans of a model; missing ones are made from a measurement and written to the folder.
 
     The first is planned without restrictions: any number of stages and replicas, cores one by one or together.
     """

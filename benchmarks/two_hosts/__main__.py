@@ -83,7 +83,7 @@ def data_parallel(plan: bapipe.Plan, profile: bapipe.ModelProfile) -> bapipe.Pla
 
 
 def probe_cluster(hosts: TwoHosts, path: Path) -> bapipe.Cluster:
-    """The two hosts as their own probe measures them."""
+    """The two hosts as a probe on them measures them."""
     if not path.exists():
         hosts.torchrun([sys.executable, *CLI, "cluster", "--probe", "-o", str(path)], timeout_s=300)
     return bapipe.read(path, bapipe.Cluster)

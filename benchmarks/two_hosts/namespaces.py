@@ -1,4 +1,4 @@
-"""Two network namespaces with one limited link between them: two hosts, as far as torch can tell."""
+"""Two network namespaces with one limited link between them: for torch they are two hosts."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ class TwoHosts:
             _do("ip", "-n", self._space(host), "link", "set", self._end(host), "down")
 
     def enter(self, host: int) -> None:
-        """Moves this process to a host, and sets where the rendezvous of its job is: on the first host."""
+        """Moves this process to a host, and sets the address of the rendezvous to the first host."""
         with open(f"/var/run/netns/{self._space(HOSTS[host])}") as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -99,7 +99,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Makes the namespaces, and takes them away again with all that runs in them."""
+    """Makes the namespaces, and removes them at the end, with all processes in them."""
     hosts = TwoHosts(str(os.getpid()))
     spaces, ends = [hosts._space(host) for host in HOSTS], [hosts._end(host) for host in HOSTS]
     made = []
@@ -142,6 +142,6 @@ def _address(host: int) -> str:
 
 
 def _do(*command: str) -> str:
-    # In a session of its own, so that what ends this program does not end its tidying up.
+    # In a separate session, so that a signal that ends this program does not end the clean-up.
     done = subprocess.run(command, check=True, capture_output=True, text=True, start_new_session=True)
     return done.stdout

@@ -1,4 +1,4 @@
-"""What `bapipe plan` says of wrong files and contradictory wishes: one line, the path of the fault, exit code 1."""
+"""Errors of `bapipe plan` for wrong files and contradictory options: one line, the path of the fault, exit code 1."""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def changed(tree: Any, path: Sequence[str | int], value: object) -> Any:
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], profile: Any, cluster: Any, *options: str) -> str:
-    """What the command line says on its one line of the error."""
+    """The one line in which the command line prints the error."""
     (folder / "p.json").write_text(json.dumps(profile))
     (folder / "c.json").write_text(json.dumps(cluster))
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +225,7 @@ def test_options_that_no_plan_satisfies_are_named(
 
 
 def test_any_micro_batch_size_between_two_measured_ones_is_found_quickly() -> None:
-    """A profile that says it measured 2**62 samples does not make the planner count that far."""
+    """A measured micro-batch size of 2**62 samples does not make the planner iterate that far."""
     huge = msgspec.convert(changed(PROFILE, ("measurements", 2, "microbatch_size"), 2**62), ModelProfile)
     plan = plan_step_time({"a": huge}, msgspec.convert(CLUSTER, Cluster), PlanOptions(minibatch_size=6))
     assert plan.certificate.space.count("micro-batches of 1, 2, 3, 6;") == 1

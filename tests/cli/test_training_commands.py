@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-c", "from bapipe.cli import main; main()"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where tiny was profiled and planned for two stages."""
+    """A folder with a profile of tiny and a plan of two stages."""
     folder = tmp_path_factory.mktemp("tiny")
     shutil.copy(ROOT / "tests" / "models" / "tiny.py", folder)
     for arguments in (

@@ -1,4 +1,4 @@
-"""Files: what is accepted, and the whole message for what is not."""
+"""Decoding of files: accepted ones, and the complete message for each refused one."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_the_header_comes_first(profile: ModelProfile) -> None:
 
 
 def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
-    """The file with the value at `path` replaced, or removed where `new` is ..."""
+    """The file with the value at `path` replaced, or removed if `new` is `...`"""
     tree = json.loads(encode(value))
     at = tree
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""Profiles between measured micro-batch sizes, and what speed does to times."""
+"""Profiles between measured micro-batch sizes, and times on devices of other speeds."""
 
 from random import Random
 

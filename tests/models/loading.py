@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What `batches` asks of a pipeline and its plan."""
+    """The attributes of a pipeline and its plan that `batches` uses."""
 
     needs: tuple[str, ...]
     needs_target: bool

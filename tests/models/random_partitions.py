@@ -108,7 +108,7 @@ def check_all_state_is_somewhere(parts: Split) -> None:
 
 
 def partition(model: TracedModel, stages: list[list[str]], inputs: Sequence[Tensor], size: int) -> Split | None:
-    """Returns the stages of a model, or None where changes in place forbid this partition."""
+    """Returns the stages of a model, or None if changes in place forbid this partition."""
     plan = make_plan_of(stages, range(len(stages)), named_order("gpipe", len(stages), 1), size, 1)
     try:
         return split(model, plan, inputs)

@@ -1,4 +1,4 @@
-"""Devices one by one or taken together, as profiles of more threads say: the faster way is chosen."""
+"""Devices as they are, or merged for profiles of more threads: the faster grouping is chosen."""
 
 import pytest
 from msgspec.structs import replace

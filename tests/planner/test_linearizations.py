@@ -13,7 +13,7 @@ from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
 
 TOWERS = {"a0": ("x",), "b0": ("y",), "a1": ("a0",), "b1": ("b0",), "join": ("a1", "b1")}
-"""Two towers, their layers in turn: the order in which a module that goes through both at once is traced."""
+"""Two towers with alternating layers, as traced from a module that runs a layer of each in turn."""
 
 
 def towers() -> ModelProfile:

@@ -1,4 +1,4 @@
-"""What a user may fix, allow and ask of the planner: constraints, pins, explanations, the front, kept plans."""
+"""Options and results of planning: constraints, pinned plans, explanations, the Pareto front, cached plans."""
 
 from dataclasses import replace as replace_options
 from itertools import pairwise

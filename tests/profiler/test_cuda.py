@@ -1,4 +1,4 @@
-"""What is reckoned for CUDA devices, where none is needed to say it."""
+"""Computations for CUDA devices that can be tested without one."""
 
 import pytest
 import torch

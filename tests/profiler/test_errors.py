@@ -1,4 +1,4 @@
-"""What cannot be measured: the layer is named, and what to do."""
+"""Errors of models that cannot be measured: they name the layer, and a remedy."""
 
 from collections.abc import Callable
 
@@ -96,7 +96,7 @@ def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str, caps
 
 
 class Greedy(nn.Identity):
-    """Asks for more memory than there is where a batch is larger than 2."""
+    """Allocates more memory than the machine has if a batch is larger than 2."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return input + torch.empty(10**15 if len(input) > 2 else 0).sum()

@@ -1,4 +1,4 @@
-"""Layers measured one at a time, by hand where their bytes are known."""
+"""Layers measured one at a time, against bytes computed by hand."""
 
 import torch
 from torch import nn

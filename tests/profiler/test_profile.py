@@ -1,4 +1,4 @@
-"""Profiles of small modules: what was measured, and how often."""
+"""Profiles of small modules: which layers are measured, and how often."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A plan's explanation predicts for measured models what the simulator confirms when it is tried."""
+"""The effects that a plan's explanation predicts for measured models equal those that the simulator gives."""
 
 from functools import cache
 

@@ -43,7 +43,7 @@ def splits_workload(random: Random) -> placement_workload.Workload:
 
 
 def min_split_load(workload: placement_workload.Workload) -> float | None:
-    """The least largest load over every assignment of nodes to devices whose order has no cycle."""
+    """The minimum, over every assignment of nodes to devices without a cycle, of the largest load."""
     count, k = workload.graph.num_nodes, workload.num_devices
     best = None
     for of in product(range(k + workload.num_cpus), repeat=count):

@@ -35,7 +35,7 @@ def random_workload(random: Random, num_nodes: int) -> dict[str, Any]:
 def stage_seconds(
     found: dict[str, Any], setting: piper.Setting, first: int, stop: int, t: str, d: int, used: tuple[int, ...], y: int
 ) -> float:
-    """One stage with an option for each node; infinite where it does not fit."""
+    """One stage with an option for each node; infinite if it does not fit."""
     chosen = [found["nodes"][i]["TMPCs"][t][o] for i, o in zip(range(first, stop), used, strict=True)]
     if sum(c["memoryUsageA"] * y + c["memoryUsageB"] for c in chosen) > setting.memory:
         return inf
@@ -51,7 +51,7 @@ def stage_seconds(
 
 
 def brute(found: dict[str, Any], setting: piper.Setting, stop: int, devices: int, later: int) -> float:
-    """The least largest time of the stages that hold the first `stop` nodes, with so many replicas after them."""
+    """The minimum of the largest stage time for the first `stop` nodes, with `later` replicas after them."""
     if stop == 0:
         return 0.0
     best = inf

@@ -27,7 +27,7 @@ from tests.strategies import drawn, examples
 def minimal_load(
     profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, homogeneous: bool
 ) -> int | None:
-    """The least largest load over everything there is, None where nothing fits."""
+    """The minimum of the largest load over all plans, None if nothing fits."""
     best: int | None = None
     names = [layer.name for layer in profile.layers]
     count = len(cluster.devices)
@@ -82,7 +82,7 @@ def largest_load(
     num_microbatches: int,
     used: int | None,
 ) -> int | None:
-    """The largest load of a device by the rules in words; None where one lacks memory."""
+    """The largest load of a device, from the rules in docs/algorithm.md; None if a device lacks memory."""
 
     def move(num_bytes: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> int:
         links = [cluster.link(a, b) for a in sources for b in targets]

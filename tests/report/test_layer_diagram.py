@@ -1,4 +1,4 @@
-"""The rails of a small residual block by hand, and a drawing that holds what it should."""
+"""The rails of a small residual block by hand, and the contents of a drawing."""
 
 import xml.etree.ElementTree as ET
 

@@ -1,4 +1,4 @@
-"""Pictures and tables, looked at once and kept."""
+"""Text charts and tables, compared with checked ones."""
 
 import json
 

@@ -24,7 +24,7 @@ def _one_thread() -> Iterator[None]:
 
 
 ZOO = sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"})
-"""One of each kind: the rest differ from these in their sizes alone."""
+"""One of each kind: the others differ from these in their sizes alone."""
 
 
 @pytest.mark.parametrize("name", ZOO)

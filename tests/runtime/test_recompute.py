@@ -1,4 +1,4 @@
-"""What a stage that recomputes keeps from F to its backward, and what its second forward keeps, by hand."""
+"""The bytes that a recomputing stage keeps from F to its backward and from its second forward, computed by hand."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from bapipe.runtime.recompute import RecomputedStage
 
 @contextmanager
 def saved_beside(module: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of the storages that autograd saves within, but for the module's own."""
+    """Bytes of the storages that autograd saves within the context, except the module's parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     found: dict[int, int] = {}
     kept: list[Tensor] = []  # so that no storage takes the place of another

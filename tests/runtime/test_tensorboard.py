@@ -1,4 +1,4 @@
-"""What is written for TensorBoard is what was reported."""
+"""TensorBoard files contain the reported values."""
 
 import sys
 from pathlib import Path

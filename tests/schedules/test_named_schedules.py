@@ -36,7 +36,7 @@ RANKS_AND_MICROBATCHES = [(p, m) for p in range(1, 9) for m in range(1, 3 * p + 
 
 
 def run(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> Timeline:
-    """Runs equal stages; transfers take no time or as long as given."""
+    """Simulates equal stages on links with `transfer_ns` per transfer."""
     latency_ns = max(0, transfer_ns - 1)  # a byte takes 1 ns to round up to
     cluster = devices(len(schedule.order), memory_bytes=0, bytes_per_s=10**18, latency_ns=latency_ns)
     cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w)

@@ -1,4 +1,4 @@
-"""Tables: what is legal, and the whole message for what is not."""
+"""Legal tables, and the complete message for each illegal one."""
 
 import pytest
 

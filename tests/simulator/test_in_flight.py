@@ -1,4 +1,4 @@
-"""Memory in flight: the vectorized form that searches use has what the simulator counts, for every interval."""
+"""Memory in flight: the vectorized form of the searches equals the simulator's, for every interval."""
 
 from dataclasses import replace
 

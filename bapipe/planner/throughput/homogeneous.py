@@ -77,14 +77,14 @@ class HomogeneousDevices:
         return self._sums.fits(begin, end, in_flight, times, self._memory_bytes)
 
     def min_devices(
-        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", room: "IntArray", limit: float
+        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", available: "IntArray", limit: float
     ) -> "IntArray":
         """Starts from a lower bound on the devices of each stage, and adds one until its load is below the limit."""
         result: IntArray = np.full((begin.size, end.size), self.num_devices + 1, dtype=np.int64)
-        rows, columns = np.nonzero(self._boundaries.nested[np.ix_(begin, end)] & (room > 0))
+        rows, columns = np.nonzero(self._boundaries.nested[np.ix_(begin, end)] & (available > 0))
         # From here on everything has shape [stages still undecided].
         first, last, later = begin[rows], end[columns], np.broadcast_to(after, result.shape)[rows, columns]
-        most = np.minimum(self._max_replicas, room[rows, columns])
+        most = np.minimum(self._max_replicas, available[rows, columns])
         # F + B, and each transfer, takes M / r times per device: r must be at least M times each over the limit.
         each = self._sums.microbatch_ns(first, last)
         # Starting below the true minimum costs a few rounds; starting above it would lose plans.

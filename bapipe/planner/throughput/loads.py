@@ -118,17 +118,17 @@ class StageCostSums:
         buffers = num_microbatches * (self.send_bytes[begin] + self.grad_bytes[end])
         # Every device runs F and whole B only, without recomputation: only stashes are in flight.
         stashes = in_flight * costs.stash_bytes(begin, end)
-        room: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))
+        free_bytes: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))
         # The largest workspace of a stage is a range maximum, which differences cannot give. It is computed only for
         # the few stages whose free memory lies between zero and the largest workspace of all layers.
-        fits: BoolArray = room >= self._workspaces.max()
-        undecided = np.nonzero((room >= 0) & ~fits)
+        fits: BoolArray = free_bytes >= self._workspaces.max()
+        undecided = np.nonzero((free_bytes >= 0) & ~fits)
         if undecided[0].size:
             begins, ends = np.broadcast_arrays(begin, end)
             for some in np.array_split(np.arange(undecided[0].size), undecided[0].size // 4096 + 1):
                 pairs = tuple(axis[some] for axis in undecided)
                 stages = self._inside[ends[pairs]] - self._inside[begins[pairs]]  # [some, layers]
-                fits[pairs] = room[pairs] >= (stages * self._workspaces).max(axis=1)
+                fits[pairs] = free_bytes[pairs] >= (stages * self._workspaces).max(axis=1)
         return fits
 
 

@@ -89,8 +89,8 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath 
         position -= begins.size
         ends = np.concatenate([candidates[candidates > begins[0]], [last]])
         follow = min_devices[ends] if problem.depends_on_later_devices else after[ends]
-        room = num_devices - before[begins][:, None] - follow[None, :]  # [begins, ends]
-        needed = problem.min_devices(begins, ends, follow, room, limit)
+        available = num_devices - before[begins][:, None] - follow[None, :]  # [begins, ends]
+        needed = problem.min_devices(begins, ends, follow, available, limit)
         for row in np.nonzero((needed <= num_devices).any(axis=1))[0][::-1].tolist():
             begin = int(begins[row])
             total = needed[row] + min_devices[ends]

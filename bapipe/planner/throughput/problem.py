@@ -85,16 +85,16 @@ class HomogeneousLoadProblem(Protocol):
         ...
 
     def min_devices(
-        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", room: "IntArray", limit: float
+        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", available: "IntArray", limit: float
     ) -> "IntArray":
         """The fewest devices with which the stages from each of `begin` to each of `end` have loads below the limit.
 
         Args:
             after: devices that run the layers after each `end`, of shape [ends].
-            room: devices that the stage may have, of shape [begins, ends].
+            available: devices that the stage may have, of shape [begins, ends].
 
         Returns:
-            Shape [begins, ends]; more than `num_devices` if `room` devices are not enough.
+            Shape [begins, ends]; more than `num_devices` if `available` devices are not enough.
         """
         ...
 

@@ -18,7 +18,7 @@ def problem(
     return_ns: tuple[int, ...] = (),
     stashes: int = 100,
 ) -> OrderProblem:
-    """One stage per device; each device has room for some stashes of one byte."""
+    """One stage per device; each device has memory for some stashes of one byte."""
     num_stages = len(times) // 3
     none = (0,) * num_stages
     return OrderProblem(

@@ -1,4 +1,4 @@
-"""The searched order: known optima, starts, memory, what it refuses, and what it does without a solver."""
+"""The search of an order: known optima, starts, memory, refused arguments, and the search without a solver."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ PLENTY = 10**9
 
 
 def equal(p: int, m: int, f: int, i: int, w: int, stashes: int, wire_ns: int = 0) -> Pipeline:
-    """Equal stages whose devices have room for some stashes."""
+    """Equal stages whose devices have memory for some stashes."""
     cost = StageCost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=1000)
     num_bytes = 1 if wire_ns else 0
     stages = tuple(

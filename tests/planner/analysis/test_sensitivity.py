@@ -1,4 +1,4 @@
-"""More of a resource has the effect that the simulator, or planning again, gives it."""
+"""The effect of more of a resource equals that in the simulator, or that of planning again."""
 
 from msgspec.structs import replace
 

@@ -1,4 +1,4 @@
-"""The relaxation of long chains: no plan is lost, and it says no to some limits."""
+"""The relaxation of long chains: every plan is feasible in it, and some limits are not."""
 
 from bisect import bisect_left
 from itertools import pairwise

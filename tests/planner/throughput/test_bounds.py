@@ -43,7 +43,7 @@ def every_plan(
     last = problem.num_boundaries - 1
 
     def extend(end: int, later: int) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
-        """From the last stage backwards: `later` devices run what follows `end`."""
+        """From the last stage backwards: `later` devices run the layers after `end`."""
         if end == 0:
             yield 0.0, (0,), ()
             return
@@ -79,7 +79,7 @@ def test_lower_and_upper_bound(part: int) -> None:
 
 
 def test_devices_around_a_boundary() -> None:
-    """At each cut of a plan below a limit, both sides have at least the devices that the bound says; often exactly."""
+    """At each cut of a plan below a limit, both sides have at least the bound's number of devices, often exactly."""
     seen = equal = 0
     for seed in SEEDS:
         problem, boundaries = random_problem(seed)

@@ -74,7 +74,7 @@ def test_a_rank_loads_only_the_parts_that_it_uses(
 
 
 class Items(list[Any]):
-    """The same items whole, as data of a user's own gives them."""
+    """The same items as complete tuples, as a user's data set returns them."""
 
     def __init__(self, count: int) -> None:
         super().__init__(((torch.tensor(10 * i), 10 * i + 1), torch.tensor(10 * i + 2)) for i in range(count))
