@@ -135,9 +135,7 @@ class HeterogeneousDevices:
     def _possible(self, rate_before: float, rate_after: float, limit: float) -> "BoolArray":
         """Boundaries whose layers on each side the devices on that side can run below the limit; [boundaries]."""
         per_microbatch = limit / self._num_microbatches * (1 + 1e-9)
-        return (self._before_ns <= rate_before * per_microbatch) & (
-            self._after_ns <= rate_after * per_microbatch
-        )
+        return (self._before_ns <= rate_before * per_microbatch) & (self._after_ns <= rate_after * per_microbatch)
 
     def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "IntArray":
         group = self.states[state][1]
