@@ -154,8 +154,12 @@ class Challenger:
         best, schedule, cuts = tried[0]
         num_devices = len(cuts) - 1
         # Early stages have more micro-batches in flight and wait less, so both slopes are worth a start.
-        starts = [cuts, *(self.proportional_cuts(num_devices, lambda i, k=k: 1 + k * i) for k in (-0.02, 0.02))]
+        starts = [cuts, *(self.proportional_cuts(num_devices, _one_plus(slope)) for slope in (-0.02, 0.02))]
         return min(best, *(self.climb(start, schedule, deadline) for start in starts))
+
+
+def _one_plus(slope: float) -> Callable[[int], float]:
+    return lambda i: 1 + slope * i
 
 
 def main() -> None:

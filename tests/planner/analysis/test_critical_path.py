@@ -21,7 +21,8 @@ def test_one_micro_batch_goes_through_every_stage_and_back() -> None:
     options = PlanOptions(minibatch_size=1, num_stages=2, schedules=("1f1b",))
     timeline = simulate(plan_step_time(profiles, devices(2), options), profiles)
     path = critical_path(timeline)
-    assert [str(event.action) if isinstance(event, Span) else event.phase.name for event in path if _lasts(event)] == [
+    lasting = [event for event in path if isinstance(event, Span | Transfer)]
+    assert [str(event.action) if isinstance(event, Span) else event.phase.name for event in lasting] == [
         "0F0", "FORWARD", "1F0", "1B0", "BACKWARD", "0B0",
     ]  # fmt: skip
     assert time_shares(timeline) == [
@@ -30,10 +31,6 @@ def test_one_micro_batch_goes_through_every_stage_and_back() -> None:
         ("the link from d0 to d1", MS),
         ("the link from d1 to d0", MS),
     ]
-
-
-def _lasts(event: object) -> bool:
-    return isinstance(event, Span | Transfer)
 
 
 @given(pipelines((0, 1, 2), 3))
