@@ -3,6 +3,7 @@
 Begin with `check`: `trace_checked` traces a module and compares its finest stages with its own code, with the same
 random numbers. `outcome` is what is compared, and the pass of the original; `stages` is the pass of the stages;
 `compare` tells rounding from differences; `locate` finds the first module that differs, and `cause` guesses why.
+`losses` notices losses that depend on how a mini-batch is cut into micro-batches.
 """
 
 from bapipe.equivalence.check import (
@@ -14,6 +15,7 @@ from bapipe.equivalence.check import (
     example_microbatches,
     trace_checked,
 )
+from bapipe.equivalence.losses import loss_over_parts
 from bapipe.equivalence.outcome import Microbatch
 
 __all__ = [
@@ -24,5 +26,6 @@ __all__ = [
     "compare_split",
     "compare_stages",
     "example_microbatches",
+    "loss_over_parts",
     "trace_checked",
 ]

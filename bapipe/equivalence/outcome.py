@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.randomness import SeededOperators, generators_restored, seed_generators
+from bapipe.equivalence.randomness import SeededOperators, all_generators_restored, seed_generators
 from bapipe.tracing.python_state import numbers_kept, state_restored
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -93,7 +93,7 @@ def trial(module: nn.Module) -> Iterator[Trial]:
             parameter.grad = None
         with (
             state_restored(module, parameters=True) as before,
-            generators_restored(device),
+            all_generators_restored(device),
             torch.enable_grad(),
             SeededOperators() as seeded,
         ):

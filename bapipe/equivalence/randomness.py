@@ -1,8 +1,6 @@
 """The same random numbers for the same operators, in whatever order and however often these run."""
 
 import hashlib
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bapipe.torch_private import DispatchMode, OpOverload
+from bapipe.tracing.python_random import generators_restored, set_generators
 
 
 class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
@@ -46,27 +45,17 @@ class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def generators_restored(device: torch.device) -> Iterator[None]:
-    """Restores all global generators afterwards: torch's, Python's, and numpy's if that is loaded."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+def all_generators_restored(device: torch.device) -> Iterator[None]:
+    """Restores all global generators afterwards: torch's, Python's and numpy's."""
+    with generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
 
 
 def seed_generators(microbatch: int) -> None:
     """Sets the global generators to what they are before a micro-batch."""
-    seed = _hash(f"{microbatch}") % 2**32
+    seed = _hash(f"{microbatch}")
     torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
+    set_generators(seed)
 
 
 def _hash(text: str) -> int:

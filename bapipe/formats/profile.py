@@ -21,6 +21,9 @@ TARGET = "target"
 EQUIVALENCE = "equivalence"
 """Key in `environment`: how the split model was compared with the original, or why it was not."""
 
+LOSS_OVER_PARTS = "loss_over_parts"
+"""Key in `environment`: in which way the loss of a mini-batch is not the mean of its micro-batches'."""
+
 ONE_LAYER = "one_layer"
 """Key in `environment`: modules that are one layer although nobody asked for it, by path, and why."""
 

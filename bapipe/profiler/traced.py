@@ -1,15 +1,18 @@
 """Traces the module to measure, and holds its stages to the original."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import Unchecked, example_microbatches, trace_checked
+from bapipe.equivalence import Equivalence, Unchecked, example_microbatches, loss_over_parts, trace_checked
 from bapipe.errors import InvalidModel
-from bapipe.formats.profile import EQUIVALENCE, LOSS, ONE_LAYER
+from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER
 from bapipe.profiler.prepare import fits_on_device
 from bapipe.tracing import TracedModel, trace
+
+_log = logging.getLogger(__name__)
 
 
 def traced(
@@ -46,4 +49,10 @@ def traced(
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     notes: dict[str, object] = {EQUIVALENCE: str(result)}
+    if isinstance(result, Equivalence) and max_size >= 2:
+        (batch,) = example_microbatches(inputs, target, [4 if max_size >= 4 else 2], device)
+        fault = loss_over_parts(module, loss, batch)
+        if fault is not None:
+            _log.warning("%s", fault)
+            notes[LOSS_OVER_PARTS] = fault
     return model, notes | ({ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {})

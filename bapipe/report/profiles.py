@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import EQUIVALENCE, ONE_LAYER, ModelProfile
+from bapipe.formats.profile import EQUIVALENCE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
 from bapipe.report import layer_diagram
 from bapipe.report.formatting import empty_table, number
 
@@ -17,6 +17,8 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
     if EQUIVALENCE in profile.environment:
         yield str(profile.environment[EQUIVALENCE])
+    if LOSS_OVER_PARTS in profile.environment:
+        yield str(profile.environment[LOSS_OVER_PARTS])
     for path, reason in profile.environment.get(ONE_LAYER, {}).items():
         yield f"'{path}' is one layer: {reason}"
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)

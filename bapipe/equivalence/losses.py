@@ -1,0 +1,87 @@
+"""Notices losses of which the mean over micro-batches is not the loss of the mini-batch."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence.outcome import Loss, Microbatch, trial
+from bapipe.torch_private import tree_flatten, tree_unflatten
+
+_REASONS = "as with a mean over tokens that are not ignored, class weights, or losses that compare samples"
+
+
+def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
+    """Returns in which way the loss of a batch is not the mean over its halves; None if it is, or cannot be told.
+
+    The halves are those of the model's output, so layers that mix samples, such as batch norm, do not count.
+    """
+    with trial(module) as one, torch.no_grad():
+        one.begin_forward(0)
+        try:
+            output = module(*batch.copy().inputs)
+        except Exception:  # whatever the model's own code raises; profiling it says more
+            return None
+    halves = _halves(output, len(batch.target))
+    if halves is None:
+        return None
+    for target in _targets(loss, batch.target):
+        try:
+            with torch.no_grad():
+                whole, *parts = (
+                    float(loss(given, rows))
+                    for given, rows in zip((output, *halves), (target, *target.chunk(2)), strict=True)
+                )
+        except Exception:  # a target that the loss does not take
+            continue
+        fault = _fault(whole, parts, _tolerance(output))
+        if fault is not None:
+            return fault
+    return None
+
+
+def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:
+    mean, size = sum(parts) / 2, max(abs(whole), *map(abs, parts))
+    if abs(whole - mean) <= tolerance * size or whole != whole:
+        return None
+    advice = "divide by the number of samples instead"
+    if abs(whole - sum(parts)) <= tolerance * size:
+        return f"the loss is a sum over the batch, so training by micro-batches divides it by their number: {advice}"
+    return (
+        f"the loss of a batch is {whole:.4g}, and the mean of its halves {mean:.4g}, so training depends on which "
+        f"samples share a micro-batch ({_REASONS}): {advice}, if it is a mean over something else"
+    )
+
+
+def _halves(output: Any, num_rows: int) -> tuple[Any, Any] | None:
+    """Returns a model's output for each half of the rows; None if not all of it is by rows."""
+    leaves, spec = tree_flatten(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if num_rows % 2 or any(tensor.dim() == 0 or len(tensor) != num_rows for tensor in tensors):
+        return None
+    parts = [leaf.chunk(2) if isinstance(leaf, Tensor) else (leaf, leaf) for leaf in leaves]
+    first, second = (tree_unflatten([part[half] for part in parts], spec) for half in (0, 1))
+    return first, second
+
+
+def _targets(loss: Loss, target: Tensor) -> Iterator[Tensor]:
+    """Yields the target, and, if it holds integers, some with entries of the first half that may be ignored."""
+    yield target
+    if target.is_floating_point() or target.dtype == torch.bool:
+        return
+    settings = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, nn.Module) else {}
+    # -100 is what torch ignores by default, whether or not there is such an entry.
+    given = settings.get("ignore_index", -100)
+    for value in dict.fromkeys((int(target.min()), *(() if given == -100 else (given,)))):
+        other = target.clone()
+        other[0] = value
+        yield other
+
+
+def _tolerance(output: Any) -> float:
+    half = any(
+        isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) for leaf in tree_flatten(output)[0]
+    )
+    return 5e-2 if half else 1e-4

@@ -1,0 +1,81 @@
+"""Losses that depend on how a batch is cut into micro-batches are noticed, others are not."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from bapipe.equivalence import Microbatch, loss_over_parts
+from bapipe.profiler.measure import measure_model
+from bapipe.report.profiles import render_profile
+from tests.models.small_zoo import SMALL, small
+
+WORDS = torch.tensor([[1, 2, 0], [3, 1, 2], [2, 2, 1], [1, 0, 0]])
+
+
+def of_words(scores: Tensor, target: Tensor, **options: int) -> Tensor:
+    return cross_entropy(scores.flatten(0, 1), target.flatten(), **options)  # type: ignore[arg-type]
+
+
+def fault(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, *shape: int) -> str | None:
+    torch.manual_seed(0)
+    return loss_over_parts(nn.Linear(6, 4), loss, Microbatch(inputs=(torch.randn(4, *shape, 6),), target=target))
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "shape"),
+    [
+        (cross_entropy, torch.tensor([0, 1, 2, 3]), ()),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([0, 1, 2, 3]), ()),
+        (of_words, WORDS, (3,)),
+        (mse_loss, torch.randn(4, 4), ()),
+    ],
+)
+def test_means_over_the_batch_are_fine(
+    loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, shape: tuple[int, ...]
+) -> None:
+    assert fault(loss, target, *shape) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "shape", "words"),
+    [
+        (partial(cross_entropy, reduction="sum"), torch.tensor([0, 1, 2, 3]), (), "the loss is a sum over the batch"),
+        (nn.CrossEntropyLoss(ignore_index=3), torch.tensor([0, 1, 2, 1]), (), "share a micro-batch"),
+        (partial(of_words, ignore_index=0), WORDS, (3,), "share a micro-batch"),
+        (of_words, WORDS.masked_fill(WORDS == 0, -100), (3,), "share a micro-batch"),
+        (nn.CrossEntropyLoss(torch.tensor([1.0, 5, 2, 1])), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
+        (lambda y, target: (y.flatten() - target.flatten()).std(), torch.randn(4, 4), (), "share a micro-batch"),
+    ],
+)
+def test_other_losses_are_noticed(
+    loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, shape: tuple[int, ...], words: str
+) -> None:
+    assert words in (fault(loss, target, *shape) or "")
+
+
+def test_a_profile_says_so_and_that_the_stages_are_equal() -> None:
+    made = measure_model(
+        nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)),
+        (torch.randn(4, 6),),
+        torch.tensor([0, 1, 2, 3]),
+        partial(cross_entropy, reduction="sum"),
+        microbatch_sizes=(2,),
+        name="summed",
+        seconds_per_size=0.0,
+    )
+    lines = [line for line in render_profile(made) if isinstance(line, str)]
+    assert lines[1] == "in 2 stages, the model equals the original: loss, 4 gradients, 0 changed buffers"
+    assert lines[2].startswith("the loss is a sum over the batch")
+
+
+@pytest.mark.parametrize("name", sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"}))
+def test_no_loss_of_the_zoo_is_noticed(name: str) -> None:
+    torch.manual_seed(0)
+    example = small(name)
+    rows = torch.arange(4) % len(example.target)
+    batch = Microbatch(inputs=tuple(x[rows] for x in example.tensors), target=example.target[rows])
+    assert loss_over_parts(example.module, example.loss, batch) is None
