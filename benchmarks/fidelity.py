@@ -84,7 +84,7 @@ def memory(
     _, peak_bytes = allocated(lambda: loss(module(*inputs), target).backward(), target.device)
     parameters = sum(p.nbytes for p in module.parameters())
     state = parameters + sum(p.grad.nbytes for p in module.parameters() if p.grad is not None) + cost.optimizer_bytes
-    fixed = 2 * cost.param_bytes + cost.optimizer_bytes
+    fixed = cost.param_bytes + cost.gradient_bytes + cost.optimizer_bytes
     stashed = accumulate(m.stash_bytes for m in measured)
     peak = fixed + max(before + m.workspace_bytes for before, m in zip(stashed, measured, strict=True))
     assumed = fixed + cost.stash_bytes + cost.workspace_bytes
@@ -110,7 +110,7 @@ def figures(example: Example, profile: ModelProfile, size: int, device: torch.de
     whole = sum(m.forward_ns + m.whole_backward_ns for m in layers)
     shares = [(m.forward_ns + m.whole_backward_ns) / whole for m in layers]
     batch = tuple(
-        x[torch.arange(size) % len(x)].contiguous().to(device) for x in (*example.inputs, example.target)
+        x[torch.arange(size) % len(x)].contiguous().to(device) for x in (*example.tensors, example.target)
     )  # fmt: skip
     stash, peak = memory(profile, example.module, batch, example.loss, size)
     return {
