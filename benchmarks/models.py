@@ -60,10 +60,10 @@ def train(name: str, make: Callable[[], Architecture]) -> Row:
 def _outcome(model: OneProcess, setting: Setting, want: Trained) -> str:
     try:
         what, error = largest_error(model.step(setting), want)
-    except BapipeError as error:
-        return f"refused: {error}"
-    except Exception as error:  # whatever torch or the model raises
-        return f"fails: {type(error).__name__}"
+    except BapipeError as refusal:
+        return f"refused: {refusal}"
+    except Exception as failure:  # whatever torch or the model raises
+        return f"fails: {type(failure).__name__}"
     limit = 1e-5 if any(grad.dtype == torch.float32 for grad in want.grads.values()) else 1e-11
     return "equal" if error <= (max(limit, 1e-7) if what == "loss" else limit) else f"differs: {what}, {error:.0e}"
 
