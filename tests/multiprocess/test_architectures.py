@@ -8,7 +8,7 @@ from tests.models.architectures import ARCHITECTURES, RELATIVES
 from tests.models.in_one_process import OneProcess, Setting, largest_error, whole_step
 from tests.multiprocess.architecture_cases import train_with_replicas
 
-SETTINGS = (Setting(seed=1), Setting(seed=3, recompute=True))
+SETTINGS = (Setting(seed=1), Setting(seed=2, split=True), Setting(seed=3, split=True, recompute=True))
 
 
 @pytest.mark.usefixtures("alone")
