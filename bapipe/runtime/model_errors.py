@@ -55,7 +55,7 @@ def _layer(error: BaseException, module: nn.Module) -> str:
     paths = {id(part): path for path, part in stage.named_modules() if path}
     trace = error.__traceback__
     while trace is not None:
-        path = paths.get(id(trace.tb_frame.f_locals.get("self")))
+        path: str | None = paths.get(id(trace.tb_frame.f_locals.get("self")))
         if path:
             return path
         trace = trace.tb_next
