@@ -273,7 +273,12 @@ _IMAGES: dict[str, tuple[str, str, Mapping[str, Any]]] = {
 
 def _others() -> dict[str, Callable[[], Architecture]]:
     """The architectures with inputs or losses of their own, and models with checkpointing of their own."""
-    backbone: dict[str, Any] = {"embedding_size": 4, "hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage2"]}
+    backbone: dict[str, Any] = {
+        "embedding_size": 4,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "out_features": ["stage2"],
+    }
     sizes = {
         key: value for key, value in _BART.items() if "forced" not in key and "start" not in key and "vocab" not in key
     }
