@@ -12,7 +12,7 @@ _CAUSES = (
     (("data", "copy_", "clamp_", "mul_", "add_", "fill_", "lerp_"), "changes tensors in place"),
     (("random", "rand", "randn", "randint", "randperm", "bernoulli"), "draws random numbers"),
     (("item", "tolist", "any", "all", "nonzero", "unique"), "depends on the values of tensors"),
-    (("autocast", "no_grad", "set_grad_enabled", "detach"), "changes autocast or gradient mode"),
+    (("autocast",), "changes autocast"),
 )  # fmt: skip
 
 
@@ -35,12 +35,18 @@ def own_code(root: nn.Module, path: str) -> str:
     return path
 
 
-def likely_cause(root: nn.Module, path: str) -> str:
-    """Returns what is likely to be the cause, in words, if it is in the code of the module at `path`."""
+def likely_cause(root: nn.Module, path: str, keeps_state: bool = False) -> str:
+    """Returns what is likely to be the cause, in words, if it is in the code of the module at `path`.
+
+    Args:
+        keeps_state: whether only later micro-batches differ.
+    """
     module = root.get_submodule(path)
     owner = f"'{path}'" if path else "the model"
     if has_hooks(module):
         return f"likely because of the hooks that are registered on {owner}"
+    if keeps_state:
+        return f"the forward of {owner} keeps values between calls, which tracing does not see"
     code = getattr(type(module).forward, "__code__", None)
     names = _names(code) if code is not None else set()
     for hints, cause in _CAUSES:

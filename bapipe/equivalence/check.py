@@ -162,16 +162,19 @@ def _difference(
     extra = [one for one in found if one.missing == "original"]
     if extra:  # values that should not be there say best where to look
         return _difference_at(model, extra[0].name.rpartition(".")[0], str(extra[0]))
+    losses = [one.name for one in found if one.kind == "loss"]
+    keeps_state = bool(losses) and "0" not in losses
     where = first_difference(model, stages, loss, microbatches)
     if where is not None:
-        return _difference_at(model, where[0], f"{found[0]}; values differ in the {where[1]}")
+        what = f"{found[0]}; values differ in the {where.phase}{where.between}"
+        return _difference_at(model, where.path, what, keeps_state)
     owner = found[-1].name.rpartition(".")[0] if found[-1].kind != "loss" else ""
     return _difference_at(model, owner, str(found[-1]))
 
 
-def _difference_at(model: TracedModel, path: str, what: str) -> Difference:
+def _difference_at(model: TracedModel, path: str, what: str, keeps_state: bool = False) -> Difference:
     code = own_code(model.root, path)
-    return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code))
+    return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code, keeps_state))
 
 
 def trace_checked(
@@ -206,7 +209,10 @@ def trace_checked(
             return replace(model, leaf_reasons={**model.leaf_reasons, **reasons}), result
         larger = _next_leaves(model, result.code)
         if not larger:
-            raise InvalidModel(f"the split model would not train as the original does: {result}")
+            raise InvalidModel(
+                f"the split model would not train as the original does: {result}; put this code into a module of its "
+                "own, which is then one layer"
+            )
         for path in larger:
             reasons[path] = f"split, it would differ from the original: {result}"
             _log.warning("'%s' is one layer: %s", path, reasons[path])

@@ -65,10 +65,25 @@ class ModuleCall:
     input_grads: list[_Value] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the stages first differ from the original.
+
+    Attributes:
+        path: of the innermost module that holds the difference; empty for the model's own code.
+        phase: "forward" or "backward".
+        between: after and before which modules inside that one, in words; empty if that is not known.
+    """
+
+    path: str
+    phase: str
+    between: str = ""
+
+
 def first_difference(
     model: TracedModel, stages: Sequence[Stage], loss: Loss, microbatches: Sequence[Microbatch]
-) -> tuple[str, str] | None:
-    """Returns the path of the innermost module in which the stages first differ, and "forward" or "backward".
+) -> Place | None:
+    """Returns where the stages first differ.
 
     A result of a module of the original, or a gradient, that no operator of the stages computes, is a difference.
     None if all of these are there.
@@ -78,11 +93,11 @@ def first_difference(
     for value in (*model.root.parameters(), *model.root.buffers(), *(x for one in microbatches for x in one.inputs)):
         forward.add(value)
     run_stages(model, stages, loss, microbatches, recording=(forward, backward))
-    found = _in_forward(calls, forward), _in_backward(calls, backward)
-    for path, phase in zip(found, ("forward", "backward"), strict=True):
-        if path is not None:
-            return path, phase
-    return None
+    path = _in_forward(calls, forward)
+    if path is not None:
+        return Place(path=path, phase="forward", between=_between(calls, path, forward))
+    path = _in_backward(calls, backward)
+    return None if path is None else Place(path=path, phase="backward")
 
 
 def _in_forward(calls: Sequence[ModuleCall], computed: ComputedValues) -> str | None:
@@ -92,6 +107,14 @@ def _in_forward(calls: Sequence[ModuleCall], computed: ComputedValues) -> str | 
     if begun:
         return begun[0].path
     return wrong[0].path.rpartition(".")[0] if wrong else None
+
+
+def _between(calls: Sequence[ModuleCall], path: str, computed: ComputedValues) -> str:
+    """Returns the modules in a module around the first value that differs there."""
+    inside = [call for call in calls if _is_inside(call.path, path)]
+    first = next((i for i, call in enumerate(inside) if not all(map(computed.has, call.inputs))), len(inside))
+    after = f" after '{inside[first - 1].path}'" if inside and first else ""
+    return f"{after}{' and' if after else ''} before '{inside[first].path}'" if first < len(inside) else after
 
 
 def _in_backward(calls: Sequence[ModuleCall], computed: ComputedValues) -> str | None:

@@ -16,7 +16,8 @@ _REASONS = "as with a mean over tokens that are not ignored, class weights, or l
 def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
     """Returns in which way the loss of a batch is not the mean over its halves; None if it is, or cannot be told.
 
-    The halves are those of the model's output, so layers that mix samples, such as batch norm, do not count.
+    The halves are those of the model's output, so layers that mix samples, such as batch norm, do not count. A loss
+    that reads the model's parameters is no function of the output either.
     """
     with trial(module) as one, torch.no_grad():
         one.begin_forward(0)
@@ -24,6 +25,15 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
             output = module(*batch.copy().inputs)
         except Exception:  # whatever the model's own code raises; profiling it says more
             return None
+        try:
+            read = _parameters_read(module, loss, output, batch.target)
+        except Exception:  # a loss that fails says so when it is measured
+            return None
+    if read:
+        return (
+            f"the loss reads parameter '{read[0]}' of the model, which the rank that computes the loss has only if it "
+            "is in its stage: let the model return that term, or use the optimizer's weight decay"
+        )
     halves = _halves(output, len(batch.target))
     if halves is None:
         return None
@@ -40,6 +50,17 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
         if fault is not None:
             return fault
     return None
+
+
+def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
+    """Returns the names of the parameters that the loss depends on beside the model's output, which has no graph."""
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    with torch.enable_grad():
+        value = loss(output, target.clone())
+        if not value.requires_grad:
+            return []
+        gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    return [name for name, gradient in zip(named, gradients, strict=True) if gradient is not None]
 
 
 def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:

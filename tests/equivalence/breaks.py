@@ -124,4 +124,5 @@ def straight_through(stage: fx.GraphModule, node: fx.Node) -> Callable[..., Any]
 def swapped_outputs(stage: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
     if _called(stage, node, "head") is None:
         return None
-    return lambda x: functional.linear(x, stage.get_submodule("head").weight.flip(0), stage.get_submodule("head").bias)
+    head = _called(stage, node, "head")
+    return lambda x: functional.linear(x, head.weight.flip(0), head.bias)

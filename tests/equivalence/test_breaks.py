@@ -5,9 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.functional import cross_entropy
 
-from bapipe.equivalence import Difference, Equivalence, compare_split, example_microbatches, stages
+from bapipe.equivalence import (
+    Difference,
+    Equivalence,
+    compare_split,
+    example_microbatches,
+    stages,
+    trace_checked,
+)
+from bapipe.errors import InvalidModel
 from bapipe.tracing import sizes, stage_module, trace
 from bapipe.tracing.extract import GradMode
 from tests.equivalence import breaks
@@ -27,7 +36,7 @@ def compare() -> Any:
 
 def break_operator(edit: Edit) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        make = stages.stage_module
+        make = stage_module.stage_module
         monkeypatch.setattr(stages, "stage_module", lambda *args: edited(make(*args), edit))
 
     return patch
@@ -89,6 +98,35 @@ CASES: Sequence[tuple[str, Callable[[pytest.MonkeyPatch], None], str, str]] = [
     ("a parameter is used upside down", break_operator(breaks.swapped_outputs), "head", "loss"),
     ("a backward fails", fail_in_backward, "other", "lost the graph"),
 ]
+
+
+class Averages(nn.Module):
+    """Its own code keeps an average between calls, outside of the modules that could be layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(6, 6), nn.Linear(6, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if self.last is not None:
+            y = y + self.last.mean()
+        self.last = y.detach()
+        z: Tensor = self.b(y)
+        return z
+
+
+def test_values_kept_by_the_models_own_code_are_refused_with_what_to_do() -> None:
+    inputs, target = (torch.randn(4, 6),), torch.tensor([0, 1, 2, 1])
+    with pytest.raises(InvalidModel) as error:
+        trace_checked(Averages(), inputs, cross_entropy, example_microbatches(inputs, target, (2, 2), CPU))
+    assert str(error.value).startswith(
+        "the split model would not train as the original does: the loss of micro-batch 1"
+    )
+    assert str(error.value).endswith(
+        "values differ in the forward after 'a' and before 'b', first in the model; the forward of the model keeps values "
+        "between calls, which tracing does not see; put this code into a module of its own, which is then one layer"
+    )
 
 
 def test_the_unbroken_model_passes() -> None:

@@ -57,6 +57,14 @@ def test_other_losses_are_noticed(
     assert words in (fault(loss, target, *shape) or "")
 
 
+def test_a_loss_that_reads_parameters_of_the_model_is_noticed() -> None:
+    module = nn.Linear(6, 4)
+    batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.tensor([0, 1, 2, 3]))
+    found = loss_over_parts(module, lambda y, target: cross_entropy(y, target) + module.weight.pow(2).sum(), batch)
+    assert found is not None
+    assert found.startswith("the loss reads parameter 'weight' of the model")
+
+
 def test_a_profile_says_so_and_that_the_stages_are_equal() -> None:
     made = measure_model(
         nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)),
