@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import has_hooks, is_compiled
@@ -143,6 +144,9 @@ def _check_has_layers(module: nn.Module) -> None:
             raise InvalidModel(
                 f"the module is {how}, so it has no layers to cut between: give the module that it was made from"
             )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise InvalidModel(f"'{name}' has no shape yet: call the module once, on any samples, before it is traced")
 
 
 def _first_line(error: Exception) -> str:

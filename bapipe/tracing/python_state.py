@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
@@ -32,7 +33,7 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
     values = [
         (tensor, tensor.detach().clone())
         for tensor in tensors.values()
-        if not tensor.is_meta and (parameters or not isinstance(tensor, nn.Parameter))
+        if not tensor.is_meta and not is_lazy(tensor) and (parameters or not isinstance(tensor, nn.Parameter))
     ]
     attributes = [dict(vars(part)) for part in modules]
     registries = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bapipe.errors import InvalidModel
 from bapipe.tracing import trace
 from bapipe.tracing.python_state import numbers_kept, state_restored
 
@@ -95,3 +96,8 @@ def test_numbers_of_all_parts_by_path() -> None:
     assert numbers_kept(model)["0.calls"] == 0
     assert numbers_kept(model)["0.linear.in_features"] == 3
     assert "0.training" not in numbers_kept(model)
+
+
+def test_a_parameter_without_a_shape_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InvalidModel, match=r"^'1.weight' has no shape yet: call the module once, on any samples"):
+        trace(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)), (torch.ones(2, 3),))
