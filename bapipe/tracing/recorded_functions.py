@@ -16,6 +16,11 @@ PLAIN = (
 )  # fmt: skip
 """Types of arguments that a graph holds as they are."""
 
+_METHODS: dict[Any, str] = {method: name for name, method in inspect.getmembers(Tensor, inspect.isroutine)}
+"""Names of a tensor's methods. Some have another `__name__`, under which generated code would not find them: the
+operator `**` is `Tensor.__pow__`, whose `__name__` is `pow`.
+"""
+
 
 def node_target(func: Any) -> tuple[str, Any] | None:
     """Returns op and target of the node that calls a function of torch."""
@@ -29,6 +34,8 @@ def node_target(func: Any) -> tuple[str, Any] | None:
         return ("call_function", set_item)
     if getattr(Tensor, name, None) is func:
         return ("call_method", name)
+    if func in _METHODS:
+        return ("call_method", _METHODS[func])
     return ("call_function", func)
 
 

@@ -78,12 +78,20 @@ def _hooked(self: Any, x: Tensor) -> Tensor:
     return y.sin()
 
 
+def _operators(self: Any, x: Tensor) -> Tensor:
+    """Some are methods whose `__name__` is not the name under which a tensor has them."""
+    y = x**2 + 2**x + 1 / (3 + x.abs()) - x % 2
+    y **= 2
+    return (1 - y) ** torch.ones((), dtype=x.dtype)
+
+
 CODE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sizes": _by_batch,
     "in place": _in_place,
     "layer drop": _skipped,
     "several results": _split,
     "hook": _hooked,
+    "operators": _operators,
     "autograd function": lambda self, x: Scaled.apply(x.sin(), 3.0),
     "checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
     "reentrant checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
