@@ -2,14 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.torch_private import FakeTensorMode
 from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.captured import AUTOCAST
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import empty_meta_like, meta_values, repeat_to_batch
 
 
@@ -66,8 +71,8 @@ def cut_into_stages(
     """Returns the stages of a model; `stage_of` is the stage of each layer, `inputs` are examples of any batch size.
 
     A tensor that is used later than in the next stage is relayed by the stages between. A model input is loaded by
-    every stage that uses it. Shapes come from one pass of the model on the meta device, which allocates nothing; if
-    the model's code needs values, from a pass on its own device.
+    every stage that uses it. Shapes and types come from one pass of the model on tensors without values; if the model's
+    code needs values, from a pass on its own device.
 
     Raises:
         InvalidModel: stages share a buffer that one of them changes, or memory that one changes in place, or a value
@@ -180,8 +185,12 @@ def _examples(
     model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int
 ) -> dict[str, Tensor]:
     nodes = [model.node_of[name] for name in names]
+    autocast_on = {node.meta[AUTOCAST].device_type for node in model.layer_of if AUTOCAST in node.meta}
     try:
-        values = meta_values(model.module, inputs, microbatch_size, nodes)
+        if autocast_on:
+            values = _fake_values(model, names, inputs, microbatch_size, torch.device(autocast_on.pop()))
+        else:
+            values = meta_values(model.module, inputs, microbatch_size, nodes)
     except Exception as error:  # whatever the model's own code raises
         values = _run_once(model, names, inputs, microbatch_size, error)
     for name, value in zip(names, values, strict=True):
@@ -196,9 +205,29 @@ def _examples(
     }
 
 
+def _fake_values(
+    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, device: torch.device
+) -> tuple[Any, ...]:
+    """Returns values of a pass of the whole model on fake tensors; autocast does not change those on the meta device.
+
+    `device` is of the kind that the model's autocast is for.
+    """
+    whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
+
+    def fake(tensor: Tensor, shape: Iterable[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        state = {name: fake(t, t.shape) for name, t in (*whole.named_parameters(), *whole.named_buffers())}
+        given = tuple(fake(example, (microbatch_size, *example.shape[1:])) for example in inputs)
+        with generators_restored(), state_restored(whole):
+            values: tuple[Any, ...] = torch.func.functional_call(whole, state, given)
+    return values
+
+
 def _run_once(
     model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, fault: Exception
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """Returns values of a pass of the whole model on real tensors; buffers and random generators do not change."""
     parameters = list(model.module.parameters())
     message = f"the model fails on micro-batches of {microbatch_size}"
@@ -210,7 +239,7 @@ def _run_once(
     buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:
         with torch.enable_grad(), torch.random.fork_rng():
-            values: tuple[object, ...] = torch.func.functional_call(whole, buffers, given)
+            values: tuple[Any, ...] = torch.func.functional_call(whole, buffers, given)
     except Exception as error:  # whatever the model's own code raises
         raise InvalidModel(f"{message}: {str(error).splitlines()[0]}") from error
     return values

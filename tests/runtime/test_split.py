@@ -54,6 +54,30 @@ def test_a_skip_is_relayed_and_a_later_input_is_loaded() -> None:
     assert {example.device.type for example in parts.examples.values()} == {"meta"}
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_at_a_cut_have_the_types_of_autocast_in_the_model(device: str) -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4, device=device) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.c(self.b(x))
+            return x.float()
+
+    x = torch.randn(2, 4)
+    parts = split(trace(Narrow(), [x]), _plan(Narrow(), (1, 2), ["a", "b", "c"]), [x])
+    examples = [parts.examples[stage.outputs[0]] for stage in parts.stages]
+    assert [example.dtype for example in examples] == [torch.float32, torch.bfloat16, torch.float32]
+    assert all(example.is_meta and example.requires_grad for example in examples)
+    if device == "cpu":
+        for s, example in enumerate(examples):
+            (x,) = stage_module(parts, s)(x)
+            assert x.dtype == example.dtype
+
+
 def test_stage_outputs_are_contiguous_and_no_views() -> None:
     module = Permuting()
     first = stage_module(_split(module, (2,), torch.zeros(1, 4, 6)), 0)
