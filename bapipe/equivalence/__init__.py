@@ -15,7 +15,7 @@ from bapipe.equivalence.check import (
     example_microbatches,
     trace_checked,
 )
-from bapipe.equivalence.losses import loss_over_parts
+from bapipe.equivalence.losses import ignored_target, loss_over_parts
 from bapipe.equivalence.outcome import Microbatch
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "compare_split",
     "compare_stages",
     "example_microbatches",
+    "ignored_target",
     "loss_over_parts",
     "trace_checked",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
 from bapipe.torch_private import tree_flatten, tree_unflatten
@@ -46,10 +47,27 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
                 )
         except Exception:  # a target that the loss does not take
             continue
-        fault = _fault(whole, parts, _tolerance(output))
+        weights = _weights(loss, target)
+        fault = _fault(whole, [weight * part for weight, part in zip(weights, parts, strict=True)], _tolerance(output))
         if fault is not None:
             return fault
     return None
+
+
+def ignored_target(loss: Loss) -> int | None:
+    """Returns the target that torch's cross entropy leaves out of its mean; None for other losses.
+
+    With this value known, micro-batches are weighted by their other targets.
+    """
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        plain = loss.weight is None and loss.reduction == "mean"
+        return int(loss.ignore_index) if plain else None
+    function, settings = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+    if function not in (functional.cross_entropy, functional.nll_loss) or (isinstance(loss, partial) and loss.args):
+        return None
+    if not {"ignore_index", "label_smoothing"}.issuperset(settings):
+        return None
+    return int(settings.get("ignore_index", -100))
 
 
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
@@ -61,6 +79,15 @@ def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor)
             return []
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
     return [name for name, gradient in zip(named, gradients, strict=True) if gradient is not None]
+
+
+def _weights(loss: Loss, target: Tensor) -> tuple[float, float]:
+    """Returns the weights of the halves, as training has them; their mean is 1."""
+    ignored = ignored_target(loss)
+    if ignored is None or target.is_floating_point():
+        return 1.0, 1.0
+    first, second = (int((half != ignored).sum()) for half in target.chunk(2))
+    return (2 * first / (first + second), 2 * second / (first + second)) if first + second else (1.0, 1.0)
 
 
 def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs, check_stages
+from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
 from bapipe.runtime.model_errors import model_errors, without_torch_log
 from bapipe.runtime.process_layout import ProcessLayout
@@ -52,10 +53,17 @@ class ScheduleExecutor:
     """
 
     def __init__(
-        self, layout: ProcessLayout, stages: Sequence[LocalStage], *, loss: Loss, clock: Clock, rng: PerOperatorRng
+        self,
+        layout: ProcessLayout,
+        stages: Sequence[LocalStage],
+        *,
+        loss: Loss,
+        weights: LossWeights,
+        clock: Clock,
+        rng: PerOperatorRng,
     ) -> None:
         self._layout, self._schedule = layout, layout.schedule
-        self._loss, self._clock, self._rng = loss, clock, rng
+        self._loss, self._weights, self._clock, self._rng = loss, weights, clock, rng
         self.loss_scale = 1.0
         self._ran: list[_TimedAction] = []  # in the last step
         self._arguments: Mapping[str, Sequence[Tensor]] = {}  # by name, a chunk per micro-batch
@@ -87,6 +95,8 @@ class ScheduleExecutor:
         self._losses.clear()
         self._whole.clear()
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
+        if target is not None:
+            self._weights.begin(target, self._schedule.num_microbatches)
         with without_torch_log():
             self._runtime.step(*loaded, target=target, return_outputs=False)
         if target is None:
@@ -293,7 +303,7 @@ class ScheduleExecutor:
         loss = self._loss(output, target)
         if loss.dim():
             raise BapipeError(f"the loss must be a scalar, the mean over the batch; it has shape {tuple(loss.shape)}")
-        share = loss / self._schedule.num_microbatches
+        share = self._weights.weighted(loss, target) / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence import ignored_target
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.evaluate.forward import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage, Loss
+from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
@@ -45,8 +47,14 @@ class ExecutorFactory:
     def training(self, parts: Split) -> ScheduleExecutor:
         """Returns the executor of training steps on inputs of the shapes of `parts`."""
         stages = [self._local_stage(s, parts) for s in sorted(self.modules)]
+        last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
+        weights = LossWeights(
+            ignored_target(self.loss),
+            sorted({action.microbatch for action in order if action.stage == last}),
+            self.replicas[last].total if last in self.replicas else lambda part: part,
+        )
         loss = self._loss_of_stage_outputs(parts.model)
-        return ScheduleExecutor(self.layout, stages, loss=loss, clock=self.clock, rng=self.rng)
+        return ScheduleExecutor(self.layout, stages, loss=loss, weights=weights, clock=self.clock, rng=self.rng)
 
     def evaluation(self, parts: Split) -> ForwardExecutor:
         """Returns the executor of forwards in evaluation mode, of a model that was traced and cut in that mode."""

@@ -30,6 +30,7 @@ def fault(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, *shape: int)
     [
         (cross_entropy, torch.tensor([0, 1, 2, 3]), ()),
         (nn.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([0, 1, 2, 3]), ()),
+        (nn.CrossEntropyLoss(ignore_index=3), torch.tensor([0, 1, 3, 1]), ()),
         (of_words, WORDS, (3,)),
         (mse_loss, torch.randn(4, 4), ()),
     ],
@@ -44,7 +45,7 @@ def test_means_over_the_batch_are_fine(
     ("loss", "target", "shape", "words"),
     [
         (partial(cross_entropy, reduction="sum"), torch.tensor([0, 1, 2, 3]), (), "the loss is a sum over the batch"),
-        (nn.CrossEntropyLoss(ignore_index=3), torch.tensor([0, 1, 2, 1]), (), "share a micro-batch"),
+        (nn.CrossEntropyLoss(torch.ones(4), ignore_index=3), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
         (partial(of_words, ignore_index=0), WORDS, (3,), "share a micro-batch"),
         (of_words, WORDS.masked_fill(WORDS == 0, -100), (3,), "share a micro-batch"),
         (nn.CrossEntropyLoss(torch.tensor([1.0, 5, 2, 1])), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
