@@ -144,7 +144,23 @@ def _is_small_marker(value: Tensor) -> bool:
 
 
 def _swap(tensor: Tensor, value: Tensor) -> None:
-    """Gives `tensor` the storage of `value`; all references to the tensor, such as tied weights, see the new one."""
+    """Gives `tensor` the storage of `value`; all references to the tensor, such as tied weights, see the new one.
+
+    A tensor that something outside of Python holds, such as a scripted module or the weight that an old `weight_norm`
+    has computed from it, can only get other data on a real device: it is not dropped, which costs memory alone.
+
+    Raises:
+        InvalidModel: such a tensor is on the meta device.
+    """
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+    try:
+        torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if tensor.is_meta:
+            raise InvalidModel(
+                f"a tensor of shape {tuple(tensor.shape)} on the meta device cannot get values, because an autograd "
+                "graph or a scripted module holds it: build the model on a real device"
+            ) from error
+        if not value.is_meta:
+            tensor.data = value.detach()

@@ -144,6 +144,12 @@ def _check_has_layers(module: nn.Module) -> None:
             raise InvalidModel(
                 f"the module is {how}, so it has no layers to cut between: give the module that it was made from"
             )
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and (*part.parameters(), *part.buffers()):
+            raise InvalidModel(
+                f"module '{path}' is scripted by torch.jit, so its parameters and buffers cannot be given to one "
+                "stage: use the module that it was made from"
+            )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InvalidModel(f"'{name}' has no shape yet: call the module once, on any samples, before it is traced")

@@ -300,6 +300,17 @@ def test_a_recurrent_layer_is_materialized_and_dropped() -> None:
     assert not module.head.weight.is_meta
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_parameters_that_an_autograd_graph_holds_keep_their_values() -> None:
+    """As those of an old `weight_norm` do: the weight that was computed last is an attribute of the module."""
+    normed = nn.utils.weight_norm(nn.Linear(4, 4))
+    module = nn.Sequential(normed, nn.Linear(4, 4))
+    parts, wanted = _split(module, (1,), torch.zeros(1, 4)), normed.get_parameter("weight_v").clone()
+    _materialize(parts, (1,))
+    assert torch.equal(normed.get_parameter("weight_v"), wanted)
+    assert normed.bias.is_meta
+
+
 def test_a_constant_that_nothing_sets_is_refused() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -1,8 +1,10 @@
 """The three ways to capture a graph."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from bapipe.errors import InvalidModel
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import is_layer
 
@@ -79,3 +81,15 @@ def test_any_number_of_arguments() -> None:
     assert inputs == ["tensors_0", "tensors_1"]
     inputs = [node.target for node in capture(UnusedOptions(), (x,), ()).module.graph.nodes if node.op == "placeholder"]
     assert inputs == ["x"]
+
+
+def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
+    x = torch.zeros(1, 2)
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(
+        InvalidModel, match=r"^module '1' is scripted by torch\.jit, .* use the module that it was made"
+    ):
+        capture(nn.Sequential(nn.Linear(2, 2), scripted), (x,), ())
+    activation = torch.jit.script(nn.Tanh())
+    model = nn.Sequential(nn.Linear(2, 2), activation)
+    torch.testing.assert_close(capture(model, (x,), ()).module(x)[0], model(x))
