@@ -35,4 +35,5 @@ class LossWeights:
         return torch.where(count > 0, loss * (count / self._mean).to(loss.dtype), torch.zeros_like(loss))
 
     def _count(self, target: Tensor) -> Tensor:
-        return (target != self._ignored).sum(dtype=torch.float64)
+        assert self._ignored is not None
+        return target.ne(self._ignored).sum(dtype=torch.float64)
