@@ -29,11 +29,13 @@ class Equivalence:
     Attributes:
         num_gradients: parameters with a gradient.
         num_buffers: buffers that training changes.
+        changed: names of these, and of the parameters without gradients that a forward changes.
     """
 
     num_stages: int
     num_gradients: int
     num_buffers: int
+    changed: frozenset[str]
 
     def __str__(self) -> str:
         return (
@@ -145,10 +147,17 @@ def _compare(
 
 def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:
     buffers = dict(model.root.named_buffers())
+    constant = {name: value for name, value in model.root.named_parameters() if not value.requires_grad}
+    changed = frozenset(
+        name
+        for name, value in (*buffers.items(), *constant.items())
+        if name in original.state and not torch.equal(original.state[name], value)
+    )
     return Equivalence(
         num_stages=len(stages),
         num_gradients=len(original.gradients),
-        num_buffers=sum(not torch.equal(original.state[name], value) for name, value in buffers.items()),
+        num_buffers=len(changed & set(buffers)),
+        changed=changed,
     )
 
 

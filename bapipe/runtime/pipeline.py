@@ -94,7 +94,7 @@ class Pipeline:
                 trace(module, tensors, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, tensors
             )
             if check:
-                check_stages_equal(self._split, tensors, plan.microbatch_size, group)
+                check_stages_equal(self._split, tensors, plan, group)
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.

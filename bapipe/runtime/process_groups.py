@@ -66,7 +66,7 @@ def connect_replicas(
         if layout.rank in devices:
             num_own = sum(schedule.rank_of(s, m) == layout.rank for m in range(schedule.num_microbatches))
             layers = trained_layers(parts, s, without=tied)
-            replicas[s] = Replicas(modules[s], layers, group, num_own / schedule.num_microbatches, clock)
+            replicas[s] = Replicas(s, modules[s], layers, group, num_own / schedule.num_microbatches, clock)
     return replicas
 
 

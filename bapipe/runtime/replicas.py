@@ -1,6 +1,6 @@
 """The replicas of a stage: all-reduce of their gradients during the last backward, and averaging of their buffers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.errors import InvalidModel
 from bapipe.runtime.clock import Clock
 from bapipe.simulator.stage_cost import fill_buckets
 
 _LARGE_BYTES = 2**20
 """Gradients of this size or more are summed in place: copying them to a flat tensor would cost more than a message."""
+
+
+_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+"""Names of the buffers of batch norm, and of other norms, that a forward in training changes but does not read."""
 
 
 @dataclass(slots=True)
@@ -169,9 +174,9 @@ class BufferAverage:
     not change is taken for a constant.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, share: float) -> None:
+    def __init__(self, stage: int, module: nn.Module, group: dist.ProcessGroup, share: float) -> None:
         """`share` is the share of the micro-batches that this replica runs."""
-        self._module, self._group, self._share = module, group, share
+        self._stage, self._module, self._group, self._share = stage, module, group, share
         self._changing: frozenset[str] | None = None  # names; None in the first step
         self._before: dict[str, Tensor] = {}
 
@@ -182,9 +187,14 @@ class BufferAverage:
         self._before = {name: buffer.clone() for name, buffer in kept.items()}
 
     def finish(self) -> None:
-        """Makes the buffers equal, after a step."""
+        """Makes the buffers equal, after a step.
+
+        Raises:
+            InvalidModel: the first step changed others than running statistics.
+        """
         if self._changing is None:
             self._changing = self._find_changing()
+            check_changes_of_replicas(self._stage, self._changing)
         buffers = self._buffers()
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in floats):
@@ -226,11 +236,26 @@ class BufferAverage:
             buffer.copy_(buffer + value.to(buffer.dtype) if keep else value)
 
 
+def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
+    """Raises InvalidModel if a forward changes others than running statistics in a stage with replicas.
+
+    The next forward may read them, and would find what this replica's micro-batches alone have made of them.
+    """
+    for name in sorted(changed):
+        if name.rpartition(".")[2] not in _RUNNING_STATISTICS:
+            raise InvalidModel(
+                f"'{name}' in stage {stage} changes in every forward, and the stage has replicas, each of which runs "
+                "some of the micro-batches only, so training would differ from that in one process: plan without "
+                "replicas (`replicas`)"
+            )
+
+
 class Replicas:
     """One rank among the replicas of a stage; all of them make and use it together."""
 
     def __init__(
         self,
+        stage: int,
         module: nn.Module,
         layers: Sequence[Sequence[nn.Parameter]],
         group: dist.ProcessGroup,
@@ -244,7 +269,7 @@ class Replicas:
             tensor.detach().copy_(value)
         self._group = group
         self.gradients = GradientSum(layers, group, clock)
-        self.buffers = BufferAverage(module, group, share)
+        self.buffers = BufferAverage(stage, module, group, share)
 
     def begin(self) -> None:
         """Prepares for a step."""

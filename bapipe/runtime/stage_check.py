@@ -1,26 +1,27 @@
 """Compares a plan's stages with the module that they are of, before they train."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.equivalence import Difference, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
 from bapipe.errors import InvalidModel
+from bapipe.formats.plan import Plan
+from bapipe.runtime.replicas import check_changes_of_replicas
 from bapipe.torch_device import describe
 from bapipe.torch_private import tree_leaves
+from bapipe.tracing import layer_states, state_names
 from bapipe.tracing.stages import Split
 
 _log = logging.getLogger(__name__)
 
 
-def check_stages_equal(
-    parts: Split, inputs: Sequence[Tensor], microbatch_size: int, group: dist.ProcessGroup | None
-) -> None:
-    """Raises InvalidModel unless the stages give the gradients and changed buffers of the module itself.
+def check_stages_equal(parts: Split, inputs: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """Raises InvalidModel unless the stages give the gradients and changed buffers of the module, and replicas can.
 
     Nothing is compared if the module has parameters on the meta device. The first process of the group compares, for
     all have the same module, and tells the others; every process calls this.
@@ -29,7 +30,7 @@ def check_stages_equal(
         return
     fault: list[str | None] = [None]
     if dist.get_rank(group) == 0:
-        fault = [_fault(parts, inputs, microbatch_size)]
+        fault = [_fault(parts, inputs, plan)]
     dist.broadcast_object_list(fault, group=group, group_src=0)
     if fault[0] is not None:
         raise InvalidModel(fault[0])
@@ -39,23 +40,36 @@ def _is_anywhere_on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), *inputs))
 
 
-def _fault(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) -> str | None:
+def _fault(parts: Split, inputs: Sequence[Tensor], plan: Plan) -> str | None:
     """Returns in what the stages differ from the module; None if they do not, or were not compared."""
     root = parts.model.root
     device = next(root.parameters()).device
     if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
         return None
-    size = min(microbatch_size, 2)  # two micro-batches, for what a forward keeps for the next
+    size = min(plan.microbatch_size, 2)  # two micro-batches, for what a forward keeps for the next
     # There is no target here; any loss that depends on all outputs shows a wrong gradient.
     target = torch.zeros(size, device=device)
     microbatches = example_microbatches(inputs, target, [size, size], device)
     try:
         result = compare_stages(parts, _weighted_sum, microbatches)
+        if isinstance(result, Equivalence):
+            _check_replicas(parts, plan, result.changed)
+    except InvalidModel as error:
+        return str(error)
     except Exception as error:  # whatever the model's own code raises; the other processes are waiting
         return f"comparing the stages with the module failed: {type(error).__name__}: {error}"
     if isinstance(result, Unchecked):
         _log.info("%s", result)
     return f"the stages would not train as the module does: {result}" if isinstance(result, Difference) else None
+
+
+def _check_replicas(parts: Split, plan: Plan, changed: Collection[str]) -> None:
+    states, names = layer_states(parts.model), state_names(parts.model.root)
+    for index, stage in enumerate(plan.stages):
+        if len(stage.devices) > 1:
+            tensors = (tensor for layer in parts.stages[index].layers for tensor in states[layer].values())
+            used = {name for tensor in tensors for name in names.get(id(tensor), ())}
+            check_changes_of_replicas(index, used & set(changed))
 
 
 def _weighted_sum(output: Any, target: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from torch.nn.functional import cross_entropy
 from bapipe.errors import InvalidModel
 from bapipe.runtime import stage_check
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.replicas import BufferAverage
 from bapipe.runtime.split import split
 from bapipe.tracing import trace
+from bapipe.tracing.stage_module import stage_module
 from tests.multiprocess.runtime_cases import Residual, make_plan
 
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
@@ -63,9 +65,57 @@ def test_a_module_is_afterwards_as_it_was() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = trace(module, [x])
     plan = make_plan([layer.name for layer in model.layers], (3,), (0, 0), ORDER, 2, 1)
-    stage_check.check_stages_equal(split(model, plan, [x]), [x], 2, None)
+    stage_check.check_stages_equal(split(model, plan, [x]), [x], plan, None)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Changing(nn.Module):
+    """A teacher that follows weights, a codebook that follows activations, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.teacher = nn.Linear(6, 5).requires_grad_(False)
+        self.register_buffer("codes", torch.zeros(6))
+        self.codes: Tensor
+        self.changes = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.norm(self.a(x)))
+        with torch.no_grad():
+            if self.changes == "teacher.weight":
+                self.teacher.weight.mul_(0.9).add_(self.b.weight[:5], alpha=0.1)
+            if self.changes == "codes":
+                self.codes.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            wanted = self.teacher(x) + self.codes[:5]
+        return x[:, :5] * wanted
+
+
+REPLICATED = [["0F0", "0B0"], ["1F0", "1B0"], []]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("changes", ["", "teacher.weight", "codes"])
+def test_replicas_of_a_stage_that_changes_other_state_than_running_statistics_are_refused(changes: str) -> None:
+    module = Changing()
+    module.changes = changes
+    model = trace(module, [X])
+    layers = [layer.name for layer in model.layers]
+    plan = make_plan(layers, (1,), (0, (1, 2)), REPLICATED, 2, 1)
+    parts = split(model, plan, [X])
+    replicas = BufferAverage(1, stage_module(parts, 1), dist.group.WORLD, 1.0)
+    replicas.begin()
+    stage_module(parts, 1)(stage_module(parts, 0)(X)[0])
+    if not changes:
+        replicas.finish()
+        stage_check.check_stages_equal(parts, [X], plan, None)
+        return
+    said = rf"^'{changes}' in stage 1 changes in every forward, and the stage has replicas.*\(`replicas`\)$"
+    with pytest.raises(InvalidModel, match=said):
+        stage_check.check_stages_equal(parts, [X], plan, None)
+    with pytest.raises(InvalidModel, match=said):  # if nothing was compared before training
+        replicas.finish()
 
 
 def test_the_other_ranks_hear_of_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +136,14 @@ def test_the_other_ranks_hear_of_the_difference(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "get_rank", lambda group: rank.index)
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     model = trace(Detaches(), [X])
-    parts = split(model, make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), [X])
+    plan = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1)
+    parts = split(model, plan, [X])
     errors = {}
 
     def check(index: int) -> None:
         rank.index = index
         with pytest.raises(InvalidModel) as error:
-            stage_check.check_stages_equal(parts, [X], 2, None)
+            stage_check.check_stages_equal(parts, [X], plan, None)
         errors[index] = str(error.value)
 
     threads = [threading.Thread(target=check, args=(index,)) for index in (1, 0)]
