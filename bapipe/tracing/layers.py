@@ -17,6 +17,7 @@ from bapipe.tracing.model import Hazard, Result, TracedLayer, TracedModel, node_
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.recorded_capture import capture_by_recording
+from bapipe.tracing.shared_memory import check_shared_memory
 from bapipe.tracing.sizes import UnknownSizes, is_size, observe_sizes
 
 OPERATOR = "op:"
@@ -48,15 +49,18 @@ def trace(
         called_leaves: whether leaf modules must be called as they are, instead of as the operators inside them.
 
     Raises:
-        InvalidModel: the module cannot be traced, has no layers, or returns values that are not tensors.
+        InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, or has trained
+            parameters in memory that other parameters or buffers share.
     """
     with state_restored(module):
         paths = _matching_paths(module, leaf_modules)
         captured = capture(module, inputs, paths, called_leaves)
         try:
-            return _traced(module, captured, inputs, operator_layers)
+            model = _traced(module, captured, inputs, operator_layers)
         except UnknownSizes:
-            return _traced(module, _captured_with_sizes(captured, module, inputs, paths), inputs, operator_layers)
+            model = _traced(module, _captured_with_sizes(captured, module, inputs, paths), inputs, operator_layers)
+        check_shared_memory(model)
+        return model
 
 
 def _captured_with_sizes(

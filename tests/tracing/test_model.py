@@ -250,3 +250,45 @@ def test_untraceable_models_are_refused(module: nn.Module, message: str) -> None
     with pytest.raises(InvalidModel) as caught:
         trace(module)
     assert str(caught.value).startswith(message)
+
+
+class OnOneMemory(nn.Module):
+    """Two layers, and optionally a buffer or a second parameter on the memory of a weight."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        memory = torch.zeros(2, 4, 4)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a.weight, self.b.weight = nn.Parameter(memory[0]), nn.Parameter(memory[1])  # one storage, apart in it
+        if what == "parameter":
+            self.b.weight = nn.Parameter(self.a.weight.data.view(4, 4))
+        if what == "frozen parameter":
+            self.b.weight = nn.Parameter(self.a.weight.data, requires_grad=False)
+        if what == "tied":
+            self.b.weight = self.a.weight
+        self.register_buffer("seen", self.a.weight.data[1:] if what == "buffer" else torch.zeros(3, 4))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x)) @ self.seen.T
+        return y
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("parameter", r"'b\.weight' share memory.* assign the same nn\.Parameter"),
+        ("frozen parameter", r"'b\.weight' share memory"),
+        ("buffer", "buffer 'seen' share memory"),
+    ],
+)
+def test_a_tensor_on_the_memory_of_a_trained_parameter_is_refused(what: str, said: str) -> None:
+    with pytest.raises(InvalidModel, match=r"^parameter 'a\.weight' and .*" + said):
+        trace(OnOneMemory(what))
+
+
+def test_tied_parameters_and_parts_of_one_memory_are_not_refused() -> None:
+    for what in ("", "tied"):
+        assert [layer.name for layer in trace(OnOneMemory(what)).layers] == ["a", "b"]
+    with torch.device("meta"):
+        assert [layer.name for layer in trace(OnOneMemory()).layers] == ["a", "b"]
