@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -47,6 +52,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_view",
     "needs_gradient_for_every_input",
+    "needs_values",
     "parameter_hooks",
     "pipeline_runtime",
     "replace_losses",
@@ -95,6 +101,11 @@ def storage_key(tensor: Tensor) -> int:
     except (NotImplementedError, RuntimeError):  # of layouts without a storage, such as sparse ones
         return id(tensor)
     return key
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether an operator raised an error because its arguments are fake tensors, which have no values."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def version(tensor: Tensor) -> int:

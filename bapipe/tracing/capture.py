@@ -1,5 +1,6 @@
 """Captures a module as a graph of operators: by torch.fx, by recording its calls, or by torch.export."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import has_hooks, is_compiled
+from bapipe.torch_private import has_hooks, is_compiled, needs_values
 from bapipe.tracing.captured import Captured, is_layer
+from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.recorded_capture import capture_by_recording
+from bapipe.tracing.recording import NotRecorded
 
 
 def capture(
@@ -43,21 +46,20 @@ def capture(
     except TracingFailed as error:
         failed = error
     if inputs is None or isinstance(failed.cause, CannotKeep):
-        return _capture_with_leaves(module, None, leaves, failed, "")
+        return _capture_with_leaves(module, None, leaves, failed)
+    recorded, not_recorded = None, None
     try:
         recorded = capture_by_recording(module, inputs, sorted(leaves.paths))
         recorded = replace(recorded, leaf_reasons=leaves.reasons | dict(recorded.leaf_reasons))
-    except TracingFailed:
-        recorded = None
+    except TracingFailed as error:
+        not_recorded = error
     if recorded is not None and (leaves.reasons or not _is_coarse(module, recorded)):
         return recorded
-    reason = ""
     if not called_leaves:
-        try:
+        # Whatever torch.export raises, its texts do not help: how recording failed does.
+        with contextlib.suppress(Exception):
             return capture_with_export(module, inputs, leaves.paths)
-        except Exception as error:  # whatever torch.export or the model's own code raises
-            reason = f"; torch.export fails too: {_first_line(error)}"
-    return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, reason)
+    return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, not_recorded)
 
 
 def _is_coarse(module: nn.Module, captured: Captured) -> bool:
@@ -68,25 +70,47 @@ def _is_coarse(module: nn.Module, captured: Captured) -> bool:
 
 
 def _capture_with_leaves(
-    module: nn.Module, num_inputs: int | None, leaves: "_Leaves", failed: TracingFailed, also: str
+    module: nn.Module,
+    num_inputs: int | None,
+    leaves: "_Leaves",
+    failed: TracingFailed,
+    recorded: TracingFailed | None = None,
 ) -> Captured:
     """Returns what torch.fx captures if the modules in which it fails are leaf modules.
 
     Args:
         failed: how it failed without these.
-        also: what to add to the message of the error.
+        recorded: how recording failed, if it did.
     """
     while failed.path:
-        leaves.add({failed.path: f"it cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}"})
+        leaves.add({failed.path: f"it cannot be traced: {_first_line(failed.cause)}{failed_line(failed.cause) or ''}"})
         try:
             return leaves.capture(module, num_inputs)
         except TracingFailed as error:
             failed = error
     raise InvalidModel(
-        f"{type(module).__name__} cannot be traced: {_first_line(failed.cause)}{_code_position(failed.cause)}{also}; "
-        "its forward is traced without values, so it cannot branch on tensors: put such code into a module of its own, "
-        "which is then one layer"
+        f"{type(module).__name__} cannot be traced: {_reason(failed, recorded)}; put this code into a module of its "
+        "own, which is then one layer"
     ) from failed.cause
+
+
+def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:
+    """Returns why a model's own code cannot be traced, and its line.
+
+    Args:
+        failed: how torch.fx failed.
+        recorded: how recording failed, if that was tried: it runs the code as it is, so it knows better.
+    """
+    cause = (recorded or failed).cause
+    line = failed_line(cause) or ""
+    if recorded is None:
+        without_values = "; a forward is traced without values, so it cannot branch on tensors"
+        return f"{_first_line(cause)}{line}{'' if isinstance(cause, CannotKeep) else without_values}"
+    if needs_values(cause):
+        return f"it uses values of tensors, which are not known while it is traced{line}"
+    if not isinstance(cause, NotRecorded):
+        return f"it fails on tensors without values: {type(cause).__name__}: {_first_line(cause)}{line}"
+    return f"{_first_line(cause)}{line}"
 
 
 class _Leaves:
@@ -158,15 +182,3 @@ def _check_has_layers(module: nn.Module) -> None:
 def _first_line(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"\s+", " ", text).strip()
-
-
-def _code_position(error: Exception) -> str:
-    """Returns where in the model's own code an error was raised, in brackets; empty if not in a forward."""
-    position = ""
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_globals.get("__name__", "")
-        if trace.tb_frame.f_code.co_name == "forward" and not name.startswith("torch."):
-            position = f" ({name}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return position

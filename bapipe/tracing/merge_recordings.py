@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from bapipe.tracing.aliasing import MEMORY, Memory
 from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Captured, call_name, drop_unused
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.recording import Call, Recording, Ref
+from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE, TensorShape
 
 Three = tuple[Any, Any, Any]
@@ -34,7 +34,7 @@ def merge(module: nn.Module, recordings: Sequence[Recording]) -> Captured:
     calls = _aligned([recording.calls for recording in recordings])
     returned = [recording.returned for recording in recordings]
     if any(leaves[0] != leaves[1] or leaves[0] != leaves[2] for leaves in zip(*returned, strict=True)):
-        raise TracingFailed("", TypeError("what the model returns depends on the batch size"))
+        raise TracingFailed("", NotRecorded("what the model returns depends on the batch size"))
     first = recordings[0]
     graph = _Graph(calls)
     leaves = tuple(graph.nodes[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in first.returned)
@@ -57,11 +57,15 @@ def _aligned(calls: Sequence[Sequence[Call]]) -> list[tuple[Call, Call, Call]]:
     """Returns the calls of three recordings side by side."""
     for a, b, c in zip(*calls, strict=False):
         if not (_same(a, b) and _same(a, c)):
-            raise TracingFailed(a.path, TypeError("what the forward calls depends on the batch size"))
+            raise TracingFailed(a.path, _depends_on_batch(a))
     if len({len(recorded) for recorded in calls}) > 1:
         shortest = min(calls, key=len)
-        raise TracingFailed(shortest[-1].path, TypeError("what the forward calls depends on the batch size"))
+        raise TracingFailed(shortest[-1].path, _depends_on_batch(shortest[-1]))
     return list(zip(*calls, strict=True))
+
+
+def _depends_on_batch(call: Call) -> NotRecorded:
+    return NotRecorded(f"what the forward calls depends on the batch size{call.line or ''}")
 
 
 def _same(a: Call, b: Call) -> bool:
@@ -90,7 +94,7 @@ class _Graph:
             args = self._value((three[0].args, three[1].args, three[2].args))
             kwargs = self._value((dict(three[0].kwargs), dict(three[1].kwargs), dict(three[2].kwargs)))
         except ValueError as error:
-            raise TracingFailed(call.path, error) from error
+            raise TracingFailed(call.path, NotRecorded(f"{error}{call.line or ''}")) from error
         node = self.graph.create_node(call.op, call.target, args, kwargs, name=_name(call))
         self.nodes.append(node)
         if call.shape is not None and call.op != "get_attr":

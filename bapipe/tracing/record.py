@@ -6,6 +6,7 @@ Numbers that come from shapes are recorded as they are at that batch size; `merg
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from bapipe.torch_private import (
     version,
 )
 from bapipe.tracing.captured import autocast_modes, is_layer
+from bapipe.tracing.code_position import running_line
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.kept_calls import (
@@ -37,12 +39,8 @@ from bapipe.tracing.kept_calls import (
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
 from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
-from bapipe.tracing.recording import Call, Recording, Ref
+from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
 from bapipe.tracing.run_with_values import run_with_values
-
-
-class NotRecorded(Exception):
-    """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
 
 
 class _StartAgain(Exception):
@@ -179,6 +177,7 @@ class _Recorder(TorchFunctionMode):
             shares=tuple(dict.fromkeys(self._ref(tensor).index for tensor in shares)),
             writes=tuple(dict.fromkeys(self._ref(tensor).index for tensor in written)),
             returns_written=any(leaf is tensor for leaf in leaves for tensor in written),
+            line=running_line(inspect.currentframe()),
         )
         self._check_writes(call)
         index = self._add(call, result)
@@ -252,11 +251,11 @@ class _Recorder(TorchFunctionMode):
         if id(tensor) in self._index:
             return Ref(self._index[id(tensor)])
         if is_functorch_wrapped(tensor):
-            raise NotRecorded("a function under vmap or grad is called")
+            raise NotRecorded("it calls a function under torch.func.vmap or grad")
         name = self._names.get(id(tensor))
         if name is None:
             if isinstance(tensor, FakeTensor):
-                raise NotRecorded("a tensor comes from where torch functions are not seen")
+                raise NotRecorded("it uses a tensor that comes from where calls of torch cannot be recorded")
             return self._constant(tensor)
         call = Call(op="get_attr", target=name, path=self._inside[-1], shape=tuple(tensor.shape))
         return Ref(self._add(call, tensor))

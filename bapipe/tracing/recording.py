@@ -6,6 +6,11 @@ from typing import Any
 
 from bapipe.torch_private import TreeSpec
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.code_position import CodeLine
+
+
+class NotRecorded(Exception):
+    """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class Call:
         shares: earlier results whose memory its result shares.
         writes: earlier results that it wrote to.
         returns_written: it returned a tensor that it wrote to.
+        line: of the model's code.
     """
 
     op: str
@@ -43,6 +49,7 @@ class Call:
     shares: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     returns_written: bool = False
+    line: CodeLine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,10 +77,9 @@ def meta() -> nn.Module:
         (nn.ReLU, "ReLU has no parameter to train: set requires_grad on those to train"),
         (
             Branching,
-            "Branching cannot be traced: symbolically traced variables cannot be used as inputs to control flow "
-            f"({__name__}, line {BRANCH}); torch.export fails too: Could not guard on data-dependent expression "
-            "Eq(u0, 1) (unhinted: Eq(u0, 1)). (Size-like symbols: none); its forward is traced without values, so it "
-            "cannot branch on tensors: put such code into a module of its own, which is then one layer",
+            "Branching cannot be traced: it uses values of tensors, which are not known while it is traced "
+            f"({__name__}, line {BRANCH}: if y.sum() > 0:); put this code into a module of its own, which is then one "
+            "layer",
         ),
         (
             lambda: nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 3)),

@@ -1,5 +1,8 @@
 """The three ways to capture a graph."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,3 +96,33 @@ def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
     activation = torch.jit.script(nn.Tanh())
     model = nn.Sequential(nn.Linear(2, 2), activation)
     torch.testing.assert_close(capture(model, (x,), ()).module(x)[0], model(x))
+
+
+def _branch_on_rows(self: Any, x: Tensor) -> Tensor:
+    return x / len(x) ** 0.5
+
+
+def _rows(self: Any, x: Tensor) -> Tensor:
+    return torch.stack([row * 2 for row in self.first(x)])
+
+
+def _value(self: Any, x: Tensor) -> Tensor:
+    return self.first(x) * int(x.sum())
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (_branch_on_rows, r"an argument is 2\.2\d+ or 2\.6\d+, depending on the batch size"),
+        (_rows, "what the forward calls depends on the batch size"),
+        (_value, "it uses values of tensors, which are not known while it is traced"),
+    ],
+)
+def test_a_refusal_names_the_line_of_the_models_code(forward: Callable[..., Tensor], reason: str) -> None:
+    model = type("Own", (nn.Module,), {"forward": forward})()
+    model.first = nn.Linear(2, 2)
+    line = forward.__code__.co_firstlineno + 1
+    with pytest.raises(
+        InvalidModel, match=rf"^Own cannot be traced: {reason} \({__name__}, line {line}: return .*\); put"
+    ):
+        capture(model, (torch.zeros(1, 2),), ())
