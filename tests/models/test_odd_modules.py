@@ -35,6 +35,7 @@ REFUSED = {
 MAY_BE_REFUSED = {
     "nested NormalisedWeight": "modified by an inplace operation",
     "nested BatchBranch": "would not train as the module does",
+    "nested Nonzero": "whose size depends on the data cannot cross a cut",
     "nested Mapped": "may have escaped from inside a function being vmapped",
     "rooted Selected": "whose size depends on the data cannot cross a cut",
     "Packed": "cannot be traced",
