@@ -52,11 +52,11 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
     """Returns where a tensor begins and ends in its storage."""
-    begin = tensor.storage_offset() * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
         return begin, begin
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+    return begin, begin + (int(last) + 1) * tensor.element_size()
 
 
 def _error(first_name: str, first: Tensor, second_name: str, second: Tensor) -> InvalidModel:

@@ -104,7 +104,7 @@ def test_replicas_of_a_stage_that_changes_other_state_than_running_statistics_ar
     layers = [layer.name for layer in model.layers]
     plan = make_plan(layers, (1,), (0, (1, 2)), REPLICATED, 2, 1)
     parts = split(model, plan, [X])
-    replicas = BufferAverage(1, stage_module(parts, 1), dist.group.WORLD, 1.0)
+    replicas = BufferAverage(1, stage_module(parts, 1), dist.group.WORLD, 1.0)  # type: ignore[arg-type]
     replicas.begin()
     stage_module(parts, 1)(stage_module(parts, 0)(X)[0])
     if not changes:
