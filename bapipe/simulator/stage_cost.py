@@ -9,13 +9,12 @@ from itertools import accumulate
 from operator import or_
 from typing import Protocol
 
-from msgspec import UNSET
-
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.schedules.table import Phase
+from bapipe.simulator.layer_totals import LayerTotals, layer_totals, sum_totals
 from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights
 from bapipe.units import at_speed, round_half_up
 
@@ -239,38 +238,57 @@ def stage_cost(
 
     `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full.
     """
+    totals = [layer_totals(layer, measured) for layer, measured in layers]
+    return cost_of_totals(
+        sum_totals(totals),
+        max(measured.workspace_bytes for _, measured in layers),
+        [sum_totals(totals[:end]) for end in bucket_ends],
+        speed=speed,
+        recompute=recompute,
+        tied=tied,
+    )
 
-    def total(values: Iterable[int]) -> int:
-        return at_speed(sum(values), speed)
 
-    def whole_backward(last_layers: Sequence[LayerMeasurement]) -> int | None:
-        if all(m.backward_ns is UNSET for m in last_layers):
-            return None
-        return total(m.whole_backward_ns for m in last_layers) + recomputed
+def cost_of_totals(
+    layers: LayerTotals,
+    workspace_bytes: int,
+    last_layers: Iterable[LayerTotals],
+    *,
+    speed: float,
+    recompute: bool,
+    tied: TiedWeightCost,
+) -> StageCost:
+    """Returns the cost of layers on a device of some speed. Times are rounded once per stage, not per layer.
 
-    measured = [m for _, m in layers]
-    param_bytes = sum(layer.param_bytes for layer, _ in layers) + tied.param_bytes
-    gradient_bytes = sum(layer.gradient_bytes for layer, _ in layers) + tied.gradient_bytes
-    forward = total(m.forward_ns for _, m in layers)
-    recomputed = forward if recompute else 0
+    Args:
+        workspace_bytes: the maximum over the layers.
+        last_layers: for each bucket of gradients, the layers from which on all gradients before it are done.
+    """
+    forward_ns = at_speed(layers.forward_ns, speed)
+    recomputed_ns = forward_ns if recompute else 0  # before each B, or before each I
+    param_bytes = layers.param_bytes + tied.param_bytes
+
+    def measured_backward_ns(of: LayerTotals) -> int | None:
+        return recomputed_ns + at_speed(of.backward_ns, speed) if of.num_measured_backward else None
+
+    def gradient_done_ns(last: LayerTotals) -> tuple[int, int]:
+        weight_ns, backward_ns = at_speed(last.weight_grad_ns, speed), measured_backward_ns(last)
+        split_ns = recomputed_ns + at_speed(last.input_grad_ns, speed) + weight_ns
+        return (split_ns if backward_ns is None else backward_ns), weight_ns
+
     return StageCost(
-        forward_ns=forward,
-        input_grad_ns=total(m.input_grad_ns for _, m in layers) + recomputed,
-        weight_grad_ns=total(m.weight_grad_ns for _, m in layers),
-        whole_backward_ns=whole_backward(measured),
-        update_ns=at_speed(sum(layer.update_ns for layer, _ in layers) + tied.update_ns, speed),
+        forward_ns=forward_ns,
+        input_grad_ns=at_speed(layers.input_grad_ns, speed) + recomputed_ns,
+        weight_grad_ns=at_speed(layers.weight_grad_ns, speed),
+        whole_backward_ns=measured_backward_ns(layers),
+        update_ns=at_speed(layers.update_ns + tied.update_ns, speed),
         param_bytes=param_bytes,
-        frozen_bytes=param_bytes - gradient_bytes,
-        optimizer_bytes=sum(layer.optimizer_state_bytes for layer, _ in layers) + tied.optimizer_bytes,
-        stash_bytes=sum(m.stash_bytes for _, m in layers),
-        gradient_stash_bytes=sum(m.left_by_input_grad_bytes for _, m in layers),
-        workspace_bytes=max(m.workspace_bytes for _, m in layers),
-        gradient_done_ns=tuple(
-            (recomputed + total(m.input_grad_ns for m in measured[:end]) + weight if whole is None else whole, weight)
-            for end in bucket_ends
-            for weight in [total(m.weight_grad_ns for m in measured[:end])]
-            for whole in [whole_backward(measured[:end])]
-        ),
+        frozen_bytes=param_bytes - layers.gradient_bytes - tied.gradient_bytes,
+        optimizer_bytes=layers.optimizer_bytes + tied.optimizer_bytes,
+        stash_bytes=layers.stash_bytes,
+        gradient_stash_bytes=layers.gradient_stash_bytes,
+        workspace_bytes=workspace_bytes,
+        gradient_done_ns=tuple(map(gradient_done_ns, last_layers)),
     )
 
 
