@@ -163,7 +163,7 @@ def test_every_command_has_help(folder: Path) -> None:
     for command in ("profile", "cluster", "plan", "simulate", "show", "run"):
         assert "Usage: " in bapipe(folder, command, "--help").stdout
     shown = " ".join(bapipe(folder, "profile", "--help").stdout.split())
-    assert f"One of {', '.join(ZOO)}; or a factory of your own, as module.path:function." in shown
+    assert f"One of {', '.join(ZOO)}; a factory of your own, as module.path:function; or hf:CLASS" in shown
 
 
 @pytest.mark.parametrize(
