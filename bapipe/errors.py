@@ -43,3 +43,8 @@ class RunFailed(BapipeError):
     def __init__(self, message: str, told: bool = False, lost: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.told, self.lost = told, lost
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text that is not blank, or the name of its class if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

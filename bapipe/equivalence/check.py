@@ -12,7 +12,7 @@ from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.locate import first_difference
 from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
 from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages, run_stages
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidModel, first_line
 from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
@@ -129,13 +129,13 @@ def _compare(
     try:
         original = run_original(model.root, loss, microbatches)
     except Exception as error:  # whatever the model's own code raises
-        return Unchecked(reason=f"the model itself fails: {_first_line(error)}")
+        return Unchecked(reason=f"the model itself fails: {first_line(error)}")
     try:
         stages, split = run()
     except StageFailed as error:
         if _is_out_of_memory(error.cause):
             return Unchecked(reason="there is not enough memory for two micro-batches")
-        what = f"as a stage of its own, the {error.phase} fails ({_first_line(error.cause)})"
+        what = f"as a stage of its own, the {error.phase} fails ({first_line(error.cause)})"
         return _difference_at(model, error.layer.partition("#")[0], what)
     if not mismatches(original, split):
         return _equal(model, stages, original)
@@ -246,7 +246,3 @@ def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from bapipe.errors import BapipeError, InvalidModel
+from bapipe.errors import BapipeError, InvalidModel, first_line
 from bapipe.schedules.table import Action, Phase
 
 _CHANGED = "modified by an inplace operation"
@@ -28,10 +28,9 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
             cause = cause.__cause__
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
-        text = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         raise InvalidModel(
             f"{where} fails in the {_PHASES[action.phase]} of micro-batch {action.microbatch}: "
-            f"{text[:200]}{_hint(str(cause), recompute=recompute)}"
+            f"{first_line(cause)[:200]}{_hint(str(cause), recompute=recompute)}"
         ) from error
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidModel, first_line
 from bapipe.torch_private import has_hooks, is_compiled, needs_values
 from bapipe.tracing.captured import Captured, is_layer
 from bapipe.tracing.code_position import failed_line
@@ -180,5 +180,4 @@ def _check_has_layers(module: nn.Module) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"\s+", " ", first_line(error))
