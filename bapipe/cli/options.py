@@ -1,12 +1,12 @@
 """Options that several commands share, and how their texts are parsed."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidFile
+from bapipe.formats.strict_json import json_or_text
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
 Devices = Annotated[
@@ -72,7 +72,7 @@ def key_values(pairs: list[str] | None, option: str = "--arg", such_as: str = "i
         if not equals or not key.isidentifier():
             raise BapipeError(f"{option} {pair}: want KEY=VALUE, such as {such_as}")
         try:
-            arguments[key] = json.loads(text)
-        except json.JSONDecodeError:
-            arguments[key] = text
+            arguments[key] = json_or_text(text)
+        except InvalidFile as error:
+            raise BapipeError(f"{option} {key}: {error.message}") from None
     return arguments

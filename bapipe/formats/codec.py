@@ -5,8 +5,6 @@ import inspect
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +14,7 @@ from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.strict_json import decode_fields, decode_json, naming_file, read_limited
 
 File = ModelProfile | Cluster | Plan
 T = TypeVar("T", ModelProfile, Cluster, Plan)
@@ -45,7 +44,7 @@ def decode(text: bytes) -> File:
     kind = _kind(text)
     if kind not in KINDS:
         raise InvalidFile(f"unknown file kind '{kind}'; want one of {', '.join(KINDS)}", "$.bapipe")
-    value: File = _decode(text, KINDS[kind])
+    value: File = decode_json(text, KINDS[kind])
     return value
 
 
@@ -55,71 +54,33 @@ def decode_as(text: bytes, want: type[T]) -> T:
     if KINDS.get(kind) is not want:
         wanted = next(name for name, cls in KINDS.items() if cls is want)
         raise InvalidFile(f"this is a '{kind}' file; want '{wanted}'", "$.bapipe")
-    value: T = _decode(text, want)
+    value: T = decode_json(text, want)
     return value
 
 
 def _kind(text: bytes) -> str:
-    header: _Header = _decode(text, _Header)
+    header: _Header = decode_fields(text, _Header)
     return header.bapipe
-
-
-def _decode(text: bytes, want: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(text, type=want)
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"not JSON: {error}") from None
-    except RecursionError:
-        raise InvalidFile("not a bapipe file: nested too deeply") from None
-
-
-def _invalid(error: msgspec.ValidationError) -> InvalidFile:
-    cause = error.__cause__
-    text = str(error).removeprefix(str(cause)) if isinstance(cause, InvalidFile) else str(error)
-    message, found, where = text.rpartition(" - at `")
-    outer = where.rstrip("`") if found else "$"
-    if isinstance(cause, InvalidFile):  # raised by a nested type: its path continues the outer one
-        return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
-    return InvalidFile(message if found else text, outer)
 
 
 def read_any(path: Path) -> File:
     """Returns the profile, cluster or plan in the file at `path`; errors begin with the path."""
-    with _named(path):
-        return decode(_text(path))
+    with naming_file(path):
+        return decode(read_limited(path))
 
 
 def read(path: Path, want: type[T]) -> T:
     """Returns the value of type `want` in the file at `path`; errors begin with the path."""
-    with _named(path):
-        return decode_as(_text(path), want)
-
-
-def _text(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise BapipeError(f"{path}: no such file") from None
-    except OSError as error:
-        raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
+    with naming_file(path):
+        return decode_as(read_limited(path), want)
 
 
 def read_text(path: Path) -> str:
     """Returns the text of a file of another kind; raises BapipeError if it cannot be read."""
     try:
-        return _text(path).decode()
+        return read_limited(path).decode()
     except UnicodeDecodeError:
         raise BapipeError(f"{path}: not a text file") from None
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except InvalidFile as error:
-        raise InvalidFile(f"{path}: {error.message}", error.where) from None
 
 
 def write(path: Path, value: File) -> None:

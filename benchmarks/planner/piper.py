@@ -14,9 +14,9 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from bapipe.formats.strict_json import read_json
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import Graph
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
@@ -63,7 +63,7 @@ class Workload:
     """A graph of nodes with two options for each tensor-parallel degree; the second recomputes."""
 
     def __init__(self, path: Path) -> None:
-        content = msgspec.json.decode(path.read_bytes())
+        content = read_json(path, Any)
         nodes = content["nodes"]
         index = {node["id"]: i for i, node in enumerate(nodes)}
         self.ids = [node["id"] for node in nodes]

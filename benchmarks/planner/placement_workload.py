@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
-import msgspec
-
+from bapipe.formats.strict_json import read_json
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph, contract
 
@@ -35,7 +35,7 @@ class Workload:
 
 def read(path: Path) -> Workload:
     """Returns the workload of a file: one graph node per colour, cycles contracted."""
-    content = msgspec.json.decode(path.read_bytes())
+    content = read_json(path, Any)
     number: dict[object, int] = {}
     colour_of = {}
     for node in content["nodes"]:

@@ -1,0 +1,155 @@
+"""Reads files that others wrote: JSON with limits on size, nesting and numbers, without keys that occur twice.
+
+The limits hold before anything is built of the text, so a small file cannot take much time or memory.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from bapipe.errors import BapipeError, InvalidFile
+
+MAX_BYTES = 24 * 2**20
+"""Largest file that is read. A plan for 4,096 devices and 64 micro-batches has 8 MiB."""
+
+MAX_VALUES = 2**21
+"""Largest number of values in a file: a value takes up to 100 bytes of memory, and two bytes of a file."""
+
+MAX_DEPTH = 64
+"""Deepest nesting of lists and objects; a plan has 7 levels."""
+
+MAX_DIGITS = 100
+"""Most digits in a row in a number; a double has 17."""
+
+# Strings, with what is neither structure nor number around them. Possessive, so that no match has to be remembered;
+# `.` includes line breaks, which JSON refuses later.
+_STRINGS = re.compile(rb'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^][{},"0-9]*+)++', re.DOTALL)
+_OPENING, _CLOSING = b"[{", b"]}"
+_STEP = dict.fromkeys(_OPENING, 1) | dict.fromkeys(_CLOSING, -1)
+_NOT_BRACKETS = bytes(set(range(256)) - set(_STEP))
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+
+T = TypeVar("T")
+
+
+def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns the bytes of a file.
+
+    Raises:
+        BapipeError: it cannot be read, or has more than `max_bytes`, perhaps because it never ends.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise BapipeError(f"{path}: no such file") from None
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the path
+        raise BapipeError(f"{path}: cannot be read: {error}") from None
+    if len(content) > max_bytes:
+        raise BapipeError(f"{path}: larger than {max_bytes // 2**20} MiB, the most that is read")
+    return content
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Raises an InvalidFile of its body again with the path of the file before the message."""
+    try:
+        yield
+    except InvalidFile as error:
+        raise InvalidFile(f"{path}: {error.message}", error.where) from None
+
+
+def read_json(path: Path, want: type[T] | Any) -> T:
+    """Returns the value of type `want` in a file; errors, as those of `read_limited` and `decode_json`, name it."""
+    with naming_file(path):
+        value: T = decode_json(read_limited(path), want)
+        return value
+
+
+def decode_json(text: bytes, want: type[T] | Any) -> T:
+    """Returns the value of type `want` in `text`.
+
+    Raises:
+        InvalidFile: not JSON in UTF-8, beyond a limit, a key that occurs twice in an object, or not of the type.
+    """
+    _check_limits(text)
+    value: T = decode_fields(text, want)
+    _check_keys(text)
+    return value
+
+
+def json_or_text(text: str) -> object:
+    """Returns the value of JSON, or a text that is not JSON as it is; raises InvalidFile for JSON beyond a limit."""
+    try:
+        encoded = text.encode()
+        _check_limits(encoded)
+        value: object = msgspec.json.decode(encoded)
+    except UnicodeEncodeError:
+        raise InvalidFile("not text in UTF-8") from None
+    except msgspec.ValidationError as error:  # a number that no double can hold
+        raise _with_path(error) from None
+    except msgspec.DecodeError:
+        return text
+    _check_keys(encoded)
+    return value
+
+
+def decode_fields(text: bytes, want: type[T] | Any) -> T:
+    """Returns the value of type `want`, without a look at what the type leaves out; raises InvalidFile."""
+    try:
+        value: T = msgspec.json.decode(text, type=want)
+    except msgspec.ValidationError as error:
+        raise _with_path(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidFile("nested too deeply") from None
+    return value
+
+
+def _check_limits(text: bytes) -> None:
+    if len(text) > MAX_BYTES:
+        raise InvalidFile(f"{len(text):,} bytes; want at most {MAX_BYTES:,}")
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+        raise InvalidFile(f"more than {MAX_VALUES:,} values")
+    bare = _STRINGS.sub(b"", text)
+    if (digits := _LONG_NUMBER.search(bare)) is not None:
+        start = digits[0][:20].decode()
+        raise InvalidFile(f"the number {start}... has more than {MAX_DIGITS} digits")
+    brackets = bare.translate(None, _NOT_BRACKETS)
+    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:
+        raise InvalidFile(f"lists and objects are nested more than {MAX_DEPTH} deep")
+
+
+def _check_keys(text: bytes) -> None:
+    """Raises InvalidFile if an object of a text that is JSON has a key twice: readers differ in which one they take."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise InvalidFile(f"the key '{key}' occurs twice in one object")
+
+    try:
+        json.loads(text.decode(), object_pairs_hook=check)
+    except ValueError as error:  # where msgspec skips what it does not decode, it accepts some text that is not JSON
+        raise error if isinstance(error, InvalidFile) else InvalidFile(f"not JSON: {error}") from None
+
+
+def _with_path(error: msgspec.ValidationError) -> InvalidFile:
+    """Returns the error of msgspec with its path inside the file apart."""
+    cause = error.__cause__
+    text = str(error).removeprefix(str(cause)) if isinstance(cause, InvalidFile) else str(error)
+    message, found, where = text.rpartition(" - at `")
+    outer = where.rstrip("`") if found else "$"
+    if isinstance(cause, InvalidFile):  # raised by a nested type: its path continues the outer one
+        return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
+    return InvalidFile(message if found else text, outer)
