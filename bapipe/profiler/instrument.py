@@ -63,7 +63,7 @@ class InstrumentedModel:
         tensors: size and gradient of the layers' outputs in the latest forward, by name.
         roots: outputs of layers that have no input with a gradient: I ends there.
         owners: the first layer that uses each parameter, by the parameter's id.
-        shared: ids of the parameters that several layers use, or whose W would run a part of I again.
+        shared: ids of the parameters that several layers use, or whose W shares a node with that of others.
     """
 
     training_pass: TrainingPass
@@ -111,7 +111,7 @@ class InstrumentedModel:
         """Runs I and returns the groups for W; the search of torch for these is reported as `num_layers` + 1."""
         self._enter(self.num_layers + 1)
         groups = find_weight_groups(loss, self.roots, self.training_pass.model.module.parameters())
-        self.shared |= {id(parameter) for g in groups if g.runs_input_path for parameter in g.parameters}
+        self.shared |= {id(parameter) for g in groups if g.shares_nodes for parameter in g.parameters}
         self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
         return groups
 

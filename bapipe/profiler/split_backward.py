@@ -5,6 +5,7 @@ the inputs. I runs that path and keeps the gradients that arrive at these nodes;
 parameters whose paths meet.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bapipe.torch_private import construct_reverse_graph, get_param_groups, stage_backward_weight
+from bapipe.tracing.weight_nodes import weight_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +24,15 @@ class WeightGroup:
 
     Attributes:
         starts_at_root: whether W begins at nodes at which I ends, which I does not run.
-        runs_input_path: whether W would run a part of the path to the inputs again: one of its nodes leads to another,
-            as where several layers use a bias that one layer makes. It would free what the W of others needs.
+        shares_nodes: whether W runs a node that the W of another group runs too, as where several layers use a bias
+            that one layer makes: see `bapipe.tracing.weight_nodes`.
         param_group: torch's own record: the nodes as "intermediates", and after I the gradients that arrived there as
             "grads". W empties it.
     """
 
     parameters: tuple[nn.Parameter, ...]
     starts_at_root: bool
-    runs_input_path: bool
+    shares_nodes: bool
     param_group: dict[str, Any]
 
     @property
@@ -50,35 +52,28 @@ def find_weight_groups(
     parameter_of = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
     assert loss.grad_fn is not None
     root_nodes = [edge.node for edge in roots]
-    groups = get_param_groups(root_nodes, list(parameter_of), construct_reverse_graph([loss.grad_fn]))
-    return tuple(_weight_group(group, parameter_of, set(root_nodes)) for group in groups)
+    reverse = construct_reverse_graph([loss.grad_fn])
+    groups = get_param_groups(root_nodes, list(parameter_of), reverse)
+    nodes_of_groups = [weight_nodes(group, reverse) for group in groups]
+    num_uses = Counter(node for nodes in nodes_of_groups for node in nodes)
+    shared = {node for node, count in num_uses.items() if count > 1}
+    return tuple(
+        _weight_group(group, parameter_of, set(root_nodes), shares_nodes=not shared.isdisjoint(nodes))
+        for group, nodes in zip(groups, nodes_of_groups, strict=True)
+    )
 
 
 def _weight_group(
-    param_group: dict[str, Any], parameter_of: Mapping[Node, nn.Parameter], roots: set[Node]
+    param_group: dict[str, Any], parameter_of: Mapping[Node, nn.Parameter], roots: set[Node], *, shares_nodes: bool
 ) -> WeightGroup:
     nodes = list(param_group["intermediates"])
     param_group |= {"intermediates": nodes, "grads": [()] * len(nodes)}
     return WeightGroup(
         parameters=tuple(parameter_of[node] for node in param_group["params"]),
         starts_at_root=roots.issuperset(nodes),
-        runs_input_path=len(nodes) > 1 and _lead_to_each_other(nodes),
+        shares_nodes=shares_nodes,
         param_group=param_group,
     )
-
-
-def _lead_to_each_other(nodes: Sequence[Node]) -> bool:
-    """Returns whether a backward gets from one of some nodes to another."""
-    wanted, reached = set(nodes), set[Node]()
-    todo = [after for node in nodes for after, _ in node.next_functions if after is not None]
-    while todo:
-        node = todo.pop()
-        if node in wanted:
-            return True
-        if node not in reached:
-            reached.add(node)
-            todo += [after for after, _ in node.next_functions if after is not None]
-    return False
 
 
 def run_input_grads(loss: Tensor, roots: Sequence[GradientEdge], groups: Sequence[WeightGroup]) -> None:

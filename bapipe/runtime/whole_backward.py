@@ -1,15 +1,14 @@
 """Which backwards of a stage torch can split into I and W without an error in the gradients.
 
-torch's W begins at the nodes of the autograd graph at which the gradient of a parameter leaves the path to the inputs,
-once for each group of parameters that have such nodes in common, and frees what it runs through. A backward is run
-whole, and its W does nothing, if
+A backward is run whole, and its W does nothing, if
 
-- two groups would run the same node: a layer is called several times, as the cell of an unrolled recurrent network;
+- the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`): a
+  layer is called several times, as the cell of an unrolled recurrent network;
 - the stage receives nothing that needs a gradient, so that no gradient leaves a path;
 - a parameter has hooks of the model's own, which W would call for parts of a gradient, or not at all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from bapipe.torch_private import construct_reverse_graph, get_param_groups, parameter_hooks
+from bapipe.tracing.weight_nodes import weight_nodes
 
 
 def has_hooks_of_the_model(module: nn.Module) -> bool:
@@ -33,7 +33,7 @@ def can_split(outputs: Iterable[Tensor], inputs: Iterable[Any], parameters: Iter
     reverse = construct_reverse_graph(roots)
     seen: set[Node] = set()
     for group in get_param_groups(starts, weights, reverse):
-        nodes = _reached(group["intermediates"], _leading_to(group["params"], reverse))
+        nodes = weight_nodes(group, reverse)
         if seen & nodes:
             return False
         seen |= nodes
@@ -43,27 +43,3 @@ def can_split(outputs: Iterable[Tensor], inputs: Iterable[Any], parameters: Iter
 def _node(tensor: Tensor) -> Node:
     node: Node = get_gradient_edge(tensor).node
     return node
-
-
-def _leading_to(params: Iterable[Node], reverse: Any) -> set[Node]:
-    """Returns the nodes from which a backward gets to some parameters."""
-    leading: set[Node] = set()
-    todo = list(params)
-    while todo:
-        node = todo.pop()
-        if node not in leading:
-            leading.add(node)
-            todo += [before for before in reverse[node] if before is not None]
-    return leading
-
-
-def _reached(intermediates: Sequence[Node], within: set[Node]) -> set[Node]:
-    """Returns the nodes that a W runs, which begins at `intermediates`."""
-    reached: set[Node] = set()
-    todo = list(intermediates)
-    while todo:
-        node = todo.pop()
-        if node not in reached and node in within:
-            reached.add(node)
-            todo += [after for after, _ in node.next_functions if after is not None]
-    return reached
