@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
     from bapipe.formats.profile import ModelProfile
     from bapipe.graph.layer_graph import to_networkx
+    from bapipe.planner.edit import Changes, edit
+    from bapipe.planner.make import make
     from bapipe.planner.options import PlanOptions
     from bapipe.planner.plan import plan, simulate
     from bapipe.profiler.profile import profile
@@ -34,6 +36,7 @@ _MODULE_OF = {
     "Bandwidth": "bapipe.formats.cluster",
     "BapipeError": "bapipe.errors",
     "Certificate": "bapipe.formats.plan",
+    "Changes": "bapipe.planner.edit",
     "Cluster": "bapipe.formats.cluster",
     "Device": "bapipe.formats.cluster",
     "Example": "bapipe.zoo.example",
@@ -51,6 +54,8 @@ _MODULE_OF = {
     "StagePlan": "bapipe.formats.plan",
     "Timeline": "bapipe.simulator.timeline",
     "TrainConfig": "bapipe.runtime.train_config",
+    "edit": "bapipe.planner.edit",
+    "make": "bapipe.planner.make",
     "plan": "bapipe.planner.plan",
     "profile": "bapipe.profiler.profile",
     "read": "bapipe.formats.codec",
@@ -66,6 +71,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "Bandwidth",
     "BapipeError",
     "Certificate",
+    "Changes",
     "Cluster",
     "Device",
     "Example",
@@ -83,6 +89,8 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "StagePlan",
     "Timeline",
     "TrainConfig",
+    "edit",
+    "make",
     "plan",
     "profile",
     "read",

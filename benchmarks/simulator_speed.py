@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.schedules import ALL
+from bapipe.schedules.placement import distribute_replicas
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import compile_schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule

@@ -199,9 +199,9 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError):
         bapipe.nothing  # noqa: B018
     assert sorted(bapipe.__all__) == [
-        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Cluster", "Device", "Example", "Infeasible",
+        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Device", "Example", "Infeasible",
         "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "PlanOptions",
-        "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "plan", "profile", "read", "run", "simulate",
+        "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "edit", "make", "plan", "profile", "read", "run", "simulate",
         "to_networkx", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:
@@ -232,6 +232,10 @@ def test_command_line_options() -> None:
         "compare": [
             "--arg", "--cluster", "--devices", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
             "--recompute", "--replicas", "--schedule", "--time-limit",
+        ],
+        "edit": [
+            "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--output", "--place",
+            "--profile", "--recompute", "--schedule", "--swap",
         ],
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],

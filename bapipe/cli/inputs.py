@@ -7,6 +7,7 @@ from bapipe import report
 from bapipe.cli.options import key_values
 from bapipe.cli.progress import err, note, parts_bar, planning_status, show_parts
 from bapipe.errors import BapipeError
+from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
@@ -100,3 +101,21 @@ def read_or_make_plan(source: str, arguments: list[str] | None) -> Plan:
         plan = plan_cached(profiles, cluster, PlanOptions(minibatch_size=32), progress=progress)
     show_parts(report.render_plan(plan))
     return plan
+
+
+def profiles_of_plan(plan: Plan, paths: Sequence[Path]) -> dict[str, ModelProfile]:
+    """Returns profiles by kind: those given, and for the other kinds the profiles that the plan was made from.
+
+    Raises:
+        BapipeError: a kind of which none is given, and the cache does not hold the plan's.
+    """
+    found = by_kind([read(path, ModelProfile) for path in paths]) if paths else {}
+    for kind in sorted({device.kind for device in plan.cluster.devices} - set(found)):
+        cached = load_profile_by_fingerprint(plan.profiles[kind]) if kind in plan.profiles else None
+        if cached is None:
+            raise BapipeError(
+                f"the profile of kind '{kind}' that the plan was made from is not in the cache of this machine: name "
+                "its file with --profile"
+            )
+        found[kind] = cached
+    return found

@@ -43,6 +43,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compare import compare as compare_strategies
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
+from bapipe.planner.make import judge
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
 from bapipe.planner.plan import explain as explain_plan
@@ -237,13 +238,13 @@ def simulate(
     for kind, profile in of_kind.items():
         if to_simulate.profiles.get(kind) not in (None, fingerprint(profile)):
             note(f"the plan was made from another {kind} profile of {to_simulate.model}")
-    prediction = timeline.prediction(to_simulate.minibatch_size)
+    judged = judge(to_simulate, of_kind, timeline)
     if trace is not None:
         write_bytes(trace, report.encode_trace([("predicted", timeline)]))
     if as_json:
-        sys.stdout.write(msgspec.json.encode(prediction).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(judged.prediction).decode() + "\n")
         return
-    show_parts(report.render_plan(msgspec.structs.replace(to_simulate, prediction=prediction), timeline))
+    show_parts(report.render_plan(judged, timeline))
     out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
 
 

@@ -1,5 +1,6 @@
 """The plan/1 file: stages, schedule and order, with the prediction and the certificate of their step time."""
 
+import hashlib
 from functools import cached_property
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import msgspec
 from bapipe.errors import InvalidFile, InvalidSchedule
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.settings import Settings
+from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
@@ -79,6 +81,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ranks: tuple[RankPrediction, ...]
 
 
+NOT_PREDICTED = Prediction(step_ns=0, samples_per_s=0.0, bubble=0.0, ranks=())
+"""In place of the prediction of a plan whose file holds none."""
+
+
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How good a plan is.
 
@@ -87,12 +93,24 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         gap: step time / lower bound - 1; with the objective throughput, load / lower bound - 1.
         proven_optimal: whether the plan meets the lower bound.
         space: the plans that were searched, in words.
+        digest: `Plan.digest` of the plan that it certifies. A plan with another one was changed since; its prediction,
+            certificate and alternatives are then dropped. If left out, the plan is taken to be unchanged.
     """
 
     lower_bound_ns: NonNegative
     gap: NonNegativeFloat
     proven_optimal: bool
     space: str
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+
+
+_MADE_BY_HAND = "made by hand and not judged: simulate it for its times, pin it for a bound"
+NOT_CERTIFIED = Certificate(lower_bound_ns=0, gap=0.0, space=_MADE_BY_HAND, proven_optimal=False)
+"""In place of the certificate of a plan whose file holds none."""
+
+_CHANGED = "changed by hand since it was judged: simulate it for its times, pin it for a bound"
+CHANGED_BY_HAND = Certificate(lower_bound_ns=0, gap=0.0, space=_CHANGED, proven_optimal=False)
+"""In place of the certificate of a plan that was changed since it was certified."""
 
 
 def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
@@ -127,6 +145,7 @@ class Plan(
     forbid_unknown_fields=True,
     tag_field="bapipe",
     tag="plan/1",
+    omit_defaults=True,  # of a plan that was not judged: what its file leaves out stays left out
     dict=True,  # stores values that are computed once, such as `table`; not part of the file nor of equality
 ):
     """How to train a model on a cluster.
@@ -136,10 +155,13 @@ class Plan(
         profiles: SHA-256 of the encoded profile of each kind of device.
         settings: how the profiled model was computed, and how a run must compute; left out if the profiles do not say.
         order: for each device of the cluster the actions that it runs, in order; empty for a device without a stage.
+            If left out, that of the named schedule.
+        prediction, certificate: left out of a plan that was made by hand and not judged.
+        alternatives: if left out, none.
 
     Raises:
-        InvalidFile: a layer in two stages, an unknown device, sizes whose product is not the mini-batch, or an
-            unreadable action.
+        InvalidFile: a layer in two stages, an unknown device, sizes whose product is not the mini-batch, an unreadable
+            action, or no order and a schedule that does not name one.
     """
 
     model: str
@@ -154,10 +176,11 @@ class Plan(
     num_microbatches: Positive
     schedule: str
     stages: tuple[StagePlan, ...]
-    order: tuple[tuple[str, ...], ...]
-    prediction: Prediction
-    certificate: Certificate
-    alternatives: tuple[Alternative, ...]
+    order: tuple[tuple[str, ...], ...] = ()
+    prediction: Prediction = NOT_PREDICTED
+    certificate: Certificate = NOT_CERTIFIED
+    # A factory, because an empty tuple as the default would be left out of files too, which older versions refuse.
+    alternatives: tuple[Alternative, ...] = msgspec.field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         if self.microbatch_size * self.num_microbatches != self.minibatch_size:
@@ -167,16 +190,64 @@ class Plan(
                 "$.minibatch_size",
             )
         _check_stages(self.stages, self.cluster)
+        if not self.order:
+            msgspec.structs.force_setattr(self, "order", self._named_order())
         if len(self.order) != len(self.cluster.devices):
             raise InvalidFile(f"{len(self.order)} orders for {len(self.cluster.devices)} devices", "$.order")
         _ = self.table  # raises InvalidFile if an action cannot be read
+        if self.certificate.digest not in (msgspec.UNSET, self.digest):
+            self._drop_judgement(CHANGED_BY_HAND)
+        elif not self.is_judged and self.certificate.lower_bound_ns:
+            self._drop_judgement(NOT_CERTIFIED)  # it compares the bound with a step time that is not there
+
+    def _named_order(self) -> tuple[tuple[str, ...], ...]:
+        """Returns the order of the named schedule on the stages' devices."""
+        try:
+            table = place_schedule(self.schedule, self._ranks, self.num_microbatches, len(self.cluster.devices))
+        except InvalidSchedule as error:
+            message = f"the plan holds no `order`, and none follows from its schedule: {error}"
+            raise InvalidFile(message, "$.schedule") from None
+        return tuple(tuple(map(str, actions)) for actions in table.order)
+
+    def _drop_judgement(self, certificate: Certificate) -> None:
+        for name, value in (("prediction", NOT_PREDICTED), ("certificate", certificate), ("alternatives", ())):
+            msgspec.structs.force_setattr(self, name, value)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the plan holds a prediction."""
+        return bool(self.prediction.ranks)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what a certificate is about: the decision, and the inputs that it was made for.
+
+        The profiles stand for the model and its settings. Fields that are added to clusters and stages later must be
+        unset by default, so that they do not change the digest of older files.
+        """
+        decided = (
+            sorted(self.profiles.items()),
+            self.cluster,
+            None if self.objective is msgspec.UNSET else self.objective,
+            self.minibatch_size,
+            self.microbatch_size,
+            self.schedule,
+            self.stages,
+            self.order,
+        )
+        return hashlib.sha256(msgspec.json.encode(decided)).hexdigest()
+
+    @property
+    def _ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that run each stage."""
+        index = self.cluster.index
+        return tuple(tuple(index[name] for name in stage.devices) for stage in self.stages)
 
     @cached_property
     def table(self) -> Schedule:
         """The plan's order as a schedule; parsed once, because training needs it in every step."""
-        index = self.cluster.index
         return Schedule(
-            devices=tuple(tuple(index[name] for name in stage.devices) for stage in self.stages),
+            devices=self._ranks,
             num_microbatches=self.num_microbatches,
             order=tuple(_parse_actions(actions, f"$.order[{rank}]") for rank, actions in enumerate(self.order)),
         )
@@ -185,6 +256,12 @@ class Plan(
     def compute_settings(self) -> Settings:
         """The settings of the profiled model, or the default ones if the plan does not say."""
         return Settings() if self.settings is msgspec.UNSET else self.settings
+
+
+def with_certificate(plan: Plan, certificate: Certificate) -> Plan:
+    """Returns the plan with a certificate that is valid as long as the plan is not changed."""
+    certificate = msgspec.structs.replace(certificate, digest=plan.digest)
+    return msgspec.structs.replace(plan, certificate=certificate)
 
 
 def _parse_actions(texts: tuple[str, ...], where: str) -> tuple[Action, ...]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from bapipe.formats.plan import Alternative, StagePlan
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
+from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers

@@ -11,7 +11,16 @@ import msgspec
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, Prediction, StagePlan, certify
+from bapipe.formats.plan import (
+    THROUGHPUT,
+    Alternative,
+    Objective,
+    Plan,
+    Prediction,
+    StagePlan,
+    certify,
+    with_certificate,
+)
 from bapipe.formats.profile import ModelProfile, common_settings
 from bapipe.planner.searched_space import SearchedSpace, in_words
 from bapipe.schedules.table import Schedule
@@ -60,7 +69,7 @@ def make_plan(solution: Solution) -> Plan:
     """
     cluster, table = solution.cluster, solution.table
     profile = solution.profiles[cluster.devices[table.devices[0][0]].kind]  # of the first stage; all are of one model
-    return Plan(
+    plan = Plan(
         model=profile.model,
         factory=profile.factory,
         arguments=profile.arguments,
@@ -75,9 +84,9 @@ def make_plan(solution: Solution) -> Plan:
         stages=solution.stages,
         order=tuple(tuple(map(str, actions)) for actions in table.order),
         prediction=solution.prediction,
-        certificate=certify(solution.objective_ns, solution.lower_bound_ns, in_words(solution.space)),
         alternatives=solution.alternatives,
     )
+    return with_certificate(plan, certify(solution.objective_ns, solution.lower_bound_ns, in_words(solution.space)))
 
 
 def sort_alternatives(alternatives: tuple[Alternative, ...]) -> tuple[Alternative, ...]:

@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.plan import Memory, Plan
+from bapipe.formats.plan import Certificate, Memory, Plan
 from bapipe.report.formatting import empty_table, ms, number
 from bapipe.simulator.timeline import Timeline
 
@@ -16,20 +16,30 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
     p = plan.prediction
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     batches = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
-    yield (
-        f"{plan.model}: {stages}, {plan.schedule}, {batches} of {plan.microbatch_size}\n"
-        f"{ms(p.step_ns)} per step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
-    )
+    headline = f"{plan.model}: {stages}, {plan.schedule}, {batches} of {plan.microbatch_size}"
+    if not plan.is_judged:
+        yield f"{headline}\n{plan.certificate.space}"
+        yield stage_table(plan)
+        return
+    yield f"{headline}\n{ms(p.step_ns)} per step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
     if p.load_ns is not msgspec.UNSET:
         rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
         yield f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, {rate} samples/s"
     yield stage_table(plan)
     yield memory_table(plan, timeline)
-    c = plan.certificate
-    proof = "proven optimal" if c.proven_optimal else f"within {c.gap:.2%} of the lower bound, {ms(c.lower_bound_ns)},"
-    yield f"{proof} over {c.space}"
+    yield proof(plan.certificate)
     if plan.alternatives:
         yield alternatives_table(plan)
+
+
+def proof(certificate: Certificate) -> str:
+    """Returns in words how good a plan is proven to be."""
+    if certificate.proven_optimal:
+        return f"proven optimal over {certificate.space}"
+    if not certificate.lower_bound_ns:
+        return certificate.space
+    bound = f"within {certificate.gap:.2%} of the lower bound, {ms(certificate.lower_bound_ns)}"
+    return f"{bound}, over {certificate.space}"
 
 
 def stage_table(plan: Plan) -> Table:

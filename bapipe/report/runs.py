@@ -25,8 +25,8 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
     for name, (predicted, measured) in run_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
-        off = f"{predicted / measured - 1:+.1%}" if measured else ""
-        table.add_row(name, show(predicted), show(measured) if measured is not None else "unknown", off)
+        off = f"{predicted / measured - 1:+.1%}" if measured and predicted is not None else ""
+        table.add_row(name, *("unknown" if value is None else show(value) for value in (predicted, measured)), off)
     yield table
 
 
@@ -39,16 +39,19 @@ def evaluation_words(evaluation: Evaluation) -> str:
     return ", ".join((f"held-out loss {evaluation.loss:.4f}", *shown))
 
 
-def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float, float | None]]:
-    """Returns (predicted, measured) of step time (ns), samples per second, and peak memory of each device (bytes)."""
-    step_ns = result.typical_step_ns
-    figures: dict[str, tuple[float, float | None]] = {
-        "step": (plan.prediction.step_ns, step_ns),
-        "samples/s": (plan.prediction.samples_per_s, plan.minibatch_size * 1e9 / step_ns),
+def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float | None, float | None]]:
+    """Returns (predicted, measured) of step time (ns), samples per second, and peak memory of each device (bytes).
+
+    A plan that was not judged predicts nothing.
+    """
+    step_ns, predicts = result.typical_step_ns, plan.is_judged
+    figures: dict[str, tuple[float | None, float | None]] = {
+        "step": (plan.prediction.step_ns if predicts else None, step_ns),
+        "samples/s": (plan.prediction.samples_per_s if predicts else None, plan.minibatch_size * 1e9 / step_ns),
     }
     predicted = {rank.device: rank.peak_bytes for rank in plan.prediction.ranks}
     for device, peak in zip(result.devices, result.peak_bytes, strict=True):
-        figures[f"peak {device}"] = (predicted[device], peak)
+        figures[f"peak {device}"] = (predicted.get(device), peak)
     return figures
 
 
@@ -60,7 +63,7 @@ def run_json(plan: Plan, result: TrainResult) -> dict[str, object]:
     return {
         "losses": result.losses,
         "step_ns": result.step_ns,
-        "predicted_step_ns": plan.prediction.step_ns,
+        "predicted_step_ns": plan.prediction.step_ns if plan.is_judged else None,
         "measured_step_ns": result.typical_step_ns,
         "mean_step_ns": result.mean_step_ns,
         "evaluations": [

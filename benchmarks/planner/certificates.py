@@ -24,8 +24,8 @@ import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.schedules import SCHEDULES
+from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 

@@ -11,9 +11,9 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.inputs import local_cluster
-from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
+from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 from benchmarks.runtime.models import Workload

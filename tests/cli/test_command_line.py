@@ -105,6 +105,58 @@ def test_simulate_repeats_the_plan(folder: Path) -> None:
     assert [e["name"] for e in sorted(actions, key=lambda e: e["ts"])] == list(plan.order[0])
 
 
+def test_edit_prints_what_changes_and_writes_only_where_told(folder: Path) -> None:
+    plan = planned(folder, "--stages", "2", "--no-replicas")
+    before = (folder / "plan.json").read_bytes()
+    done = bapipe(folder, "edit", "plan.json", "--move", "stage 0 -1 layer", "--microbatch-size", "2")
+    assert done.returncode == 0, done.stderr
+    assert "nothing was written" in done.stderr
+    assert (folder / "plan.json").read_bytes() == before
+    names = plan.stages[0].layers
+    assert f"stage 0: {len(names)} layers '{names[0]}' to '{names[-1]}' -> {len(names) - 1} layers" in done.stdout
+    assert "schedule" not in done.stdout.split("over every cut")[0]
+    written = bapipe(
+        folder, "edit", "plan.json", "--schedule", "zb-h1", "--swap", "d0", "d1", "-o", "mine.json", "--json"
+    )
+    assert written.returncode == 0, written.stderr
+    mine, found = read(folder / "mine.json", Plan), json.loads(written.stdout)
+    assert found["before"]["prediction"] == json.loads(msgspec.json.encode(plan.prediction))
+    assert found["after"]["prediction"] == json.loads(msgspec.json.encode(mine.prediction))
+    assert any(line.startswith("schedule: ") for line in found["changes"])
+    simulated = bapipe(folder, "simulate", "mine.json", "profile.json", "--json")
+    assert json.loads(simulated.stdout) == json.loads(msgspec.json.encode(mine.prediction))
+
+
+def test_edit_needs_the_profile_of_the_plan(folder: Path) -> None:
+    planned(folder)
+    elsewhere = {"XDG_CACHE_HOME": str(folder / "empty")}
+    done = bapipe(folder, "edit", "plan.json", "--schedule", "gpipe", **elsewhere)
+    assert done.returncode == 1
+    assert "the profile of kind 'a' that the plan was made from is not in the cache" in done.stderr
+    named = bapipe(folder, "edit", "plan.json", "--schedule", "gpipe", "--profile", "profile.json", **elsewhere)
+    assert named.returncode == 0, named.stderr
+
+
+def test_a_plan_changed_by_hand_is_shown_without_proof(folder: Path) -> None:
+    planned(folder, "--stages", "2", "--no-replicas")
+    content = json.loads((folder / "plan.json").read_text())
+    stages = content["stages"]
+    stages[1]["layers"].insert(0, stages[0]["layers"].pop())
+    (folder / "hand.json").write_text(json.dumps(content))
+    shown = bapipe(folder, "show", "hand.json", "--html", "hand.html")
+    assert shown.returncode == 0, shown.stderr
+    for text in (shown.stdout, (folder / "hand.html").read_text()):
+        assert "changed by hand since it was judged" in text
+        assert "proven optimal" not in text
+        assert "per step" not in text
+    simulated = bapipe(folder, "simulate", "hand.json", "profile.json")
+    assert "equal-layers" not in simulated.stdout
+    assert "made by hand" in simulated.stdout
+    pinned = bapipe(folder, "plan", "profile.json", "--pin", "hand.json", "-o", "pinned.json")
+    assert pinned.returncode == 0, pinned.stderr
+    assert read(folder / "pinned.json", Plan).stages == read(folder / "hand.json", Plan).stages
+
+
 def test_a_plan_for_throughput_prints_its_load_and_is_simulated(folder: Path) -> None:
     plan = planned(folder, "--objective", "throughput")
     assert plan.objective == "throughput"

@@ -1,7 +1,8 @@
 """Placing schedules on devices: hand cases."""
 
-from bapipe.planner.schedule_placement import distribute_replicas, merge_stages, permute_compiled, permute_ranks
+from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules import SCHEDULES
+from bapipe.schedules.placement import distribute_replicas, merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule, check
 from bapipe.simulator.compiled import compile_schedule
 

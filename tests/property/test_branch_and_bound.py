@@ -20,8 +20,8 @@ from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
-from bapipe.planner.schedule_placement import merge_stages
 from bapipe.schedules import LOOPED, SCHEDULES
+from bapipe.schedules.placement import merge_stages
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 from tests.oracles.exhaustive_layouts import exhaustive, layouts

@@ -15,10 +15,10 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
-from bapipe.planner.schedule_placement import permute_ranks
 from bapipe.planner.searched_space import ActionOrderSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL
+from bapipe.schedules.placement import permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule

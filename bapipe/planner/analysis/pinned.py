@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from bapipe.errors import Infeasible
-from bapipe.formats.plan import Alternative, Plan, certify
+from bapipe.formats.plan import NOT_CERTIFIED, Alternative, Plan, certify, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import find_best_layout
@@ -51,12 +51,9 @@ def certify_pinned(
         feasible=True,
         why_not=f"the pinned plan takes {change:.1%} longer" if change > 0 else "not faster than the pinned plan",
     )
-    return msgspec.structs.replace(
-        plan,
-        prediction=timeline.prediction(plan.minibatch_size),
-        # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
-        certificate=certify(
-            timeline.step_ns, min(timeline.step_ns, found.lower_bound_ns), f"pinned; {in_words(space)}"
-        ),
-        alternatives=(best,),
+    judged = msgspec.structs.replace(
+        plan, prediction=timeline.prediction(plan.minibatch_size), certificate=NOT_CERTIFIED, alternatives=(best,)
     )
+    # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
+    bound_ns = min(timeline.step_ns, found.lower_bound_ns)
+    return with_certificate(judged, certify(timeline.step_ns, bound_ns, f"pinned; {in_words(space)}"))

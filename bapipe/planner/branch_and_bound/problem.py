@@ -13,7 +13,8 @@ from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement
-from bapipe.planner.schedule_placement import merge_stages, permute_compiled, permute_ranks
+from bapipe.planner.schedule_placement import permute_compiled
+from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.allreduce import LastBackward, reduce_buckets
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule

@@ -7,8 +7,8 @@ from hypothesis import given
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
-from bapipe.planner.schedule_placement import distribute_replicas
 from bapipe.schedules import SCHEDULES
+from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.timeline import Span, Transfer
 from tests.builders import MS, chain, devices

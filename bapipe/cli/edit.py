@@ -1,0 +1,92 @@
+"""The command that changes a plan by hand: edit."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import bapipe
+from bapipe.cli.inputs import profiles_of_plan
+from bapipe.cli.options import AsJson
+from bapipe.cli.progress import note, out
+from bapipe.formats.codec import check_writable, read, write
+from bapipe.formats.plan import Plan
+from bapipe.planner.edit import Changes
+from bapipe.planner.make import judge
+from bapipe.report.plan_changes import changes_json, render_changes
+from bapipe.schedules import ALL
+
+
+def edit(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    move: Annotated[
+        list[str] | None,
+        typer.Option("--move", help="Move a cut: 'stage 1 +3 layers' or 'stage 1 -3 layers'. May be repeated."),
+    ] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option("--cut", help="Replace all cuts: the first layer of a stage after the first. May be repeated."),
+    ] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", help=f"Use another schedule: {', '.join(ALL)}.")] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option("--microbatch-size", min=1, help="Use another micro-batch size, in samples.")
+    ] = None,
+    minibatch_size: Annotated[
+        int | None, typer.Option("--minibatch-size", min=1, help="Use another number of samples per optimizer step.")
+    ] = None,
+    place: Annotated[
+        list[str] | None,
+        typer.Option("--place", help="Run a stage elsewhere: 'stage 1 on gpu2,gpu3'. May be repeated."),
+    ] = None,
+    swap: Annotated[tuple[str, str] | None, typer.Option("--swap", help="Exchange the stages of two devices.")] = None,
+    recompute: Annotated[
+        list[int] | None,
+        typer.Option("--recompute", min=0, help="The number of a stage that recomputes its forward. May be repeated."),
+    ] = None,
+    keep: Annotated[
+        list[int] | None,
+        typer.Option("--keep", min=0, help="The number of a stage that keeps its activations. May be repeated."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", help="Profile of a kind of device. Default: the plan's, if it is in the cache."),
+    ] = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write the changed plan to.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Change a plan by hand, and see what that changes."""
+    if output is not None:
+        check_writable(output)
+    before = read(plan, Plan)
+    profiles = profiles_of_plan(before, profile or ())
+    before = judge(before, profiles, bapipe.simulate(before, profiles))
+    after = bapipe.edit(
+        before,
+        profiles,
+        Changes(
+            cuts=cut,
+            schedule=schedule,
+            minibatch_size=minibatch_size,
+            microbatch_size=microbatch_size,
+            place=place or (),
+            swap=swap,
+            moves=move or (),
+            recompute=recompute or (),
+            keep=keep or (),
+        ),
+    )
+    if output is not None:
+        write(output, after)
+    if as_json:
+        sys.stdout.write(json.dumps(changes_json(before, after)) + "\n")
+        return
+    for line in render_changes(before, after):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if output is not None:
+        out.print(f"wrote {output}", highlight=False)
+    else:
+        note("nothing was written: name a file with --output to keep the changed plan")

@@ -1,0 +1,141 @@
+"""What a plan decides, apart from what follows from it; and the step that follows, by the simulator."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.schedules.placement import place_schedule
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import build_stages
+from bapipe.simulator.tied_weights import inseparable_layers
+from bapipe.simulator.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The decisions of a plan.
+
+    Attributes:
+        layers: in the order in which they are cut into stages.
+        cuts: how many layers are before each cut, ascending. [stages - 1]
+        devices: the names of the devices of each stage. [stages]
+        recompute: whether a stage recomputes its forward. [stages]
+        own_table: the order of the actions if it is not that of the named schedule.
+    """
+
+    layers: tuple[str, ...]
+    cuts: tuple[int, ...]
+    devices: tuple[tuple[str, ...], ...]
+    recompute: tuple[bool, ...]
+    schedule: str
+    minibatch_size: int
+    microbatch_size: int
+    own_table: Schedule | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.minibatch_size // self.microbatch_size
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """The stages as a plan lists them."""
+        intervals = pairwise((0, *self.cuts, len(self.layers)))
+        return tuple(
+            StagePlan(layers=self.layers[begin:end], devices=devices, recompute=recompute)
+            for (begin, end), devices, recompute in zip(intervals, self.devices, self.recompute, strict=True)
+        )
+
+    def table(self, cluster: Cluster) -> Schedule:
+        """Returns the order of the actions; raises InvalidSchedule if the schedule cannot have these stages."""
+        if self.own_table is not None:
+            return self.own_table
+        index = cluster.index
+        ranks = tuple(tuple(index[name] for name in group) for group in self.devices)
+        return _placed(self.schedule, ranks, self.num_microbatches, len(cluster.devices))
+
+    def following_schedule(self) -> "Decision":
+        """Returns the decision with the order of the named schedule."""
+        return replace(self, own_table=None)
+
+
+_placed = lru_cache(maxsize=32)(place_schedule)
+"""Most changes of a plan leave its order as it is."""
+
+
+def decision_of(plan: Plan) -> Decision:
+    """Returns the decisions of a plan."""
+    ends = [0]
+    for stage in plan.stages:
+        ends.append(ends[-1] + len(stage.layers))
+    decision = Decision(
+        layers=tuple(name for stage in plan.stages for name in stage.layers),
+        cuts=tuple(ends[1:-1]),
+        devices=tuple(stage.devices for stage in plan.stages),
+        recompute=tuple(stage.recompute for stage in plan.stages),
+        schedule=plan.schedule,
+        minibatch_size=plan.minibatch_size,
+        microbatch_size=plan.microbatch_size,
+    )
+    try:
+        if decision.table(plan.cluster) == plan.table:
+            return decision
+    except BapipeError:
+        pass  # a searched order: its name is not that of a schedule
+    return replace(decision, own_table=plan.table)
+
+
+def check_decision(decision: Decision, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> None:
+    """Raises BapipeError unless every stage has layers and known devices, and the sizes divide."""
+    num_layers = len(decision.layers)
+    for begin, end in pairwise((0, *decision.cuts, num_layers)):
+        if begin >= end:
+            raise BapipeError(
+                f"cuts after {', '.join(map(str, decision.cuts))} of {num_layers} layers leave a stage without layers: "
+                "want ascending cuts between the first and the last layer"
+            )
+    check_devices(decision.devices, cluster)
+    if decision.minibatch_size % decision.microbatch_size:
+        raise BapipeError(
+            f"a mini-batch of {decision.minibatch_size} does not divide into micro-batches of "
+            f"{decision.microbatch_size}: change `minibatch_size` or `microbatch_size`"
+        )
+    _check_inseparable(decision, next(iter(profiles.values())).layers)
+
+
+def check_devices(groups: Sequence[Sequence[str]], cluster: Cluster) -> None:
+    """Raises BapipeError unless every stage has devices of the cluster, each once."""
+    for s, group in enumerate(groups):
+        if not group or len(set(group)) < len(group):
+            raise BapipeError(f"stage {s} has {'a device twice' if group else 'no device'}: name each device once")
+        for name in group:
+            if name not in cluster.index:
+                raise BapipeError(f"stage {s}: the cluster has no device '{name}'; it has {', '.join(cluster.index)}")
+
+
+def _check_inseparable(decision: Decision, layers: Sequence[LayerProfile]) -> None:
+    stage_of = {name: s for s, stage in enumerate(decision.stages) for name in stage.layers}
+    for a, b in inseparable_layers(layers):
+        first, second = layers[a].name, layers[b].name
+        if stage_of.get(first) != stage_of.get(second):
+            raise BapipeError(
+                f"'{first}' and '{second}' share parameters of unknown size, and are in different stages: "
+                "move a cut so that they stay together"
+            )
+
+
+def simulate_decision(decision: Decision, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Timeline:
+    """Returns the timeline of one step.
+
+    Raises:
+        BapipeError: as `check_decision`; an unknown or impossible schedule; layers that are not the profiles', or that
+            a tensor connects backwards; a micro-batch size that the profiles do not cover.
+    """
+    check_decision(decision, profiles, cluster)
+    stages = build_stages(decision.stages, profiles, cluster, decision.microbatch_size)
+    return simulate_schedule(decision.table(cluster), stages, cluster)

@@ -1,0 +1,247 @@
+"""Plans made by hand: a decision, the step that the simulator predicts for it, and a bound on all other plans."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import fingerprint
+from bapipe.formats.plan import NOT_CERTIFIED, Certificate, Plan, certify, with_certificate
+from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.planner.decision import Decision, check_devices, simulate_decision
+from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.validation import check_inputs, microbatch_sizes
+from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
+from bapipe.schedules import ALL, LOOPED
+from bapipe.simulator.tied_weights import inseparable_layers
+from bapipe.simulator.timeline import Timeline
+
+BY_HAND = " (made by hand; bound from the plan that it was changed from)"
+ANY_PLAN = f"any plan for this cluster and mini-batch (made by hand; bound from {WORK_BOUND})"
+
+
+def make(
+    profiles: Profiles,
+    cluster: Cluster | int,
+    *,
+    minibatch_size: int = 32,
+    microbatch_size: int | None = None,
+    schedule: str = "1f1b",
+    cuts: Sequence[str | int] | None = None,
+    num_stages: int | None = None,
+    devices: Sequence[str | Sequence[str]] | None = None,
+    recompute: Sequence[int] = (),
+) -> Plan:
+    """Returns the plan of some decisions, with its prediction and a lower bound on the step of every plan.
+
+    Args:
+        profiles: one per kind of device.
+        cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
+        microbatch_size: if left out, the fastest of the measured ones that fits.
+        cuts: the first layer of each stage after the first, as a name or as the number of layers before it. If left
+            out, the stages take about equally long.
+        num_stages: if left out, and `cuts` and `devices` too, as many as the schedule has on all devices.
+        devices: the name of the device of each stage, or the names of its replicas. If left out, the stages take the
+            cluster's devices in order, one each or as the schedule says.
+        recompute: the numbers of the stages that recompute their forward.
+
+    Raises:
+        Infeasible: the plan does not fit; the message says what each device lacks.
+        BapipeError: the arguments do not match.
+    """
+    profiles = by_kind(profiles)
+    if isinstance(cluster, int):
+        cluster = homogeneous_cluster(profiles, cluster)
+    check_inputs(profiles, cluster, PlanOptions(minibatch_size=minibatch_size, schedules=[schedule]))
+    layers = next(iter(profiles.values())).layers
+    at = None if cuts is None else _cut_positions(cuts, [layer.name for layer in layers])
+    options = PlanOptions(minibatch_size=minibatch_size, microbatch_size=microbatch_size)
+    judged = []
+    for size in _sizes(profiles, cluster, options):
+        groups = _device_groups(
+            devices, num_stages if at is None else len(at) + 1, schedule, minibatch_size // size, cluster
+        )
+        decision = Decision(
+            layers=tuple(layer.name for layer in layers),
+            cuts=_balanced_cuts(profiles, cluster, size, groups) if at is None else at,
+            devices=groups,
+            recompute=_flags(recompute, len(groups)),
+            schedule=schedule,
+            minibatch_size=minibatch_size,
+            microbatch_size=size,
+        )
+        timeline = simulate_decision(decision, profiles, cluster)
+        lacks = max(lacking_bytes(timeline, cluster).values(), default=0)
+        judged.append((lacks, timeline.step_ns, size, decision, timeline))
+    *_, decision, timeline = min(judged, key=lambda found: found[:3])
+    check_memory(timeline, cluster)
+    return plan_of(decision, profiles, cluster, timeline)
+
+
+def plan_of(
+    decision: Decision,
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    timeline: Timeline,
+    changed_from: Plan | None = None,
+) -> Plan:
+    """Returns the plan of a decision whose timeline is known.
+
+    Args:
+        changed_from: a plan whose lower bound holds for this one too if it has the same inputs.
+    """
+    profile = profiles[cluster.devices[cluster.index[decision.devices[0][0]]].kind]
+    plan = Plan(
+        model=profile.model,
+        factory=profile.factory,
+        arguments=profile.arguments,
+        profiles={kind: fingerprint(of_kind) for kind, of_kind in sorted(profiles.items())},
+        settings=common_settings(profiles.values()),
+        cluster=cluster,
+        minibatch_size=decision.minibatch_size,
+        microbatch_size=decision.microbatch_size,
+        num_microbatches=decision.num_microbatches,
+        schedule=decision.schedule,
+        stages=decision.stages,
+        order=tuple(tuple(map(str, actions)) for actions in decision.table(cluster).order),
+        prediction=timeline.prediction(decision.minibatch_size),
+    )
+    return with_certificate(plan, certificate_by_hand(plan, profiles, changed_from))
+
+
+def certificate_by_hand(
+    plan: Plan, profiles: Mapping[str, ModelProfile], changed_from: Plan | None = None
+) -> Certificate:
+    """Returns the certificate of a plan that no search made: a bound from the work, or from another plan's search."""
+    step_ns, bound_ns = plan.prediction.step_ns, work_bound_ns(profiles, plan.cluster, plan.minibatch_size)
+    # A plan outside the space that was searched may be faster than all plans of the space.
+    if changed_from is not None and _same_inputs(plan, changed_from):
+        proven = changed_from.certificate
+        if bound_ns < proven.lower_bound_ns <= step_ns:
+            return certify(step_ns, proven.lower_bound_ns, proven.space.removesuffix(BY_HAND) + BY_HAND)
+    return certify(step_ns, bound_ns, ANY_PLAN)
+
+
+def judge(plan: Plan, profiles: Mapping[str, ModelProfile], timeline: Timeline) -> Plan:
+    """Returns a plan with the prediction of its timeline; its certificate only if it holds for that prediction."""
+    prediction = timeline.prediction(plan.minibatch_size)
+    same_profiles = all(plan.profiles.get(kind) in (None, fingerprint(of)) for kind, of in profiles.items())
+    if plan.certificate.lower_bound_ns and same_profiles and prediction.step_ns == plan.prediction.step_ns:
+        prediction = msgspec.structs.replace(prediction, load_ns=plan.prediction.load_ns)
+        return msgspec.structs.replace(plan, prediction=prediction)
+    now = {kind: fingerprint(of_kind) for kind, of_kind in sorted(profiles.items())}
+    plan = msgspec.structs.replace(
+        plan, profiles=now, prediction=prediction, certificate=NOT_CERTIFIED, alternatives=()
+    )
+    return with_certificate(plan, certificate_by_hand(plan, profiles))
+
+
+def _same_inputs(plan: Plan, other: Plan) -> bool:
+    names = "profiles", "cluster", "minibatch_size", "objective"
+    return all(getattr(plan, name) == getattr(other, name) for name in names)
+
+
+def lacking_bytes(timeline: Timeline, cluster: Cluster) -> dict[str, int]:
+    """Returns for each device that lacks memory how many bytes."""
+    held = zip(cluster.devices, timeline.memory, strict=True)
+    return {device.name: lack for device, memory in held if (lack := memory.total - device.memory_bytes) > 0}
+
+
+def check_memory(timeline: Timeline, cluster: Cluster) -> None:
+    """Raises Infeasible if a device lacks memory."""
+    if lacks := lacking_bytes(timeline, cluster):
+        raise Infeasible(
+            f"the plan does not fit: {', '.join(f'{name} lacks {lack:,} bytes' for name, lack in lacks.items())}. "
+            "Move a cut, recompute a stage, or take a smaller `microbatch_size`"
+        )
+
+
+def _cut_positions(cuts: Sequence[str | int], names: Sequence[str]) -> tuple[int, ...]:
+    """Returns how many layers are before each cut."""
+    if isinstance(cuts, str):
+        raise BapipeError(f"`cuts` is the text '{cuts}': want a list of layers, such as ['{names[len(names) // 2]}']")
+    index = {name: i for i, name in enumerate(names)}
+    for cut in cuts:
+        if isinstance(cut, str) and cut not in index:
+            raise BapipeError(
+                f"no layer is named '{cut}': cut before one of the {len(names)} layers, '{names[0]}' to '{names[-1]}'"
+            )
+    return tuple(index[cut] if isinstance(cut, str) else cut for cut in cuts)
+
+
+def _sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:
+    """Returns the micro-batch sizes to try: the measured ones that divide the mini-batch, else all that divide it."""
+    sizes = microbatch_sizes(profiles, cluster, options)
+    measured = {size for profile in profiles.values() for size in profile.microbatch_sizes}
+    return [size for size in sizes if size in measured] or sizes
+
+
+def _device_groups(
+    given: Sequence[str | Sequence[str]] | None,
+    num_stages: int | None,
+    schedule: str,
+    num_microbatches: int,
+    cluster: Cluster,
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of the devices of each stage."""
+    if given is not None:
+        groups = tuple((group,) if isinstance(group, str) else tuple(group) for group in given)
+        check_devices(groups, cluster)
+        if num_stages not in (None, len(groups)):
+            raise BapipeError(f"{len(groups)} `devices` for {num_stages} stages: want one, or a list of replicas, each")
+        return groups
+    return default_devices(schedule, num_stages, num_microbatches, cluster)
+
+
+def default_devices(
+    schedule: str, num_stages: int | None, num_microbatches: int, cluster: Cluster
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the cluster's devices in order, one for each stage, or as a schedule with several stages each says."""
+    names = [device.name for device in cluster.devices]
+    counts = range(1, len(names) + 1)
+    if schedule not in LOOPED:
+        if (num_stages or 1) > len(names):
+            raise BapipeError(f"{num_stages} stages on {len(names)} devices: want at most one stage for each device")
+        return tuple((name,) for name in names[:num_stages])
+    placed = {n: ALL[schedule](n, num_microbatches).devices for n in ([len(names)] if num_stages is None else counts)}
+    for found in placed.values():
+        if num_stages in (None, len(found)):
+            return tuple((names[position],) for (position,) in found)
+    possible = ", ".join(str(len(found)) for found in placed.values())
+    raise BapipeError(f"schedule '{schedule}' on {len(names)} devices has {possible} stages, not {num_stages}")
+
+
+def _flags(recompute: Sequence[int], num_stages: int) -> tuple[bool, ...]:
+    for stage in recompute:
+        if isinstance(stage, bool) or not 0 <= stage < num_stages:
+            raise BapipeError(f"`recompute` names stage {stage}; there are stages 0 to {num_stages - 1}")
+    return tuple(s in recompute for s in range(num_stages))
+
+
+def _balanced_cuts(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, groups: Sequence[Sequence[str]]
+) -> tuple[int, ...]:
+    """Returns cuts such that every stage takes about as long, on devices that share the time of their stages."""
+    index, num_uses = cluster.index, [name for group in groups for name in group]
+    shares = [sum(cluster.devices[index[n]].speed / num_uses.count(n) for n in group) for group in groups]
+    profile = profiles[cluster.devices[index[groups[0][0]]].kind]
+    work_ns = [0, *accumulate(m.forward_ns + m.whole_backward_ns for m in profile.at(size))]
+    legal = legal_cuts(profile)
+    if len(groups) - 1 > len(legal):
+        raise BapipeError(f"{len(groups)} stages: the model allows {len(legal) + 1} at most; take fewer")
+    cuts: list[int] = []
+    for done in list(accumulate(shares))[:-1]:
+        first = 0 if not cuts else legal.index(cuts[-1]) + 1
+        last = len(legal) - (len(groups) - 1 - len(cuts)) + 1  # leaves a cut for each of the stages behind
+        target_ns = work_ns[-1] * done / sum(shares)
+        cuts.append(min(legal[first:last], key=lambda cut: abs(work_ns[cut] - target_ns)))
+    return tuple(cuts)
+
+
+def legal_cuts(profile: ModelProfile) -> list[int]:
+    """Returns the cuts that do not separate layers which share parameters of unknown size, ascending."""
+    forbidden = {cut for a, b in inseparable_layers(profile.layers) for cut in range(a + 1, b + 1)}
+    return [cut for cut in range(1, len(profile.layers)) if cut not in forbidden]

@@ -1,0 +1,99 @@
+"""The differences between two plans of one model: only what is not equal."""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from bapipe.formats.plan import Plan, StagePlan
+from bapipe.report.formatting import mib, ms, number
+from bapipe.report.plans import proof
+
+MAX_DEVICES_NAMED = 8
+"""Maximum number of devices whose memory is listed, those with the largest changes."""
+
+
+def render_changes(before: Plan, after: Plan) -> Iterator[str]:
+    """Yields a line for each difference, the step time first; one line if there is none."""
+    lines = [*_step(before, after), *_choices(before, after), *_stages(before, after), *_memory(before, after)]
+    yield from lines or ["no difference"]
+    if lines:
+        yield proof(after.certificate)
+
+
+def changes_json(before: Plan, after: Plan) -> dict[str, object]:
+    """Returns prediction and certificate before and after, and the differences in words."""
+    return {
+        "before": _judged(before),
+        "after": _judged(after),
+        "changes": list(render_changes(before, after)),
+    }
+
+
+def _judged(plan: Plan) -> dict[str, object]:
+    return {"prediction": msgspec.to_builtins(plan.prediction), "certificate": msgspec.to_builtins(plan.certificate)}
+
+
+def _step(before: Plan, after: Plan) -> Iterator[str]:
+    old, new = before.prediction, after.prediction
+    if old.step_ns != new.step_ns:
+        share = f" ({new.step_ns / old.step_ns - 1:+.1%})" if old.step_ns else ""
+        yield f"step: {ms(old.step_ns)} -> {ms(new.step_ns)}{share}"
+    if old.samples_per_s != new.samples_per_s:
+        yield f"samples/s: {number(old.samples_per_s)} -> {number(new.samples_per_s)}"
+    if f"{old.bubble:.1%}" != f"{new.bubble:.1%}":
+        yield f"bubble: {old.bubble:.1%} -> {new.bubble:.1%}"
+    longest = _longest_stage(after)
+    if longest is not None and longest != _longest_stage(before):
+        yield f"stage {longest} is now the longest"
+
+
+def _longest_stage(plan: Plan) -> int | None:
+    """Returns the stage whose devices compute longest in a step; None if plans have one stage."""
+    busy_ns = {rank.device: rank.busy_ns for rank in plan.prediction.ranks}
+    loads = [max(busy_ns[name] for name in stage.devices) for stage in plan.stages]
+    return loads.index(max(loads)) if len(loads) > 1 else None
+
+
+def _choices(before: Plan, after: Plan) -> Iterator[str]:
+    if before.schedule != after.schedule:
+        yield f"schedule: {before.schedule} -> {after.schedule}"
+    elif before.order != after.order and before.num_microbatches == after.num_microbatches:
+        yield "the order of the actions"
+    sizes = [f"{plan.num_microbatches} of {plan.microbatch_size}" for plan in (before, after)]
+    if sizes[0] != sizes[1]:
+        yield f"micro-batches: {sizes[0]} -> {sizes[1]}"
+
+
+def _stages(before: Plan, after: Plan) -> Iterator[str]:
+    for s, (old, new) in enumerate(zip_longest(before.stages, after.stages)):
+        if old == new:
+            continue
+        yield f"stage {s}: {_stage(old, new)} -> {_stage(new, old)}"
+
+
+def _stage(stage: StagePlan | None, other: StagePlan | None) -> str:
+    """Returns in words what a stage does, as far as the other one does something else."""
+    if stage is None:
+        return "none"
+    parts = []
+    if other is None or stage.layers != other.layers:
+        parts.append(f"{len(stage.layers)} layers '{stage.layers[0]}' to '{stage.layers[-1]}'")
+    if other is None or stage.devices != other.devices:
+        parts.append(f"on {', '.join(stage.devices)}")
+    if (other is None and stage.recompute) or (other is not None and stage.recompute != other.recompute):
+        parts.append("recomputes" if stage.recompute else "keeps its activations")
+    return ", ".join(parts)
+
+
+def _memory(before: Plan, after: Plan) -> Sequence[str]:
+    old = {rank.device: rank.peak_bytes for rank in before.prediction.ranks}
+    changed = [
+        (abs(rank.peak_bytes - old[rank.device]), rank.device, rank.peak_bytes)
+        for rank in after.prediction.ranks
+        if old.get(rank.device, rank.peak_bytes) != rank.peak_bytes
+    ]
+    named = sorted(changed, key=lambda change: -change[0])[:MAX_DEVICES_NAMED]
+    lines = [f"peak memory of {device}: {mib(old[device])} -> {mib(peak)}" for _, device, peak in named]
+    rest = len(changed) - len(named)
+    return [*lines, *([f"peak memory of {rest} more devices, by less"] if rest else [])]

@@ -1,0 +1,253 @@
+"""Plans made and changed by hand: decisions as given, times of the simulator, bounds that hold, files that say so."""
+
+import json
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+import bapipe
+from bapipe.errors import BapipeError, Infeasible, InvalidFile
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import decode, encode
+from bapipe.formats.plan import Plan
+from bapipe.planner.decision import decision_of
+from bapipe.planner.make import BY_HAND, judge
+from bapipe.planner.work_bound import work_bound_ns
+from bapipe.schedules import ALL, LOOPED
+from bapipe.schedules.placement import place_schedule
+from bapipe.simulator.simulate import simulate
+from tests.builders import MS, chain, devices
+from tests.random_profiles import random_cluster, random_profile
+
+PROFILE = chain([1, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=10, output_bytes=1000)
+
+
+def decoded(text: bytes) -> Plan:
+    plan = decode(text)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+LEFT_OUT = object()
+
+
+def changed_file(plan: Plan, **changes: Any) -> Plan:
+    """The plan read from its file after a user changed the file, or left keys out."""
+    content = json.loads(encode(plan)) | changes
+    return decoded(json.dumps({key: value for key, value in content.items() if value is not LEFT_OUT}).encode())
+
+
+def test_a_made_plan_has_the_decisions_given_and_the_times_of_the_simulator() -> None:
+    plan = bapipe.make(
+        PROFILE,
+        devices(4, bytes_per_s=10**6),
+        minibatch_size=8,
+        cuts=["l2", 5],
+        schedule="zb-h1",
+        microbatch_size=1,
+        devices=["d3", ["d0", "d1"], "d2"],
+        recompute=[1],
+    )
+    assert [stage.layers for stage in plan.stages] == [("l0", "l1"), ("l2", "l3", "l4"), ("l5", "l6", "l7")]
+    assert [stage.devices for stage in plan.stages] == [("d3",), ("d0", "d1"), ("d2",)]
+    assert [stage.recompute for stage in plan.stages] == [False, True, False]
+    assert (plan.schedule, plan.num_microbatches) == ("zb-h1", 8)
+    assert plan.table == place_schedule("zb-h1", ((3,), (0, 1), (2,)), 8, 4)
+    assert simulate(plan, {"a": PROFILE}).prediction(8) == plan.prediction
+    assert decoded(encode(plan)) == plan
+
+
+def test_by_default_the_stages_take_equally_long_on_all_devices() -> None:
+    plan = bapipe.make(chain([3, 1, 1, 1, 3, 3]), devices(4), minibatch_size=4)
+    assert [stage.layers for stage in plan.stages] == [("l0",), ("l1", "l2", "l3"), ("l4",), ("l5",)]
+    folded = bapipe.make(PROFILE, devices(2), minibatch_size=4, schedule="zb-v")
+    assert [stage.devices for stage in folded.stages] == [("d0",), ("d1",), ("d1",), ("d0",)]
+
+
+def test_one_device_meets_the_bound_of_its_work() -> None:
+    plan = bapipe.make(PROFILE, devices(1), minibatch_size=4)
+    assert plan.certificate.lower_bound_ns == 4 * 3 * 20 * MS == plan.prediction.step_ns
+    assert plan.certificate.proven_optimal
+    assert "made by hand" in plan.certificate.space
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_plan_is_faster_than_the_bound_of_its_work(seed: int) -> None:
+    random = Random(seed)
+    profile, cluster = random_profile(random, 6), random_cluster(random, random.randint(1, 4))
+    cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=10**12) for d in cluster.devices))
+    bound_ns = work_bound_ns({"a": profile}, cluster, 12)
+    assert bound_ns > 0
+    for schedule in random.sample(sorted(ALL), 4):
+        try:
+            plan = bapipe.make(profile, cluster, minibatch_size=12, schedule=schedule)
+        except BapipeError:
+            continue  # fewer layers than the schedule has stages
+        assert bound_ns <= plan.prediction.step_ns
+    best = bapipe.plan(profile, cluster, minibatch_size=12)
+    assert bound_ns <= best.prediction.step_ns
+
+
+def test_a_plan_that_does_not_fit_names_what_each_device_lacks() -> None:
+    with pytest.raises(Infeasible, match=r"d0 lacks [\d,]+ bytes, d1 lacks"):
+        bapipe.make(PROFILE, devices(2, memory_bytes=100), minibatch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cuts": ["x"]}, "no layer is named 'x'"),
+        ({"cuts": "l2"}, "want a list of layers"),
+        ({"cuts": [3, 3], "on": 3}, "a stage without layers"),
+        ({"cuts": [3], "devices": ["d0", "d9"]}, "the cluster has no device 'd9'; it has d0, d1"),
+        ({"cuts": [3], "devices": ["d0"]}, "1 `devices` for 2 stages"),
+        ({"cuts": [3], "devices": ["d0", "d0"]}, "has one stage per device"),
+        ({"cuts": [2, 4, 6]}, "4 stages on 2 devices"),
+        ({"schedule": "zb-v", "num_stages": 3}, "has 2, 4 stages, not 3"),
+        ({"schedule": "1F1B"}, "unknown schedule '1F1B'"),
+        ({"recompute": [2]}, "names stage 2; there are stages 0 to 1"),
+        ({"microbatch_size": 3}, "does not divide into micro-batches of 3"),
+    ],
+)
+def test_decisions_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    arguments = dict(arguments)
+    with pytest.raises(BapipeError, match=message):
+        bapipe.make(PROFILE, devices(arguments.pop("on", 2)), **({"minibatch_size": 4} | arguments))
+
+
+def planned(cluster: Cluster | None = None, **options: Any) -> Plan:
+    return bapipe.plan(PROFILE, cluster or devices(3, bytes_per_s=10**6), minibatch_size=12, num_stages=3, **options)
+
+
+def test_an_edit_moves_layers_and_keeps_the_bound_of_the_plan() -> None:
+    plan = planned()
+    assert plan.certificate.proven_optimal
+    moved = bapipe.edit(plan, PROFILE, moves=["stage 0 -1 layer", "stage 2 +1 layers"])
+    before, after = ([len(stage.layers) for stage in p.stages] for p in (plan, moved))
+    assert after == [before[0] - 1, before[1], before[2] + 1]
+    assert not moved.certificate.proven_optimal
+    assert moved.certificate.lower_bound_ns == plan.certificate.lower_bound_ns
+    assert moved.certificate.space == plan.certificate.space + BY_HAND
+    assert simulate(moved, {"a": PROFILE}).prediction(12) == moved.prediction
+    back = bapipe.edit(moved, PROFILE, moves=["stage 2 -1", "stage 0 +1"])
+    assert back.prediction == plan.prediction
+    assert back.certificate.space.count("by hand") == 1
+
+
+def test_an_edit_changes_schedule_sizes_devices_and_recomputation() -> None:
+    plan = planned()
+    edited = bapipe.edit(
+        plan, PROFILE, schedule="gpipe", swap=("d0", "d2"), recompute=[1], cuts=["l1", "l7"], minibatch_size=6
+    )
+    assert (edited.schedule, edited.minibatch_size, edited.num_microbatches) == ("gpipe", 6, 6)
+    assert [stage.recompute for stage in edited.stages] == [False, True, False]
+    other = {"d0": "d2", "d2": "d0", "d1": "d1"}
+    assert [stage.devices[0] for stage in edited.stages] == [other[stage.devices[0]] for stage in plan.stages]
+    assert edited.stages[0].layers == ("l0",)
+    assert edited.certificate.lower_bound_ns == work_bound_ns({"a": PROFILE}, plan.cluster, 6)  # another mini-batch
+    replicated = bapipe.edit(edited, PROFILE, cuts=["l4"], place=["stage 1 on d1,d2"])
+    assert [stage.devices for stage in replicated.stages] == [("d0",), ("d1", "d2")]
+    folded = bapipe.edit(plan, PROFILE, schedule="zb-v", cuts=[f"l{i}" for i in range(1, 6)])
+    assert [stage.devices[0] for stage in folded.stages] == ["d0", "d1", "d2", "d2", "d1", "d0"]
+
+
+def test_an_edit_of_the_cuts_keeps_a_searched_order() -> None:
+    plan = planned()
+    own = replace(plan, schedule="search")
+    assert decision_of(own).own_table == own.table
+    assert bapipe.edit(own, PROFILE, moves=["stage 0 -1"]).order == plan.order
+    with pytest.raises(BapipeError, match="'search' is not a named schedule"):
+        bapipe.edit(own, PROFILE, minibatch_size=6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moves": ["stage 1 3 layers"]}, "moves no layers: want 'stage 1 \\+3 layers'"),
+        ({"moves": ["stage 9 +1"]}, "there is no stage 9: the plan has stages 0 to 2"),
+        ({"moves": ["stage 0 +8"]}, "leaves stage 1 without layers"),
+        ({"place": ["1 on d0"]}, "places no stage"),
+        ({"place": ["stage 1 on x"]}, "has no device 'x'"),
+        ({"swap": ("d0", "x")}, "has no device 'x'"),
+        ({"recompute": [3]}, "there is no stage 3"),
+        ({"keep": [3]}, "there is no stage 3"),
+        ({"cuts": ["x"]}, "the plan has no layer 'x'"),
+        ({"schedule": "x"}, "unknown schedule 'x'"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BapipeError, match=message):
+        bapipe.edit(planned(), PROFILE, **changes)
+
+
+@pytest.mark.parametrize("schedule", sorted(ALL))
+def test_a_file_may_leave_out_the_order_of_a_named_schedule(schedule: str) -> None:
+    num_stages = 4 if schedule in LOOPED else 2
+    plan = bapipe.make(PROFILE, devices(2), minibatch_size=6, schedule=schedule, num_stages=num_stages)
+    assert changed_file(plan, order=LEFT_OUT) == plan
+
+
+def test_a_file_without_prediction_is_a_plan_that_was_not_judged() -> None:
+    plan = planned()
+    for left_out in (["prediction"], ["prediction", "certificate", "order", "alternatives"]):
+        bare = changed_file(plan, **dict.fromkeys(left_out, LEFT_OUT))
+        assert not bare.is_judged
+        assert not bare.certificate.proven_optimal
+        assert bare.alternatives == ()
+        assert bare.order == plan.order
+        assert not {"prediction", "certificate"} & set(json.loads(encode(bare)))
+        assert decoded(encode(bare)) == bare
+    assert changed_file(plan, certificate=LEFT_OUT).prediction == plan.prediction
+    judged = judge(bare, {"a": PROFILE}, simulate(bare, {"a": PROFILE}))
+    assert judged.prediction == plan.prediction
+    assert not judged.certificate.proven_optimal
+
+
+def test_a_file_without_an_order_needs_a_schedule_with_a_name() -> None:
+    with pytest.raises(InvalidFile, match=r"holds no `order`, and none follows.*'search' is not a named.*\$\.schedule"):
+        changed_file(planned(), order=LEFT_OUT, schedule="search")
+
+
+def test_a_plan_changed_in_its_file_is_not_proven_any_more() -> None:
+    plan = planned()
+    content = json.loads(encode(plan))
+    stages = content["stages"]
+    stages[0]["layers"].append(stages[1]["layers"].pop(0))
+    faster_link = content["cluster"]["intra_host"] | {"bytes_per_s": 10**9}
+    cases: list[dict[str, Any]] = [
+        {"stages": stages},
+        {"schedule": "2f2b"},
+        {"cluster": content["cluster"] | {"intra_host": faster_link}},
+    ]
+    for change in cases:
+        changed = changed_file(plan, **change)
+        assert not changed.is_judged
+        assert not changed.certificate.proven_optimal
+        assert "changed by hand since it was judged" in changed.certificate.space
+        assert changed.alternatives == ()
+    factory = changed_file(plan, factory="my.module:model")
+    assert factory.certificate == plan.certificate
+
+
+def test_older_files_without_a_digest_are_read_as_they_are() -> None:
+    plan = planned()
+    certificate = msgspec.to_builtins(plan.certificate)
+    del certificate["digest"]
+    old = changed_file(plan, certificate=certificate)
+    assert old.certificate.proven_optimal
+    assert old.prediction == plan.prediction
+
+
+def test_a_prediction_with_other_times_loses_the_certificate() -> None:
+    """As of an older file that was changed by hand, or with another profile."""
+    plan = planned()
+    same = judge(plan, {"a": PROFILE}, simulate(plan, {"a": PROFILE}))
+    assert same == plan
+    slower = chain([2, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=10, output_bytes=1000)
+    other = judge(plan, {"a": slower}, simulate(plan, {"a": slower}))
+    assert not other.certificate.proven_optimal
+    assert other.alternatives == ()
+    assert other.certificate.lower_bound_ns == work_bound_ns({"a": slower}, plan.cluster, 12)
