@@ -5,6 +5,7 @@ BapipeError
   + InvalidSchedule  an order of actions that cannot run
   + Infeasible       no plan fits the memory of the devices (exit code 3)
   + InvalidModel     a model that cannot be built, traced or cut, or is not the one a plan was made for
+      + LayerFailed  a layer's own code, or its backward, raised an error while a stage ran
   + RunFailed        a rank died, hung or was interrupted
 """
 
@@ -31,6 +32,10 @@ class Infeasible(BapipeError):
 
 class InvalidModel(BapipeError):
     """A model that cannot be built, traced or cut, or whose layers differ from the plan's."""
+
+
+class LayerFailed(InvalidModel):
+    """The code of a layer, or its backward, raised an error while a stage ran; the message names layer and action."""
 
 
 class RunFailed(BapipeError):

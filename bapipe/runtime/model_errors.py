@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from bapipe.errors import BapipeError, InvalidModel, first_line
+from bapipe.errors import BapipeError, LayerFailed
+from bapipe.processes import one_line
 from bapipe.schedules.table import Action, Phase
 
 _CHANGED = "modified by an inplace operation"
@@ -17,7 +18,7 @@ _PHASES = {
 
 @contextmanager
 def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Iterator[None]:
-    """Raises InvalidModel for whatever the code of a stage's layers, or their backward, raises in this context."""
+    """Raises LayerFailed for whatever the code of a stage's layers, or their backward, raises in this context."""
     try:
         yield
     except BapipeError:
@@ -28,9 +29,9 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
             cause = cause.__cause__
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
-        raise InvalidModel(
+        raise LayerFailed(
             f"{where} fails in the {_PHASES[action.phase]} of micro-batch {action.microbatch}: "
-            f"{first_line(cause)[:200]}{_hint(str(cause), recompute=recompute)}"
+            f"{one_line(cause)[:200]}{_hint(str(cause), recompute=recompute)}"
         ) from error
 
 

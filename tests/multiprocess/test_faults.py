@@ -99,7 +99,10 @@ def test_a_loss_that_is_not_finite_ends_every_rank(seen: dict[str, Any]) -> None
 
 def test_one_rank_of_a_job_reports_the_cause(seen: dict[str, Any]) -> None:
     first, second = seen["raised"]
-    assert second == "RunFailed: rank 1 (cpu1) failed at step 0: RuntimeError: first line"
+    assert second == (
+        "RunFailed: rank 1 (cpu1) failed at step 0: layer '3' (stage 1) fails in the forward of micro-batch 0: "
+        "RuntimeError: first line"
+    )
     assert first.startswith("RunFailed told: rank 0 (cpu0) lost another rank at step 0: ")
 
 

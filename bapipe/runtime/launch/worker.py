@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import BapipeError, RunFailed
+from bapipe.errors import BapipeError, LayerFailed, RunFailed
 from bapipe.processes import one_line
 from bapipe.runtime.launch.rendezvous import another_rank_reports, open_store, wait_for_all
 from bapipe.torch_device import prepare_cpu
@@ -100,7 +100,7 @@ class Failure:
     """The worker has raised an error.
 
     Attributes:
-        expected: it is a BapipeError, whose text is complete.
+        expected: it is a BapipeError whose text is complete without rank and step.
         lost_peer: it only shows that another rank has gone, or is too slow.
         timed_out: the latter.
     """
@@ -156,6 +156,8 @@ def _init(job: RankJob, **rendezvous: Any) -> None:
 
 
 def _failure_of(error: BaseException, timeout_s: float) -> Failure:
+    if isinstance(error, LayerFailed):
+        return Failure(text=str(error), expected=False)
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
