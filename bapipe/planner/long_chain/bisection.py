@@ -65,6 +65,7 @@ def solve_long_chain(
     *,
     max_actions: int = DEFAULT_MAX_ACTIONS,
     max_exact_intervals: int = MAX_EXACT_INTERVALS,
+    max_gap: float = MAX_GAP,
     stop: Callable[[], bool] = lambda: False,
     progress: SearchProgress | None = None,
 ) -> SearchResult | None:
@@ -73,6 +74,7 @@ def solve_long_chain(
     Args:
         max_actions: after how many simulated actions the heuristics end.
         max_exact_intervals: up to which size a best-first search follows.
+        max_gap: a best-first search follows if the best plan exceeds the bound by more than this factor.
         stop: ends the search with the best layout so far.
     """
     search = _LongChainSearch(problems, max_actions, stop, progress)
@@ -87,7 +89,7 @@ def solve_long_chain(
         max_nodes = max_actions // ACTIONS_PER_FALLBACK_NODE
         return best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress)
     # Step 4: close the remaining gap. Both bounds hold for all plans, so the larger one is returned.
-    if best.step_ns > MAX_GAP * best.lower_bound_ns and search.num_intervals <= max_exact_intervals and not stop():
+    if best.step_ns > max_gap * best.lower_bound_ns and search.num_intervals <= max_exact_intervals and not stop():
         max_nodes = max_actions // ACTIONS_PER_CLOSING_NODE
         improved = best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress, incumbent=best)
         assert improved is not None
