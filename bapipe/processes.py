@@ -10,6 +10,7 @@ devices were lost, so that it can plan again without them.
 """
 
 import ctypes
+import io
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from bapipe.errors import BapipeError
@@ -161,27 +163,41 @@ def one_line(error: BaseException) -> str:
 
 
 def _write_job(file: Path, function: Callable[..., object], arguments: Sequence[object]) -> None:
-    pickled = _pickled((function, tuple(arguments)))
-    # Only if the job refers to the caller's script must a process import that script.
+    pickled, needs_script = _pickled((function, tuple(arguments)))
     main: dict[str, Any] | None = None
-    if b"__main__" in pickled and _has_script():
+    if needs_script:
         main = multiprocessing.spawn.get_preparation_data(multiprocessing.current_process().name)
         del main["authkey"]  # cannot be pickled, and is not needed
     path = [folder or os.getcwd() for folder in sys.path]
     file.write_bytes(pickle.dumps((path, sys.argv, main, pickled)))
 
 
-def _pickled(job: object) -> bytes:
-    """Returns a job in bytes; functions that no process can import, as those of a notebook, are in it with their code.
+class _JobPickler(pickle.Pickler):
+    """Notes whether a job refers to a function or class of the caller's script."""
+
+    refers_to_script = False
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            self.refers_to_script = True
+        return NotImplemented
+
+
+def _pickled(job: object) -> tuple[bytes, bool]:
+    """Returns a job in bytes, and whether a process must import the caller's script to read it.
+
+    Functions that no process can import, as those of a notebook, are in the bytes with their code.
 
     Raises:
         BapipeError: there are such functions, and the package cloudpickle is not there to put them in.
     """
+    buffer = io.BytesIO()
+    pickler = _JobPickler(buffer)
     try:
-        pickled = pickle.dumps(job)
+        pickler.dump(job)
+        if not pickler.refers_to_script or _has_script():
+            return buffer.getvalue(), pickler.refers_to_script
         reason = "it is defined in a notebook or an interactive session, which they cannot import"
-        if b"__main__" not in pickled or _has_script():
-            return pickled
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         reason = one_line(error)
     try:
@@ -192,7 +208,7 @@ def _pickled(job: object) -> bytes:
             "module or script, or install cloudpickle"
         ) from None
     by_value: bytes = cloudpickle.dumps(job)
-    return by_value
+    return by_value, False
 
 
 def _has_script() -> bool:
