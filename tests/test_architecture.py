@@ -17,7 +17,7 @@ PACKAGE = Path(bapipe.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"units", "options", "optimizers", "hardware", "progress", "processes", "_optional"},
+    {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "_optional"},
     {"schedules"},
     {"formats"},
     {"graph", "torch_device", "torch_private"},
@@ -179,7 +179,7 @@ def test_help_loads_no_command() -> None:
         "print([m for m in sys.modules if m.startswith('bapipe.') and not m.startswith('bapipe.cli')], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr.splitlines() == ["[]", "['bapipe.errors']"]
+    assert done.stderr.splitlines() == ["[]", "['bapipe.errors', 'bapipe.printable']"]
 
 
 def test_each_command_begins_its_help_with_its_line_in_the_list() -> None:

@@ -6,6 +6,7 @@ compare, simulate, show) and `run.py` (train, export). `options.py` holds the op
 `flags.py` translates errors of the library, which name arguments, into the flags that set these.
 """
 
+import io
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ import typer
 from bapipe.cli.flags import with_flags
 from bapipe.cli.lazy_group import RENAMED, LazyGroup
 from bapipe.errors import BapipeError, Infeasible, RunFailed
+from bapipe.printable import MAX_LINE, printable
 
 app = typer.Typer(
     cls=LazyGroup,
@@ -45,20 +47,35 @@ def bapipe(
     """Decide, prove and run the best way to train a network as a pipeline over several devices."""
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Names in a record are made printable; the lines of a traceback stay lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
+        return printable(super().formatMessage(record), MAX_LINE)
+
+
 def main() -> None:
-    """Runs the command line; a BapipeError ends it with one line and exit code 1, or 3 if nothing fits."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    """Runs the command line; a BapipeError or OSError ends it with one line and exit code 1, or 3 if nothing fits."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that has no box characters is no reason to fail
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     if os.environ.get("RANK", "0") == "0":  # in a torchrun job every rank opens the data; one of them logs it
         logging.getLogger("bapipe.zoo").setLevel(logging.INFO)
     try:
         app(prog_name="bapipe")
     except BapipeError as error:
         if not (isinstance(error, RunFailed) and error.told):
-            _print_error(" ".join(with_flags(str(error)).splitlines()))
+            _show_error(" ".join(with_flags(str(error)).splitlines()))
         sys.exit(3 if isinstance(error, Infeasible) else 1)
+    except OSError as error:
+        _show_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        sys.exit(1)
 
 
-def _print_error(text: str) -> None:
-    from bapipe.cli.progress import err  # loads rich, which takes longer than all of `bapipe --help`
+def _show_error(text: str) -> None:
+    from bapipe.cli.progress import show_error  # loads rich, which takes longer than all of `bapipe --help`
 
-    err.print(f"error: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    show_error(text)

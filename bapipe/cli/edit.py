@@ -1,7 +1,5 @@
 """The command that changes a plan by hand: edit."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +8,7 @@ import typer
 import bapipe
 from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.options import AsJson
-from bapipe.cli.progress import note, out
+from bapipe.cli.progress import note, out, show_json, show_written
 from bapipe.formats.codec import check_writable, read, write
 from bapipe.formats.plan import Plan
 from bapipe.planner.edit import Changes
@@ -82,11 +80,11 @@ def edit(
     if output is not None:
         write(output, after)
     if as_json:
-        sys.stdout.write(json.dumps(changes_json(before, after)) + "\n")
+        show_json(changes_json(before, after))
         return
     for line in render_changes(before, after):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     if output is not None:
-        out.print(f"wrote {output}", highlight=False)
+        show_written(output)
     else:
         note("nothing was written: name a file with --output to keep the changed plan")

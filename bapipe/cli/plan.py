@@ -1,13 +1,10 @@
 """Commands that plan, predict and show: plan, compare, simulate, show."""
 
-import json
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 import bapipe
@@ -34,7 +31,16 @@ from bapipe.cli.options import (
     Sources,
     TimeLimit,
 )
-from bapipe.cli.progress import err, note, out, planning_status, show_parts
+from bapipe.cli.progress import (
+    err,
+    note,
+    planning_status,
+    show_json,
+    show_line,
+    show_parts,
+    show_timeline,
+    show_written,
+)
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, fingerprint, read, read_any, write, write_bytes
@@ -139,16 +145,16 @@ def plan(
     sentences = _explain(made, profiles, options) if explain else ()
     front = _pareto_front(profiles, made.cluster, options) if pareto else ()
     if as_json:
-        sys.stdout.write(json.dumps(report.plan_json(made, sentences, front)) + "\n")
+        show_json(report.plan_json(made, sentences, front))
         return
     timeline = bapipe.simulate(made, profiles)
     show_parts(report.render_plan(made, timeline))
-    out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+    show_timeline(timeline)
     for sentence in sentences:
-        out.print(sentence, highlight=False, markup=False)
+        show_line(sentence)
     if front:
         show_parts([report.pareto_table(front)])
-    out.print(f"wrote {output}", highlight=False)
+    show_written(output)
 
 
 def _names(schedules: str) -> tuple[str, ...]:
@@ -218,7 +224,7 @@ def compare(
         )
     failed = {name: with_flags(why) for name, why in compared.failed.items()}
     if as_json:
-        sys.stdout.write(json.dumps(report.comparison_json(compared.plans, compared.others, failed)) + "\n")
+        show_json(report.comparison_json(compared.plans, compared.others, failed))
         return
     show_parts(report.render_comparison(compared.plans, compared.others, failed))
 
@@ -242,10 +248,10 @@ def simulate(
     if trace is not None:
         write_bytes(trace, report.encode_trace([("predicted", timeline)]))
     if as_json:
-        sys.stdout.write(msgspec.json.encode(judged.prediction).decode() + "\n")
+        show_json(judged.prediction)
         return
     show_parts(report.render_plan(judged, timeline))
-    out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+    show_timeline(timeline)
 
 
 def show(
@@ -290,12 +296,12 @@ def _show_plan(plan: Plan, html: Path | None, traces: Iterable[Path]) -> None:
         timelines = [(title, unit_cost_timeline(plan))]
     show_parts(report.render_plan(plan))
     for title, timeline in timelines:
-        out.print(f"{title}:", highlight=False)
-        out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+        show_line(f"{title}:")
+        show_timeline(timeline)
     if html is not None:
         _write_html(html, plan_page(plan, timelines))
 
 
 def _write_html(path: Path, text: bytes) -> None:
     write_bytes(path, text)
-    out.print(f"wrote {path}", highlight=False)
+    show_written(path)

@@ -8,7 +8,7 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import Arguments, Devices, Kind, Output, Sizes, integers, key_values
-from bapipe.cli.progress import err, out, parts_bar, show_parts
+from bapipe.cli.progress import err, parts_bar, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, write
 from bapipe.formats.settings import Settings
@@ -103,7 +103,7 @@ def profile(
         )
     write(output, measured)
     show_parts(report.render_profile(measured))
-    out.print(f"wrote {output}", highlight=False)
+    show_written(output)
 
 
 def import_(
@@ -151,7 +151,7 @@ def import_(
     imported = import_file(file, origin)
     write(output, imported)
     show_parts(report.render_profile(imported))
-    out.print(f"wrote {output}", highlight=False)
+    show_written(output)
 
 
 def cluster(
@@ -177,4 +177,4 @@ def cluster(
             measured = local_cluster(devices, device)
     write(output, measured)
     show_parts(report.render_cluster(measured))
-    out.print(f"wrote {output}", highlight=False)
+    show_written(output)

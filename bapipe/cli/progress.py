@@ -1,22 +1,27 @@
 """Printing, and progress bars."""
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bapipe import report
+from bapipe.printable import MAX_LINE, printable
 from bapipe.progress import PartsProgress, SearchProgress
+from bapipe.simulator.timeline import Timeline
 
 _columns = os.environ.get("COLUMNS", "")
 _width = int(_columns) if _columns.isdigit() and int(_columns) >= 40 else None
-out = Console(width=_width or (None if sys.stdout.isatty() else 120), markup=False)
-err = Console(stderr=True, markup=False)
+out = Console(width=_width or (None if sys.stdout.isatty() else 120), markup=False, emoji=False)
+err = Console(stderr=True, markup=False, emoji=False)
 
 
 def show_parts(parts: Iterable[Any]) -> None:
@@ -25,18 +30,44 @@ def show_parts(parts: Iterable[Any]) -> None:
         out.print(part, "", highlight=False, sep="\n")
 
 
+def show_line(text: str) -> None:
+    """Prints a sentence to stdout; names in it are made printable."""
+    out.print(printable(text, MAX_LINE), highlight=False)
+
+
+def show_written(path: Path) -> None:
+    """Says which file was written."""
+    show_line(f"wrote {path}")
+
+
+def show_timeline(timeline: Timeline) -> None:
+    """Prints a timeline as a Gantt chart as wide as the terminal."""
+    out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+
+
 def note(text: str) -> None:
     """Prints a remark to stderr, apart from the command's result."""
-    err.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    err.print(printable(text, MAX_LINE), style="dim", highlight=False, soft_wrap=True)
+
+
+def show_error(text: str) -> None:
+    """Prints an error on one line of stderr."""
+    err.print(f"error: {printable(text, MAX_LINE)}", style="bold red", highlight=False, soft_wrap=True)
+
+
+def show_json(value: object) -> None:
+    """Prints a value as JSON in ASCII: data for programs that a terminal shows safely too."""
+    sys.stdout.write(json.dumps(msgspec.to_builtins(value)) + "\n")
 
 
 @contextmanager
 def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
     """Shows a progress bar for work that consists of named parts."""
-    columns = TextColumn(verb + " {task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    part = TextColumn(verb + " {task.fields[what]}", markup=False)
+    columns = part, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, what="")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=printable(what))
 
 
 @contextmanager

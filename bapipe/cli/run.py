@@ -1,8 +1,6 @@
 """Commands that train, and export what was trained: run, export."""
 
-import json
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +14,7 @@ from bapipe import report
 from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, Output, key_values
-from bapipe.cli.progress import err, note, out, show_parts
+from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read, write_bytes
 from bapipe.formats.plan import Plan
@@ -116,10 +114,10 @@ def run(
     if trace is not None:
         write_bytes(trace, report.encode_trace([("measured", result.timeline)]))
     if as_json:
-        sys.stdout.write(json.dumps(report.run_json(plan, result)) + "\n")
+        show_json(report.run_json(plan, result))
         return
     show_parts(report.render_run(plan, result))
-    out.print(report.gantt(result.timeline, out.width), highlight=False, no_wrap=True)
+    show_timeline(result.timeline)
 
 
 def export(
@@ -132,7 +130,7 @@ def export(
     """
     check_writable(output)
     num_tensors = export_checkpoint(checkpoint, output)
-    out.print(f"wrote {num_tensors} tensors to {output}", highlight=False)
+    show_line(f"wrote {num_tensors} tensors to {output}")
 
 
 def _is_first_rank() -> bool:
@@ -144,7 +142,7 @@ def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = 
 
     Returns the last plan (a new one if devices were lost) and the measurements.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"starting {len(plan.stages)} stages", total=config.steps)
         printed_s, first, evaluated = 0.0, None, ""

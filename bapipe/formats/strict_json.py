@@ -68,13 +68,6 @@ def naming_file(path: Path) -> Iterator[None]:
         raise InvalidFile(f"{path}: {error.message}", error.where) from None
 
 
-def read_json(path: Path, want: type[T] | Any) -> T:
-    """Returns the value of type `want` in a file; errors, as those of `read_limited` and `decode_json`, name it."""
-    with naming_file(path):
-        value: T = decode_json(read_limited(path), want)
-        return value
-
-
 def decode_json(text: bytes, want: type[T] | Any) -> T:
     """Returns the value of type `want` in `text`.
 

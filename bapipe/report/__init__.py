@@ -13,7 +13,7 @@ values, and the others return strings or bytes. The command line writes them.
 
 from bapipe.report.chrome_trace import encode_trace
 from bapipe.report.comparisons import comparison_json, render_comparison
-from bapipe.report.formatting import empty_table, mib, ms, number
+from bapipe.report.formatting import empty_table, html_text, mib, ms, number
 from bapipe.report.plans import pareto_table, plan_json, render_plan
 from bapipe.report.profiles import render_cluster, render_profile
 from bapipe.report.runs import evaluation_words, render_run, run_json
@@ -26,6 +26,7 @@ __all__ = [
     "encode_trace",
     "evaluation_words",
     "gantt",
+    "html_text",
     "mib",
     "ms",
     "number",

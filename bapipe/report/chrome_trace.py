@@ -11,16 +11,19 @@ Memory is a counter "memory DEVICE" with one value for each part, set when an ac
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from bapipe.errors import BapipeError, InvalidSchedule
+from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
 from bapipe.formats.plan import Memory
-from bapipe.schedules.table import Phase, parse_action
+from bapipe.formats.strict_json import decode_json, read_limited
+from bapipe.schedules.table import parse_action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
+from bapipe.units import MAX_INT
 
 _PROCESS_NAME, _THREAD_NAME = "process_name", "thread_name"
 _SLICE, _COUNTER, _METADATA = "X", "C", "M"  # kinds of events, in the format's letters
@@ -30,7 +33,8 @@ _BACKWARDS = " backwards"
 _MEMORY = "memory "
 _UPDATE = "update "
 _ALL_REDUCE = "all-reduce"
-_TRANSFER = re.compile(r"([0-9]+)([FB])([0-9]+) to (.+)")
+_TRANSFER = re.compile(r"([0-9]+)([FB])([0-9]+) to (.+)", re.DOTALL)
+_UPDATED = re.compile(_UPDATE + r"([0-9]{1,9})")
 
 _NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
 
@@ -77,8 +81,7 @@ def _events(process: int, title: str, timeline: Timeline) -> Iterator[dict[str, 
         label = f"{t.stage}{t.phase}{t.microbatch} to {timeline.devices[t.target]}"
         yield _slice(process, _send_thread(t.source), label, t.start_ns, t.end_ns)
     for rank, memory_of_span in enumerate(timeline.memory_over_time):
-        spans_of_rank = [span for span in timeline.spans if span.rank == rank]
-        for span, memory in zip(spans_of_rank, memory_of_span, strict=True):
+        for span, memory in zip(timeline.spans_of(rank), memory_of_span, strict=True):
             yield _counter(process, timeline.devices[rank], span.start_ns, memory)
     for sync in timeline.syncs:
         thread = _all_reduce_thread(sync.stage, len(timeline.devices))
@@ -105,15 +108,18 @@ def _slice(process: int, thread: int, label: str, start_ns: int, end_ns: int) ->
     }
 
 
+_Microseconds = Annotated[float, msgspec.Meta(ge=-MAX_INT / 2e3, le=MAX_INT / 2e3)]
+
+
 class _Event(msgspec.Struct, frozen=True):
-    """One slice, counter or name of a trace; times in microseconds."""
+    """One slice, counter or name of a trace."""
 
     ph: str
     name: str
     pid: int
     tid: int = 0
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: _Microseconds = 0.0
+    dur: _Microseconds = 0.0
     args: dict[str, Any] = {}
 
     @property
@@ -135,24 +141,27 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
     Raises:
         BapipeError: it cannot be read, or bapipe did not write it.
     """
+    text = read_limited(path)
     try:
-        events = msgspec.json.decode(path.read_bytes(), type=_Trace).traceEvents
-        return [_timeline([e for e in events if e.pid == pid]) for pid in sorted({e.pid for e in events})]
-    except OSError as error:
-        raise BapipeError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, InvalidSchedule, KeyError, ValueError, TypeError) as error:
+        trace: _Trace = decode_json(text, _Trace)
+        events: defaultdict[int, list[_Event]] = defaultdict(list)
+        for event in trace.traceEvents:
+            events[event.pid].append(event)
+        return [_timeline(events[pid]) for pid in sorted(events)]
+    except (InvalidFile, InvalidSchedule, msgspec.ValidationError) as error:
         raise BapipeError(f"{path} is not a trace of bapipe ({error}): write one with `trace`") from None
 
 
-def _timeline(events: list[_Event]) -> tuple[str, Timeline]:
-    """Returns the title and the timeline of one process of a trace."""
-    titles = [e.args["name"] for e in events if e.name == _PROCESS_NAME]
-    threads = {e.tid: str(e.args["name"]) for e in events if e.name == _THREAD_NAME}
-    # A thread belongs to a device if there is also a thread of its sends; threads are numbered in rank order.
-    devices = tuple(name for tid, name in sorted(threads.items()) if name + _SENDS in threads.values())
+def _timeline(events: Sequence[_Event]) -> tuple[str, Timeline]:
+    """Returns the title and the timeline of one process of a trace; raises InvalidFile if a part is missing."""
+    titles = [_label(e) for e in events if e.name == _PROCESS_NAME]
+    names = {e.tid: _label(e) for e in events if e.name == _THREAD_NAME}
+    devices = _devices(names)
+    if not titles or not devices:
+        raise InvalidFile("a process without a name or without devices")
     rank_of_device = {name: rank for rank, name in enumerate(devices)}
-    device_of_thread = {tid: name.removesuffix(_BACKWARDS) for tid, name in threads.items()}
-    rank_of_thread = {tid: rank_of_device[name] for tid, name in device_of_thread.items() if name in rank_of_device}
+    rank_of_thread = {_compute_thread(rank): rank for rank in range(len(devices))}
+    rank_of_thread |= {_backward_thread(rank): rank for rank in range(len(devices))}
     spans: list[Span] = []
     updates: list[Update] = []
     transfers: list[Transfer] = []
@@ -162,21 +171,24 @@ def _timeline(events: list[_Event]) -> tuple[str, Timeline]:
         if event.name == _ALL_REDUCE:
             stage = event.tid - _all_reduce_thread(0, len(devices))
             syncs.append(Sync(stage, len(syncs), 0, start_ns, end_ns))
-        elif event.name.startswith(_UPDATE):
-            stage = int(event.name.removeprefix(_UPDATE))
-            updates.append(Update(rank_of_thread[event.tid], stage, start_ns, end_ns))
         elif (sent := _TRANSFER.fullmatch(event.name)) is not None:
-            source = rank_of_device[threads[event.tid].removesuffix(_SENDS)]
-            stage, phase, microbatch = int(sent[1]), Phase(sent[2]), int(sent[3])
-            transfers.append(Transfer(source, rank_of_device[sent[4]], stage, phase, microbatch, start_ns, end_ns))
+            source, target = (event.tid - 1) // 2, rank_of_device.get(sent[4], -1)
+            if target < 0 or event.tid != _send_thread(source) or not 0 <= source < len(devices):
+                raise InvalidFile(f"the transfer '{event.name}' of thread {event.tid} joins no two devices")
+            action = parse_action("".join(sent.groups()[:3]))
+            transfers.append(Transfer(source, target, action.stage, action.phase, action.microbatch, start_ns, end_ns))
+        elif event.tid not in rank_of_thread:
+            raise InvalidFile(f"'{event.name}' is on thread {event.tid}, which is no device's")
+        elif (updated := _UPDATED.fullmatch(event.name)) is not None:
+            updates.append(Update(rank_of_thread[event.tid], int(updated[1]), start_ns, end_ns))
         else:
             spans.append(Span(rank_of_thread[event.tid], parse_action(event.name), start_ns, end_ns))
-    memory_of_rank = [
-        [msgspec.convert(e.args, Memory) for e in events if e.ph == _COUNTER and e.name == f"{_MEMORY}{device}"]
-        for device in devices
-    ]
+    memory_of_rank = _memory(events, devices)
     known = any(memory_of_rank)
-    return str(titles[0]), Timeline(
+    num_spans = Counter(span.rank for span in spans)
+    if known and any(len(memory) != num_spans[rank] for rank, memory in enumerate(memory_of_rank)):
+        raise InvalidFile("not one value of memory for each action")
+    return titles[0], Timeline(
         devices=devices,
         spans=tuple(sorted(spans, key=lambda span: (span.rank, span.start_ns))),
         transfers=tuple(transfers),
@@ -185,3 +197,29 @@ def _timeline(events: list[_Event]) -> tuple[str, Timeline]:
         memory=tuple(max(rank, key=lambda memory: memory.total, default=_NO_MEMORY) for rank in memory_of_rank),
         usage=tuple(tuple((m.stash, m.workspace) for m in rank) for rank in memory_of_rank) if known else (),
     )
+
+
+def _label(event: _Event) -> str:
+    name = event.args.get("name")
+    if not isinstance(name, str):
+        raise InvalidFile(f"a {event.name} without a name")
+    return name
+
+
+def _devices(names: Mapping[int, str]) -> tuple[str, ...]:
+    """Returns the names of the devices in rank order; each has a thread, and after it one of its sends."""
+    devices: list[str] = []
+    while names.get(_send_thread(len(devices))) == names.get(_compute_thread(len(devices)), "") + _SENDS:
+        devices.append(names[_compute_thread(len(devices))])
+    if len(set(devices)) < len(devices):
+        raise InvalidFile("two devices have one name")
+    return tuple(devices)
+
+
+def _memory(events: Sequence[_Event], devices: Sequence[str]) -> list[list[Memory]]:
+    """Returns the memory of each rank in the order of its counter's values."""
+    found: dict[str, list[Memory]] = {f"{_MEMORY}{device}": [] for device in devices}
+    for event in events:
+        if event.ph == _COUNTER and event.name in found:
+            found[event.name].append(msgspec.convert(event.args, Memory))
+    return list(found.values())

@@ -6,7 +6,8 @@ import msgspec
 from rich.table import Table
 
 from bapipe.formats.plan import Alternative, Plan
-from bapipe.report.formatting import empty_table, number
+from bapipe.printable import MAX_LINE, printable
+from bapipe.report.formatting import add_row, empty_table, number
 from bapipe.report.plans import replica_counts
 
 
@@ -15,7 +16,7 @@ def render_comparison(
 ) -> Iterator[Table | str]:
     """Yields a row for each strategy that has a plan or was simulated, then for each of the others why it has none."""
     first = next(iter(plans.values()))
-    yield f"{first.model}: mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
+    yield f"{printable(first.model)}: mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
     columns = "ms per step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"
     table = empty_table("strategies; stages: devices of each, r: recomputes; of: micro-batches", "strategy", *columns)
     fastest = min(plan.prediction.step_ns for plan in plans.values())
@@ -36,10 +37,10 @@ def render_comparison(
         )
         rows.append((p.step_ns, cells))
     for _, cells in sorted(rows, key=lambda timed: timed[0]):
-        table.add_row(*cells)
+        add_row(table, *cells)
     yield table
-    yield from (f"{name}: {why}" for name, why in failed.items())
-    yield from (f"{other.name}: {other.why_not}" for other in others if not other.feasible)
+    yield from (f"{name}: {printable(why, MAX_LINE)}" for name, why in failed.items())
+    yield from (f"{other.name}: {printable(other.why_not, MAX_LINE)}" for other in others if not other.feasible)
 
 
 def comparison_json(

@@ -1,9 +1,13 @@
-"""Numbers with units, and empty tables."""
+"""Numbers with units, and tables whose cells are plain text."""
 
+from html import escape
 from math import floor, log10
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
+
+from bapipe.printable import printable
 
 
 def number(value: float) -> str:
@@ -34,3 +38,13 @@ def empty_table(title: str, *columns: str) -> Table:
         else:
             table.add_column(column, overflow="fold", min_width=min(len(column), 6))
     return table
+
+
+def add_row(table: Table, *cells: str | Text) -> None:
+    """Adds a row to a table; names in its cells are made printable."""
+    table.add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def html_text(text: str) -> str:
+    """Returns a text for a page: on one line, printable, and escaped."""
+    return escape(printable(text))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.report import ms, render_plan, render_profile
+from bapipe.report import html_text, ms, render_plan, render_profile
 from bapipe.report.layer_diagram import layer_svg
 from bapipe.report.timeline_svg import gantt_legend, gantt_svg, memory_legend, memory_svg
 from bapipe.simulator.timeline import Timeline
@@ -20,18 +20,18 @@ from bapipe.simulator.timeline import Timeline
 
 def plan_page(plan: Plan, timelines: Sequence[tuple[str, Timeline]]) -> bytes:
     """Returns the page of a plan, with named timelines; tables use the first of them."""
-    body = [f"<h1>{escape(plan.model)}</h1>"]
+    body = [f"<h1>{html_text(plan.model)}</h1>"]
     body += [_block(block) for block in render_plan(plan, timelines[0][1] if timelines else None)]
     for title, timeline in timelines:
         body += [
-            f"<h2>{escape(title)}: {ms(timeline.step_ns)}</h2>",
+            f"<h2>{html_text(title)}: {ms(timeline.step_ns)}</h2>",
             _legend(gantt_legend(timeline)) + "<p>Numbers are micro-batches; later stages of a device are paler.</p>",
             gantt_svg(timeline),
         ]
         if timeline.usage:
             capacity_bytes = {device.name: device.memory_bytes for device in plan.cluster.devices}
             body += [
-                f"<h2>Memory over time, {escape(title)}</h2>",
+                f"<h2>Memory over time, {html_text(title)}</h2>",
                 _legend(memory_legend()),
                 memory_svg(timeline, capacity_bytes),
             ]
@@ -41,7 +41,7 @@ def plan_page(plan: Plan, timelines: Sequence[tuple[str, Timeline]]) -> bytes:
 def profile_page(profile: ModelProfile) -> bytes:
     """Returns the page of a profile: the model drawn with the tensors that cross each cut, then its tables."""
     size = max(m.microbatch_size for m in profile.measurements)
-    body = [f"<h1>{escape(profile.model)}</h1>", f"<h2>Shape, at micro-batches of {size}</h2>", layer_svg(profile)]
+    body = [f"<h1>{html_text(profile.model)}</h1>", f"<h2>Shape, at micro-batches of {size}</h2>", layer_svg(profile)]
     return _document(profile.model, [*body, *(_block(block) for block in render_profile(profile))])
 
 
@@ -49,7 +49,7 @@ def _document(title: str, body: Sequence[str]) -> bytes:
     templates = files("bapipe.report") / "templates"
     page = Template((templates / "page.html").read_text(encoding="utf-8"))
     style = (templates / "page.css").read_text(encoding="utf-8")
-    return page.substitute(title=escape(title), style=style, body="\n".join(body)).encode()
+    return page.substitute(title=html_text(title), style=style, body="\n".join(body)).encode()
 
 
 def _block(block: Table | str) -> str:

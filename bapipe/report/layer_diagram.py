@@ -6,9 +6,9 @@ like a branch in `git log --graph`. A cut sends the tensors whose lanes it cross
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.report.formatting import html_text
 
 ROW_HEIGHT, LANE_WIDTH = 22, 26
 LAYERS_RIGHT = 360
@@ -106,8 +106,8 @@ def _layer_shapes(row: LayerRow, next_row: LayerRow | None, y: int, max_ns: int)
     """Yields the name of a layer, a bar of its time, its dot, and its tensors down to the next layer."""
     width = BAR_WIDTH * row.forward_backward_ns / max_ns
     layer = row.layer
-    name = escape(layer.name if len(layer.name) < MAX_NAME else "…" + layer.name[-(MAX_NAME - 2) :])
-    title = f"{escape(layer.name)} ({escape(layer.kind)}): F + B {row.forward_backward_ns / 1e6:.3f} ms"
+    name = html_text(layer.name if len(layer.name) < MAX_NAME else "…" + layer.name[-(MAX_NAME - 2) :])
+    title = f"{html_text(layer.name)} ({html_text(layer.kind)}): F + B {row.forward_backward_ns / 1e6:.3f} ms"
     yield (
         f'<rect x="{LAYERS_RIGHT - 20 - width:.1f}" y="{y - 8}" width="{width:.1f}" height="14" fill="#9ecae1">'
         f"<title>{title}</title></rect>"
@@ -142,7 +142,7 @@ def _tensor_strokes(row: LayerRow, next_row: LayerRow | None, y: int) -> Iterato
         if tensor is None:
             continue
         x = LAYERS_RIGHT + LANE_WIDTH * lane + 6
-        title = f"<title>{escape(tensor)}</title>"
+        title = f"<title>{html_text(tensor)}</title>"
         start = y
         if tensor in row.layer.outputs:
             yield _path(f"M {dot} {y} L {x} {y + 8}", title)

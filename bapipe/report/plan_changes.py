@@ -6,6 +6,7 @@ from itertools import zip_longest
 import msgspec
 
 from bapipe.formats.plan import Plan, StagePlan
+from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import mib, ms, number
 from bapipe.report.plans import proof
 
@@ -16,9 +17,9 @@ MAX_DEVICES_NAMED = 8
 def render_changes(before: Plan, after: Plan) -> Iterator[str]:
     """Yields a line for each difference, the step time first; one line if there is none."""
     lines = [*_step(before, after), *_choices(before, after), *_stages(before, after), *_memory(before, after)]
-    yield from lines or ["no difference"]
     if lines:
-        yield proof(after.certificate)
+        lines.append(proof(after.certificate))
+    yield from (printable(line, MAX_LINE) for line in lines or ["no difference"])
 
 
 def changes_json(before: Plan, after: Plan) -> dict[str, object]:

@@ -7,7 +7,8 @@ import msgspec
 from rich.table import Table
 
 from bapipe.formats.plan import Certificate, Memory, Plan
-from bapipe.report.formatting import empty_table, ms, number
+from bapipe.printable import MAX_LINE, printable
+from bapipe.report.formatting import add_row, empty_table, ms, number
 from bapipe.simulator.timeline import Timeline
 
 
@@ -16,9 +17,9 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
     p = plan.prediction
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     batches = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
-    headline = f"{plan.model}: {stages}, {plan.schedule}, {batches} of {plan.microbatch_size}"
+    headline = f"{printable(plan.model)}: {stages}, {printable(plan.schedule)}, {batches} of {plan.microbatch_size}"
     if not plan.is_judged:
-        yield f"{headline}\n{plan.certificate.space}"
+        yield f"{headline}\n{printable(plan.certificate.space, MAX_LINE)}"
         yield stage_table(plan)
         return
     yield f"{headline}\n{ms(p.step_ns)} per step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
@@ -27,7 +28,7 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         yield f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, {rate} samples/s"
     yield stage_table(plan)
     yield memory_table(plan, timeline)
-    yield proof(plan.certificate)
+    yield printable(proof(plan.certificate), MAX_LINE)
     if plan.alternatives:
         yield alternatives_table(plan)
 
@@ -51,7 +52,7 @@ def stage_table(plan: Plan) -> Table:
             rank = ranks.get(device)
             times = [rank.busy_ns, rank.sync_ns, rank.idle_ns] if rank else []
             layers = (str(s), str(len(stage.layers)), stage.layers[0], stage.layers[-1])
-            table.add_row(*layers, device, *(number(t / 1e6) for t in times))
+            add_row(table, *layers, device, *(number(t / 1e6) for t in times))
     return table
 
 
@@ -64,7 +65,7 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     for rank in plan.prediction.ranks:
         parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
         peak = timeline.peak_action(timeline.devices.index(rank.device)) if timeline else None
-        table.add_row(rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else []))
+        add_row(table, rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else []))
     return table
 
 
@@ -78,7 +79,7 @@ def alternatives_table(plan: Plan) -> Table:
     ]
     for name, step_ns, peak_bytes, why in rows:
         rate = plan.minibatch_size * 1e9 / step_ns if step_ns else 0.0
-        table.add_row(name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
+        add_row(table, name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
     return table
 
 
@@ -113,7 +114,7 @@ def pareto_table(front: Sequence[FrontPoint]) -> Table:
         plan = point.plan
         figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
         sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
-        table.add_row(*figures, f"{point.gap:.2%}", replica_counts(plan), plan.schedule, sizes)
+        add_row(table, *figures, f"{point.gap:.2%}", replica_counts(plan), plan.schedule, sizes)
     return table
 
 

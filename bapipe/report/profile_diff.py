@@ -7,7 +7,8 @@ import msgspec
 from rich.table import Table
 
 from bapipe.formats.profile import LayerMeasurement, ModelProfile
-from bapipe.report import empty_table, mib, ms
+from bapipe.printable import MAX_LINE, printable
+from bapipe.report.formatting import add_row, empty_table, mib, ms
 
 MIN_CHANGE = 0.02
 """Relative change of a time that is significant if the profiles do not record a spread."""
@@ -70,14 +71,14 @@ def _is_significant(a: LayerMeasurement, b: LayerMeasurement) -> bool:
 
 def render_profile_diff(before: ModelProfile, after: ModelProfile) -> Iterator[Table | str]:
     """Yields the differences of two profiles: settings, layers, and times and bytes at each common size."""
-    yield f"{before.model} on {before.device.name}, then {after.model} on {after.device.name}"
+    yield printable(f"{before.model} on {before.device.name}, then {after.model} on {after.device.name}", MAX_LINE)
     for name, a, b in _setting_changes(before, after):
-        yield f"{name}: {a}, then {b}"
+        yield printable(f"{name}: {a}, then {b}", MAX_LINE)
     names_before, names_after = ([layer.name for layer in profile.layers] for profile in (before, after))
     if removed := [name for name in names_before if name not in set(names_after)]:
-        yield f"only in the first: {', '.join(removed)}"
+        yield printable(f"only in the first: {', '.join(removed)}", MAX_LINE)
     if added := [name for name in names_after if name not in set(names_before)]:
-        yield f"only in the second: {', '.join(added)}"
+        yield printable(f"only in the second: {', '.join(added)}", MAX_LINE)
     sizes = [size for size in before.microbatch_sizes if size in after.microbatch_sizes]
     if not sizes:
         yield f"no common micro-batch size: {before.microbatch_sizes}, then {after.microbatch_sizes}"
@@ -114,7 +115,8 @@ def _render_size(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table 
     for change in shown:
         before_ns, after_ns = _forward_backward_ns(change.before), _forward_backward_ns(change.after)
         spreads = [m.spread for m in (change.before, change.after) if m.spread is not msgspec.UNSET]
-        table.add_row(
+        add_row(
+            table,
             change.name,
             ms(before_ns).removesuffix(" ms"),
             ms(after_ns).removesuffix(" ms"),

@@ -8,19 +8,22 @@ from rich.text import Text
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import EQUIVALENCE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
+from bapipe.printable import MAX_LINE, printable
 from bapipe.report import layer_diagram
-from bapipe.report.formatting import empty_table, number
+from bapipe.report.formatting import add_row, empty_table, number
 
 
 def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
-    yield f"{profile.model} on {profile.device.name} ({profile.device.kind}), {profile.dtype}, {profile.optimizer}"
+    device = profile.device
+    yield printable(f"{profile.model} on {device.name} ({device.kind}), {profile.dtype}, {profile.optimizer}", MAX_LINE)
     if EQUIVALENCE in profile.environment:
-        yield str(profile.environment[EQUIVALENCE])
+        yield printable(str(profile.environment[EQUIVALENCE]), MAX_LINE)
     if LOSS_OVER_PARTS in profile.environment:
-        yield str(profile.environment[LOSS_OVER_PARTS])
-    for path, reason in profile.environment.get(ONE_LAYER, {}).items():
-        yield f"'{path}' is one layer: {reason}"
+        yield printable(str(profile.environment[LOSS_OVER_PARTS]), MAX_LINE)
+    one_layer = profile.environment.get(ONE_LAYER)
+    for path, reason in one_layer.items() if isinstance(one_layer, dict) else ():
+        yield printable(f"'{path}' is one layer: {reason}", MAX_LINE)
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
     title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
     heads = "F>", "I>", "W>", "B>", "± %>", "update>", "params>", "stash>", "for W>", "output>"
@@ -34,7 +37,7 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
             number(layer.update_ns / 1e6),
             *(number(b / 2**20) for b in sizes),
         )
-        table.add_row(layer.name, layer.kind, *row)
+        add_row(table, layer.name, layer.kind, *row)
     yield table
     columns = "F ms>", "I ms>", "W ms>", "B ms>", "F + B per sample>", "stash MiB>"
     totals = empty_table("the whole model", "micro-batch>", *columns)
@@ -45,7 +48,7 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         b = sum(m.whole_backward_ns for m in measured.layers)
         stash = sum(m.stash_bytes for m in measured.layers)
         size = measured.microbatch_size
-        totals.add_row(str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
+        add_row(totals, str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
     yield totals
     yield shape_table(profile)
 
@@ -60,7 +63,8 @@ def shape_table(profile: ModelProfile) -> Table:
     )
     for row in rows:
         carried = number(row.cut_bytes / 2**20) if row.num_tensors else ""
-        table.add_row(
+        add_row(
+            table,
             Text(row.rails, no_wrap=True),
             row.layer.name,
             number(row.forward_backward_ns / 1e6),
@@ -77,7 +81,7 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     for d in cluster.devices:
         overlaps = "yes" if d.overlaps_transfers else "no"
         overlaps += ", and F beside B" if d.side_by_side else ""
-        table.add_row(d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
+        add_row(table, d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
     yield table
     links = empty_table("links", "link", "GB/s>", "latency µs>")
     named = [(f"{link.source} to {link.target}", link.bytes_per_s, link.latency_ns) for link in cluster.links]
@@ -89,7 +93,7 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     if (link := cluster.intra_host_sum) is not msgspec.UNSET:
         named.append(("summing within a host", link.bytes_per_s, link.latency_ns))
     for name, bytes_per_s, latency_ns in named:
-        links.add_row(name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
+        add_row(links, name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
     yield links
     if cluster.probe is not msgspec.UNSET:
         yield (
@@ -98,5 +102,5 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
         )
         sums = empty_table("all-reduce over all devices", "KB>", "ms>")
         for reduction in cluster.probe.all_reduce:
-            sums.add_row(number(reduction.num_bytes / 1e3), number(reduction.ns / 1e6))
+            add_row(sums, number(reduction.num_bytes / 1e3), number(reduction.ns / 1e6))
         yield sums

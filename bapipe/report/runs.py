@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from bapipe.formats.plan import Plan
-from bapipe.report.formatting import empty_table, mib, ms, number
+from bapipe.report.formatting import add_row, empty_table, mib, ms, number
 from bapipe.runtime.train_result import Evaluation, TrainResult
 
 
@@ -26,7 +26,7 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     for name, (predicted, measured) in run_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
         off = f"{predicted / measured - 1:+.1%}" if measured and predicted is not None else ""
-        table.add_row(name, *("unknown" if value is None else show(value) for value in (predicted, measured)), off)
+        add_row(table, name, *("unknown" if value is None else show(value) for value in (predicted, measured)), off)
     yield table
 
 

@@ -1,8 +1,12 @@
 """Draws a timeline as a Gantt chart of text."""
 
+from collections import defaultdict
+from collections.abc import Sequence
+
+from bapipe.printable import printable
 from bapipe.report.formatting import ms
 from bapipe.schedules.table import Phase
-from bapipe.simulator.timeline import Timeline
+from bapipe.simulator.timeline import Timeline, Update
 
 FILL = {Phase.FORWARD: "░", Phase.BACKWARD: "▓", Phase.INPUT_GRAD: "▒", Phase.WEIGHT_GRAD: "█"}
 
@@ -15,6 +19,9 @@ PHASE_NAMES = {
 
 UPDATE = "u"
 
+MAX_NAME = 40
+"""Longest name of a device that is shown whole."""
+
 
 def gantt(timeline: Timeline, width: int) -> str:
     """Returns a line of about `width` characters for each rank with a stage, to scale.
@@ -23,19 +30,23 @@ def gantt(timeline: Timeline, width: int) -> str:
     Every action begins with the number of its micro-batch if it fits: ░ F, ▓ B, ▒ I, █ W, u update.
     """
     working = {span.rank for span in timeline.spans}
-    margin = max((len(timeline.devices[rank]) for rank in working), default=0)
+    names = {rank: printable(timeline.devices[rank], MAX_NAME) for rank in working}
+    margin = max(map(len, names.values()), default=0)
     num_columns = max(width - margin - 1, 10)
+    updates: defaultdict[int, list[Update]] = defaultdict(list)
+    for update in timeline.updates:
+        updates[update.rank].append(update)
     lines = []
     for rank in sorted(working):
-        for lane, text in enumerate(_lane_lines(timeline, rank, num_columns)):
-            device = "" if lane else timeline.devices[rank]
+        for lane, text in enumerate(_lane_lines(timeline, rank, updates[rank], num_columns)):
+            device = "" if lane else names[rank]
             lines.append(f"{device:>{margin}} {text}")
     phases = {span.action.phase for span in timeline.spans}
     legend = "  ".join(f"{FILL[phase]} {PHASE_NAMES[phase]}" for phase in Phase if phase in phases)
     return "\n".join([*lines, f"{'':>{margin}} {legend}  {UPDATE} update  (0 to {ms(timeline.step_ns)})"])
 
 
-def _lane_lines(timeline: Timeline, rank: int, num_columns: int) -> list[str]:
+def _lane_lines(timeline: Timeline, rank: int, updates: Sequence[Update], num_columns: int) -> list[str]:
     """Returns the lines of one rank: one, or two if it runs forward and backward at the same time."""
     step_ns = max(timeline.step_ns, 1)
 
@@ -50,8 +61,7 @@ def _lane_lines(timeline: Timeline, rank: int, num_columns: int) -> list[str]:
         line = [" "] * num_columns
         for span in spans:
             paint(line, span.start_ns, span.end_ns, FILL[span.action.phase], str(span.action.microbatch))
-        for update in timeline.updates:
-            if update.rank == rank:
-                paint(line, update.start_ns, update.end_ns, UPDATE, "")
+        for update in updates:
+            paint(line, update.start_ns, update.end_ns, UPDATE, "")
         lines.append("".join(line).rstrip())
     return lines

@@ -4,17 +4,18 @@ Coordinates are pixels of a picture of width `WIDTH`; times start at `MARGIN`, t
 of texts are those of `templates/page.css`: m inside a box, d on a pale box, e aligned at its end, t a tick.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from math import floor, log10
 
 import msgspec
 
 from bapipe.formats.plan import Memory
-from bapipe.report.formatting import mib, ms
-from bapipe.report.text_gantt import PHASE_NAMES
+from bapipe.printable import printable
+from bapipe.report.formatting import html_text, mib, ms
+from bapipe.report.text_gantt import MAX_NAME, PHASE_NAMES
 from bapipe.schedules.table import Phase
-from bapipe.simulator.timeline import Span, Timeline
+from bapipe.simulator.timeline import Span, Sync, Timeline, Update
 
 PHASE_COLOURS = {
     Phase.FORWARD: "#5b9bd5",
@@ -58,6 +59,9 @@ def gantt_svg(timeline: Timeline) -> str:
     x = _scale(timeline)
     shapes: list[str] = []
     middle_of_rank: dict[int, float] = {}  # where the lines of transfers begin and end
+    updates: defaultdict[int, list[Update]] = defaultdict(list)
+    for update in timeline.updates:
+        updates[update.rank].append(update)
     y = 0.0
     for rank, device in enumerate(timeline.devices):
         lanes = [lane for lane in timeline.lanes(rank) if lane]
@@ -68,17 +72,18 @@ def gantt_svg(timeline: Timeline) -> str:
             shapes += [box for i, lane in enumerate(lanes) for box in _action_boxes(lane, x, y + i * ROW_HEIGHT)]
             shapes += [
                 _rect(x(u.start_ns), y, x(u.end_ns), height - 2, UPDATE_COLOUR, f"update of stage {u.stage}")
-                for u in timeline.updates
-                if u.rank == rank
+                for u in updates[rank]
             ]
             y += height + GAP
     transfers = _transfer_lines(timeline, x, middle_of_rank)
-    for stage in sorted({sync.stage for sync in timeline.syncs}):
+    buckets: defaultdict[int, list[Sync]] = defaultdict(list)
+    for sync in timeline.syncs:
+        buckets[sync.stage].append(sync)
+    for stage in sorted(buckets):
         shapes.append(_label(f"stage {stage}", y + ROW_HEIGHT / 2 + 4))
         shapes += [
             _rect(x(sync.start_ns), y, x(sync.end_ns), ROW_HEIGHT - 2, ALL_REDUCE_COLOUR, f"bucket {sync.bucket}")
-            for sync in timeline.syncs
-            if sync.stage == stage
+            for sync in buckets[stage]
         ]
         y += ROW_HEIGHT + GAP
     # Transfers first: later elements are drawn on top of them.
@@ -95,7 +100,7 @@ def memory_svg(timeline: Timeline, capacity_bytes: Mapping[str, int]) -> str:
     y = 0.0
     max_bytes = max((memory.total for memory in timeline.memory), default=0) or 1
     for rank, (device, memory_of_span) in enumerate(zip(timeline.devices, timeline.memory_over_time, strict=True)):
-        spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start_ns)
+        spans = sorted(timeline.spans_of(rank), key=lambda s: s.start_ns)
         if not spans:
             continue
         before_first_span = msgspec.structs.replace(memory_of_span[0], stash=0, workspace=0)
@@ -115,11 +120,11 @@ def memory_svg(timeline: Timeline, capacity_bytes: Mapping[str, int]) -> str:
 
 
 def _action_boxes(spans: Sequence[Span], x: Scale, y: float) -> Iterator[str]:
-    stages = sorted({span.action.stage for span in spans})
+    place = {stage: i for i, stage in enumerate(sorted({span.action.stage for span in spans}))}
     for span in spans:
         left, right, action = x(span.start_ns), x(span.end_ns), span.action
         # The first stage of a device is opaque, its last one 45 % less so.
-        opacity = 1 - 0.45 * stages.index(action.stage) / max(1, len(stages) - 1) if len(stages) > 1 else 1.0
+        opacity = 1 - 0.45 * place[action.stage] / max(1, len(place) - 1)
         title = f"{action}, {_time_range(span.start_ns, span.end_ns)}"
         yield _rect(left, y, right, ROW_HEIGHT - 2, PHASE_COLOURS[action.phase], title, opacity)
         label_width = 7 * len(str(action.microbatch)) + 2
@@ -135,6 +140,7 @@ def _transfer_lines(timeline: Timeline, x: Scale, middle_of_rank: Mapping[int, f
         f' stroke="{TRANSFER_COLOUR}">'
         f"<title>{t.stage}{t.phase}{t.microbatch}, {_time_range(t.start_ns, t.end_ns)}</title></line>"
         for t in timeline.transfers
+        if t.source in middle_of_rank and t.target in middle_of_rank  # a recorded device may have run nothing
     ]
 
 
@@ -183,7 +189,7 @@ def _axis(timeline: Timeline, x: Scale, y: float) -> Iterator[str]:
 
 
 def _label(text: str, y: float) -> str:
-    return f'<text class="e" x="{MARGIN - 8}" y="{y:.1f}">{escape(text)}</text>'
+    return f'<text class="e" x="{MARGIN - 8}" y="{y:.1f}">{html_text(printable(text, MAX_NAME))}</text>'
 
 
 def _rect(left: float, y: float, right: float, height: float, colour: str, title: str, opacity: float = 1.0) -> str:
@@ -191,7 +197,7 @@ def _rect(left: float, y: float, right: float, height: float, colour: str, title
     width = max(right - left, 0.3)  # so that a very short action can still be seen
     return (
         f'<rect x="{left:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.0f}" fill="{colour}"'
-        f'{fill_opacity} stroke="#fff" stroke-width=".5"><title>{escape(title)}</title></rect>'
+        f'{fill_opacity} stroke="#fff" stroke-width=".5"><title>{html_text(title)}</title></rect>'
     )
 
 

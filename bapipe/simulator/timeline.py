@@ -1,5 +1,6 @@
 """What happens in one step: actions, transfers, all-reduces and updates over time, predicted or measured."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,13 +91,18 @@ class Timeline:
         """Returns the first action during which the memory of a rank is at its peak; None if not known."""
         if not self.usage or not self.usage[rank]:
             return None
-        actions = [span.action for span in self.spans if span.rank == rank]
+        actions = [span.action for span in self.spans_of(rank)]
         totals = list(map(sum, self.usage[rank]))
         return actions[totals.index(max(totals))]
 
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        """Returns the spans of a rank, by time."""
+        begin = bisect_left(self.spans, rank, key=lambda span: span.rank)
+        return self.spans[begin : bisect_right(self.spans, rank, lo=begin, key=lambda span: span.rank)]
+
     def lanes(self, rank: int) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans of a rank in one lane, or its forwards and its backwards if they run side by side."""
-        spans = tuple(span for span in self.spans if span.rank == rank)
+        spans = self.spans_of(rank)
         if all(a.end_ns <= b.start_ns for a, b in pairwise(spans)):
             return (spans,)
         forwards = tuple(span for span in spans if span.action.phase is Phase.FORWARD)
@@ -116,7 +122,7 @@ class Timeline:
         )
 
     def _rank(self, rank: int, step_ns: int) -> RankPrediction:
-        spans = [s for s in self.spans if s.rank == rank]
+        spans = self.spans_of(rank)
         updates = [u for u in self.updates if u.rank == rank]
         busy_ns = _running_ns(spans) + sum(u.end_ns - u.start_ns for u in updates)
         sync_ns = _waiting_ns(max((s.end_ns for s in spans), default=0), updates)

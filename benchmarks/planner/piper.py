@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.formats.strict_json import read_json
+from bapipe.formats.strict_json import decode_json, read_limited
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import Graph
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
@@ -63,7 +63,7 @@ class Workload:
     """A graph of nodes with two options for each tensor-parallel degree; the second recomputes."""
 
     def __init__(self, path: Path) -> None:
-        content = read_json(path, Any)
+        content = decode_json(read_limited(path), Any)
         nodes = content["nodes"]
         index = {node["id"]: i for i, node in enumerate(nodes)}
         self.ids = [node["id"] for node in nodes]

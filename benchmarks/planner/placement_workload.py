@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from bapipe.formats.strict_json import read_json
+from bapipe.formats.strict_json import decode_json, read_limited
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph, contract
 
@@ -35,7 +35,7 @@ class Workload:
 
 def read(path: Path) -> Workload:
     """Returns the workload of a file: one graph node per colour, cycles contracted."""
-    content = read_json(path, Any)
+    content = decode_json(read_limited(path), Any)
     number: dict[object, int] = {}
     colour_of = {}
     for node in content["nodes"]:
