@@ -27,6 +27,7 @@ LAYERS = [
     {"planner"},
     {"runtime"},
     {"report"},
+    {"explorer"},
     {"__init__"},
     {"cli"},
     {"__main__"},
@@ -236,6 +237,9 @@ def test_command_line_options() -> None:
         "edit": [
             "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--output", "--place",
             "--profile", "--recompute", "--schedule", "--swap",
+        ],
+        "explore": [
+            "--arg", "--browser", "--cluster", "--devices", "--minibatch-size", "--port", "--profile",
         ],
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],

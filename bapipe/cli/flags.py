@@ -24,6 +24,7 @@ FLAGS = {
     "num_stages": "--stages",
     "objective": "--objective",
     "pin": "--pin",
+    "port": "--port",
     "profiles": "--profile",
     "replan": "--replan",
     "replicas": "--no-replicas",

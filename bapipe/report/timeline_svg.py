@@ -34,6 +34,8 @@ AXIS_HEIGHT = 18
 
 MAX_TICKS = 10
 
+SVG_NAMESPACE = "http://www.w3.org/2000/svg"
+
 Scale = Callable[[int], float]
 """The x coordinate of a time in nanoseconds."""
 
@@ -117,6 +119,13 @@ def memory_svg(timeline: Timeline, capacity_bytes: Mapping[str, int]) -> str:
             )
         y += CHART_HEIGHT + GAP
     return _svg([*shapes, *_axis(timeline, x, y)], y + AXIS_HEIGHT)
+
+
+def svg_file(svg: str) -> str:
+    """Returns a picture as a file of its own, with the styles that `templates/page.css` gives it on a page."""
+    texts = "text{font:12px sans-serif;fill:#222}.m{fill:#fff;font-size:11px;text-anchor:middle}.d{fill:#333}"
+    head = f'<svg xmlns="{SVG_NAMESPACE}"'
+    return svg.replace("<svg", head, 1).replace(">", f"><style>{texts}.e{{text-anchor:end}}.t{{fill:#777}}</style>", 1)
 
 
 def _action_boxes(spans: Sequence[Span], x: Scale, y: float) -> Iterator[str]:

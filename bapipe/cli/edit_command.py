@@ -1,0 +1,44 @@
+"""The command lines that make the plan of a page."""
+
+import shlex
+
+from bapipe.explorer.state import State
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan
+from bapipe.planner.decision import Decision, decision_of
+
+
+def command_lines(
+    decision: Decision, state: State, given: Cluster, source: tuple[str, ...], start: Plan | None
+) -> list[str]:
+    """Returns the commands that make the plan of a state; none if no command can.
+
+    They cannot if the cluster was changed, or if the order of the actions is not that of a named schedule: such a plan
+    is downloaded instead.
+
+    Args:
+        given: the cluster that the page was opened with.
+        source: the arguments that the page was opened with: a plan file, or what `bapipe plan` takes.
+        start: the plan that the page began with, if it did with one.
+    """
+    if not source or decision.own_table is not None or not _has_given_cluster(state, given):
+        return []
+    before = None if start is None else decision_of(start)
+    edit = ["bapipe", "edit", source[0] if start is not None else "plan.json"]
+    if before is None or (before.layers, before.cuts) != (decision.layers, decision.cuts):
+        edit += [word for begin in decision.cuts for word in ("--cut", decision.layers[begin])]
+    for name in ("schedule", "minibatch_size", "microbatch_size"):
+        if before is None or getattr(before, name) != getattr(decision, name):
+            edit += [f"--{name.replace('_', '-')}", str(getattr(decision, name))]
+    if before is None or before.devices != decision.devices:
+        edit += [w for s, group in enumerate(decision.devices) for w in ("--place", f"stage {s} on {','.join(group)}")]
+    for s, recompute in enumerate(decision.recompute):
+        if before is None or before.recompute[s : s + 1] != (recompute,):
+            edit += ["--recompute" if recompute else "--keep", str(s)]
+    first = [["bapipe", "plan", *source, "-o", "plan.json"]] if start is None else []
+    return [shlex.join(words) for words in (*first, [*edit, "-o", "mine.json"])]
+
+
+def _has_given_cluster(state: State, given: Cluster) -> bool:
+    same_links = state.bandwidth == 1 and state.latency == 1
+    return same_links and not state.speeds and not state.memory_bytes and state.num_devices == len(given.devices)

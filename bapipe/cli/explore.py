@@ -1,0 +1,102 @@
+"""The command that shows a plan on a page and lets a user change it: explore."""
+
+import webbrowser
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapipe.cli.edit_command import command_lines
+from bapipe.cli.inputs import (
+    check_one_source_of_devices,
+    is_file,
+    profiles_by_kind,
+    profiles_of_plan,
+    read_or_assume_cluster,
+)
+from bapipe.cli.options import Arguments, ClusterFile, Devices
+from bapipe.cli.progress import note, out
+from bapipe.errors import BapipeError
+from bapipe.explorer.server import Server
+from bapipe.explorer.session import Session
+from bapipe.formats.codec import read, read_any
+from bapipe.formats.plan import Plan
+
+DEFAULT_SOURCES = "plan.json", "profile.json"
+DEFAULT_MINIBATCH_SIZE = 32
+
+
+def explore(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLAN|PROFILE...|MODEL]",
+            help="Default: plan.json, or else profile.json, in this folder.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: ClusterFile = None,
+    devices: Devices = None,
+    minibatch_size: Annotated[
+        int | None, typer.Option("--minibatch-size", min=1, help="Number of samples per optimizer step.")
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", help="With a plan: a profile that it was made from, if the cache has it no more."),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page. Default: a free one.")] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Whether to open the page.")] = True,
+    arg: Arguments = None,
+) -> None:
+    """Show a plan on a page of this machine, change it with the mouse, and see what happens."""
+    check_one_source_of_devices(cluster, devices)
+    sources = sources or _default_sources()
+    session = _session(sources, cluster, devices, minibatch_size, profile or [], arg)
+    with Server(session, port) as server:
+        out.print(server.address, highlight=False, soft_wrap=True)
+        note("the page is for this machine alone; press Ctrl-C to end")
+        if browser and not webbrowser.open(server.address):
+            note("no browser could be opened: open the address above")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            note("ended")
+
+
+def _default_sources() -> list[str]:
+    for name in DEFAULT_SOURCES:
+        if Path(name).is_file():
+            return [name]
+    known = " or ".join(DEFAULT_SOURCES)
+    raise BapipeError(f"nothing to explore: name a plan, a profile or a model; here is no {known}")
+
+
+def _session(
+    sources: list[str],
+    cluster: Path | None,
+    devices: int | None,
+    minibatch_size: int | None,
+    profiles: list[Path],
+    arguments: list[str] | None,
+) -> Session:
+    """Returns the session of a plan, of profiles, or of a model that is profiled first."""
+    if len(sources) == 1 and is_file(sources[0]) and isinstance(read_any(Path(sources[0])), Plan):
+        if cluster is not None or devices is not None or minibatch_size is not None:
+            raise BapipeError(
+                "a plan holds its cluster and its mini-batch: leave out --cluster, --devices and --minibatch-size, or "
+                "name a profile"
+            )
+        plan = read(Path(sources[0]), Plan)
+        commands = partial(command_lines, given=plan.cluster, source=(sources[0],), start=plan)
+        return Session(profiles_of_plan(plan, profiles), plan.cluster, plan, commands)
+    if profiles:
+        raise BapipeError("--profile goes with a plan; name the profiles without it")
+    of_kind = profiles_by_kind(sources, arguments)
+    size = minibatch_size or DEFAULT_MINIBATCH_SIZE
+    given = [word for pair in arguments or () for word in ("--arg", pair)]
+    given += ["--cluster", str(cluster)] if cluster is not None else []
+    given += ["--devices", str(devices)] if devices is not None else []
+    source = (*sources, *given, "--minibatch-size", str(size))
+    on = read_or_assume_cluster(of_kind, cluster, devices)
+    return Session(of_kind, on, size, partial(command_lines, given=on, source=source, start=None))

@@ -1,0 +1,129 @@
+"""A simulated step as the JSON that the page draws: columns of numbers rather than a record for each action."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Memory, Prediction
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.critical_path import critical_path, time_shares
+from bapipe.report.layer_diagram import layer_rows
+from bapipe.simulator.interval_costs import cut_bytes
+from bapipe.simulator.timeline import Span, Timeline
+
+Json = dict[str, object]
+
+MAX_SHARES = 4
+"""How many parts of the critical path are named, the longest first."""
+
+
+def timeline_json(timeline: Timeline) -> Json:
+    """Returns the actions of each rank, transfers, all-reduces and updates, each as columns."""
+    of_rank: list[list[Span]] = [[] for _ in timeline.devices]
+    for span in timeline.spans:
+        of_rank[span.rank].append(span)
+    return {
+        "spans": [_spans(spans) for spans in of_rank],
+        "lanes": [len([lane for lane in _lanes(spans, timeline, rank) if lane]) for rank, spans in enumerate(of_rank)],
+        "transfers": _columns(("source", "target", "stage", "phase", "microbatch", "start", "end"), timeline.transfers),
+        "updates": _columns(
+            ("rank", "stage", "start", "end"), [(u.rank, u.stage, u.start_ns, u.end_ns) for u in timeline.updates]
+        ),
+        "syncs": _columns(
+            ("stage", "bucket", "bytes", "start", "end"),
+            [(s.stage, s.bucket, s.num_bytes, s.start_ns, s.end_ns) for s in timeline.syncs],
+        ),
+        "memory": [
+            {"fixed": _fixed(peak), "stash": [s for s, _ in usage], "workspace": [w for _, w in usage]}
+            for peak, usage in zip(timeline.memory, timeline.usage, strict=True)
+        ],
+    }
+
+
+def _lanes(spans: Sequence[Span], timeline: Timeline, rank: int) -> Sequence[Sequence[Span]]:
+    """The lanes of a rank; looked for only if two of its actions overlap."""
+    if all(a.end_ns <= b.start_ns for a, b in pairwise(spans)):
+        return (spans,)
+    return timeline.lanes(rank)
+
+
+def _spans(spans: Sequence[Span]) -> Json:
+    actions = [span.action for span in spans]
+    return {
+        "stage": [action.stage for action in actions],
+        "phase": "".join(action.phase for action in actions),
+        "microbatch": [action.microbatch for action in actions],
+        "start": [span.start_ns for span in spans],
+        "end": [span.end_ns for span in spans],
+    }
+
+
+def _columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Json:
+    columns = list(zip(*rows, strict=True)) or [()] * len(names)
+    return dict(zip(names, columns, strict=True))
+
+
+def _fixed(memory: Memory) -> int:
+    """What a device holds all through the step."""
+    return memory.total - memory.stash - memory.workspace
+
+
+def path_json(timeline: Timeline) -> Json:
+    """Returns the critical path: the times of its events by rank, and what it consists of."""
+    path = [(event.rank, event.start_ns, event.end_ns) for event in critical_path(timeline) if hasattr(event, "rank")]
+    shares = time_shares(timeline)
+    total_ns = sum(ns for _, ns in shares) or 1
+    return {"events": path, "shares": [[name, ns / total_ns] for name, ns in shares[:MAX_SHARES]]}
+
+
+def ranks_json(prediction: Prediction, cluster: Cluster, idle: Sequence[Mapping[str, int]]) -> list[Json]:
+    """Returns a row for each device: times, peak memory and its limit, and why it is idle."""
+    return [
+        {
+            "device": device.name,
+            "kind": device.kind,
+            "host": device.host,
+            "speed": device.speed,
+            "busy": rank.busy_ns,
+            "idle": prediction.step_ns - rank.busy_ns,
+            "causes": causes,
+            "peak": rank.peak_bytes,
+            "limit": device.memory_bytes,
+        }
+        for device, rank, causes in zip(cluster.devices, prediction.ranks, idle, strict=True)
+    ]
+
+
+def model_json(profile: ModelProfile) -> Json:
+    """Returns the layers of a model with the tensors between them: what does not depend on the micro-batch size."""
+    rows = layer_rows(profile)
+    return {
+        "model": profile.model,
+        "layers": [{"name": row.layer.name, "kind": row.layer.kind, "params": row.layer.param_bytes} for row in rows],
+        "rails": _rails([row.lanes for row in rows]),
+    }
+
+
+def _rails(lanes: Sequence[Sequence[str | None]]) -> list[tuple[int, int, int]]:
+    """Returns for each tensor its lane, the layer that makes it, and the layer that uses it last."""
+    begun: dict[tuple[int, str], int] = {}
+    found = []
+    for row, tensors in enumerate([*lanes, ()]):
+        alive = {(lane, tensor) for lane, tensor in enumerate(tensors) if tensor is not None}
+        found += [(key[0], begun.pop(key), row) for key in sorted(set(begun) - alive)]
+        begun |= dict.fromkeys(alive - set(begun), row)
+    return found
+
+
+def layers_json(profile: ModelProfile, microbatch_size: int) -> Json:
+    """Returns times and bytes of every layer at a micro-batch size, and the bytes that each cut would send."""
+    measured = profile.at(microbatch_size)
+    send, _ = cut_bytes(profile, microbatch_size)
+    return {
+        "F": [m.forward_ns for m in measured],
+        "I": [m.input_grad_ns for m in measured],
+        "W": [m.weight_grad_ns for m in measured],
+        "stash": [m.stash_bytes for m in measured],
+        "cut": send.tolist(),
+        "measured": microbatch_size in profile.microbatch_sizes,
+    }

@@ -1,0 +1,209 @@
+"""The page over HTTP, for this machine alone: loopback only, and a secret in the address.
+
+A request is answered only if its path begins with the secret, its Host is this server's own (another host name that
+leads here belongs to a page that is not ours), and its Origin, if it has one, is the same.
+"""
+
+import secrets
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+import msgspec
+
+from bapipe.errors import BapipeError
+from bapipe.explorer.answers import Json
+from bapipe.explorer.document import live_page, standalone_page
+from bapipe.explorer.session import Session
+from bapipe.explorer.state import State
+from bapipe.formats.codec import encode
+from bapipe.report.timeline_svg import gantt_svg, svg_file
+
+HOST = "127.0.0.1"
+MAX_REQUEST_BYTES = 4 * 2**20
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Judge(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to simulate a state; `detailed` is left out while a cut is dragged."""
+
+    state: State
+    detailed: bool = True
+
+
+class Stages(msgspec.Struct, forbid_unknown_fields=True):
+    """A request for a number of stages, None for as many as the schedule has on all devices."""
+
+    state: State
+    num_stages: int | None = None
+
+
+class Begin(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to search the best plan."""
+
+    state: State
+    schedules: tuple[str, ...]
+    seconds: float = 20.0
+
+
+class Compare(msgspec.Struct, forbid_unknown_fields=True):
+    """A request for the differences of two states."""
+
+    before: State
+    after: State
+
+
+class Layers(msgspec.Struct, forbid_unknown_fields=True):
+    """A request for the layers at a micro-batch size."""
+
+    microbatch_size: int
+
+
+class Export(msgspec.Struct, forbid_unknown_fields=True):
+    """A request for a file: the plan, its cluster, a picture, or the page with the plans that were tried."""
+
+    state: State
+    kind: Literal["plan", "cluster", "svg", "html"]
+    tried: tuple[tuple[str, State], ...] = ()
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """A request without content."""
+
+
+class Routes:
+    """What the page can ask for, by the last part of the path."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._routes: dict[str, tuple[type[Any], Callable[[Any], object]]] = {
+            "model": (Nothing, lambda _: session.model()),
+            "judge": (Judge, lambda r: session.judge(r.state, detailed=r.detailed)),
+            "layers": (Layers, lambda r: session.layers(r.microbatch_size)),
+            "sizes": (Judge, lambda r: session.sizes(r.state)),
+            "stages": (Stages, lambda r: msgspec.to_builtins(session.default_devices(r.state, r.num_stages))),
+            "compare": (Compare, lambda r: session.changes(r.before, r.after)),
+            "search": (Begin, self._search),
+            "status": (Nothing, lambda _: session.search.status()),
+            "cancel": (Nothing, lambda _: session.search.cancel()),
+            "export": (Export, self._export),
+        }
+
+    def answer(self, name: str, body: bytes) -> object | None:
+        """Returns the answer to a request, None if there is no such request; errors of the user are answers, too."""
+        if name not in self._routes:
+            return None
+        kind, function = self._routes[name]
+        try:
+            found = function(msgspec.json.decode(body or b"{}", type=kind))
+        except (BapipeError, msgspec.DecodeError) as error:
+            return {"error": str(error).replace("`", "")}
+        return {} if found is None else found
+
+    def _search(self, request: Begin) -> Json:
+        self._session.begin_search(request.state, request.schedules, request.seconds)
+        return {}
+
+    def _export(self, request: Export) -> Json:
+        session, state = self._session, request.state
+        if request.kind == "html":
+            tried = request.tried or (("", state),)
+            return {"name": "plan.html", "text": standalone_page(session, state, tried).decode()}
+        if request.kind == "svg":
+            return {"name": "plan.svg", "text": svg_file(gantt_svg(session.simulate(state)[2]))}
+        made = session.plan(state)
+        file = made if request.kind == "plan" else made.cluster
+        return {"name": f"{request.kind}.json", "text": encode(file).decode()}
+
+
+class Server(ThreadingHTTPServer):
+    """A server of one session's page; `address` is where a browser finds it."""
+
+    daemon_threads = True
+
+    def __init__(self, session: Session, port: int = 0) -> None:
+        self.secret = secrets.token_urlsafe(16)
+        self.routes = Routes(session)
+        self.page = live_page(session.profile.model)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise BapipeError(f"port {port}: {error.strerror}; leave `port` out for a free one") from None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The values of the Host header that lead here."""
+        return f"{HOST}:{self.server_port}", f"localhost:{self.server_port}"
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_port}/{self.secret}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        if self._refuses():
+            return
+        if self._name() == "":
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
+        else:
+            self._send_error(HTTPStatus.NOT_FOUND)
+
+    def do_POST(self) -> None:
+        if self._refuses():
+            return
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
+            self._send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        if self.headers.get_content_type() != "application/json":  # a form of another page cannot send this type
+            self._send_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+            return
+        found = self.server.routes.answer(self._name() or "", self.rfile.read(int(length)))
+        if found is None:
+            self._send_error(HTTPStatus.NOT_FOUND)
+        else:
+            self._send(HTTPStatus.OK, "application/json", msgspec.json.encode(found))
+
+    def _name(self) -> str | None:
+        """Returns the path behind the secret; None without the secret."""
+        first, slash, name = self.path.removeprefix("/").partition("/")
+        return name if slash and secrets.compare_digest(first.encode(), self.server.secret.encode()) else None
+
+    def _refuses(self) -> bool:
+        """Answers a request that is not from the page of this server, and returns whether it did."""
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        is_ours = host in self.server.hosts and origin in (None, f"http://{host}")
+        if is_ours and self._name() is not None:
+            return False
+        self._send_error(HTTPStatus.FORBIDDEN)
+        return True
+
+    def _send_error(self, status: HTTPStatus) -> None:
+        self.close_connection = True  # the request's body was not read
+        self._send(status, "text/plain; charset=utf-8", status.phrase.encode())
+
+    def _send(self, status: HTTPStatus, content_type: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in (HEADERS | {"Content-Type": content_type, "Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Requests are not logged: they would hide what the command prints."""

@@ -1,0 +1,237 @@
+"""What one page explores: profiles and a cluster, and the answers to what its controls say."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from bapipe.errors import BapipeError
+from bapipe.explorer.answers import Json, layers_json, model_json, path_json, ranks_json, timeline_json
+from bapipe.explorer.search import Search
+from bapipe.explorer.state import State, cluster_of
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Certificate, Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.decision import Decision, decision_of, simulate_decision
+from bapipe.planner.make import default_devices, legal_cuts, make, plan_of
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.validation import check_inputs, microbatch_sizes
+from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
+from bapipe.report.idle_time import idle_ns_by_cause
+from bapipe.report.plan_changes import render_changes
+from bapipe.schedules import ALL
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.timeline import Timeline
+
+Shape = tuple[str, tuple[tuple[str, ...], ...], int]
+"""Schedule, devices of each stage, and number of micro-batches: what an order of actions depends on."""
+
+
+class Session:
+    """The profiles and the cluster of a page, and the bounds and orders that were found while it was used.
+
+    Args:
+        start: the plan to begin with; or the size of a mini-batch, to begin with stages that take about equally long.
+        commands: returns the command lines that make the plan of a state.
+    """
+
+    def __init__(
+        self,
+        profiles: Mapping[str, ModelProfile],
+        cluster: Cluster,
+        start: Plan | int,
+        commands: Callable[[Decision, State], list[str]] = lambda decision, state: [],
+    ) -> None:
+        self.profiles, self.cluster, self._commands = dict(profiles), cluster, commands
+        self.profile = self.profiles[cluster.devices[0].kind]
+        self.start = start if isinstance(start, Plan) else None
+        self._names = tuple(layer.name for layer in self.profile.layers)
+        # Bounds that searches proved, by what they hold for; orders that no schedule has a name for, by their shape.
+        self._proven: dict[tuple[Cluster, int], Certificate] = {}
+        self._orders: dict[Shape, Schedule] = {}
+        self._work_bounds: dict[tuple[Cluster, int], int] = {}
+        self._lock = threading.Lock()
+        self.search = Search()
+        self.first = self._first_state(start)
+
+    def _first_state(self, start: Plan | int) -> State:
+        if isinstance(start, Plan):
+            return self.adopt(start)
+        num_stages = max(1, min(len(self.cluster.devices), len(legal_cuts(self.profile)) + 1))
+        options = PlanOptions(minibatch_size=start)
+        sizes = microbatch_sizes(self.profiles, self.cluster, options)
+        # As many micro-batches as fill the pipeline twice, so that there is something to see.
+        size = max((size for size in sizes if start // size >= 2 * num_stages), default=sizes[0])
+        roomy = _unlimited(self.cluster)
+        made = make(self.profiles, roomy, minibatch_size=start, microbatch_size=size, num_stages=num_stages)
+        return self._state_of(decision_of(made), self.cluster, None)
+
+    def adopt(self, plan: Plan, like: State | None = None) -> State:
+        """Returns the state of a plan, and remembers its bound and its order.
+
+        Args:
+            like: the state that the plan was searched from; its changes of the cluster stay.
+        """
+        decision = decision_of(plan)
+        with self._lock:
+            if decision.own_table is not None:
+                self._orders[decision.schedule, decision.devices, decision.num_microbatches] = decision.own_table
+            if plan.certificate.lower_bound_ns and plan.objective is msgspec.UNSET and not (like and like.constraints):
+                self._remember(plan)
+        return self._state_of(decision, plan.cluster, like)
+
+    def _remember(self, plan: Plan) -> None:
+        key = plan.cluster, plan.minibatch_size
+        known = self._proven.get(key)
+        if known is None or known.lower_bound_ns < plan.certificate.lower_bound_ns:
+            self._proven[key] = plan.certificate
+
+    def _state_of(self, decision: Decision, cluster: Cluster, like: State | None) -> State:
+        index = {name: i for i, name in enumerate(self._names)}
+        order = tuple(index[name] for name in decision.layers)
+        decided: dict[str, Any] = {
+            "cuts": decision.cuts,
+            "devices": decision.devices,
+            "recompute": decision.recompute,
+            "layer_order": None if decision.layers == self._names else order,
+            "schedule": decision.schedule,
+            "minibatch_size": decision.minibatch_size,
+            "microbatch_size": decision.microbatch_size,
+        }
+        if like is not None:
+            return msgspec.structs.replace(like, **decided)
+        return State(num_devices=len(cluster.devices), **decided)
+
+    def decision(self, state: State) -> tuple[Decision, Cluster]:
+        """Returns the decisions of a state and its cluster; raises BapipeError if its layers are not the model's."""
+        cluster = cluster_of(state, self.cluster)
+        order = range(len(self._names)) if state.layer_order is None else state.layer_order
+        if sorted(order) != list(range(len(self._names))):
+            raise BapipeError(f"the order of the layers is not one of all {len(self._names)} layers")
+        decision = Decision(
+            layers=tuple(self._names[i] for i in order),
+            cuts=state.cuts,
+            devices=state.devices,
+            recompute=state.recompute,
+            schedule=state.schedule,
+            minibatch_size=state.minibatch_size,
+            microbatch_size=state.microbatch_size,
+        )
+        with self._lock:
+            own = self._orders.get((state.schedule, state.devices, decision.num_microbatches))
+        return replace(decision, own_table=own), cluster
+
+    def simulate(self, state: State) -> tuple[Decision, Cluster, Timeline]:
+        """Returns the step of a state; raises BapipeError if it cannot run."""
+        decision, cluster = self.decision(state)
+        self._check(state, cluster)
+        return decision, cluster, simulate_decision(decision, self.profiles, cluster)
+
+    def _check(self, state: State, cluster: Cluster) -> None:
+        schedules = [state.schedule] if state.schedule in ALL else ["1f1b"]
+        check_inputs(self.profiles, cluster, PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules))
+
+    def judge(self, state: State, *, detailed: bool = True) -> Json:
+        """Returns the simulated step of a state; if it cannot run, the reason.
+
+        Args:
+            detailed: with the critical path, the causes of idle times and the command line; a page leaves these
+                out while a cut is dragged.
+        """
+        try:
+            decision, cluster, timeline = self.simulate(state)
+        except BapipeError as error:
+            return {"error": str(error).replace("`", "")}
+        prediction = timeline.prediction(state.minibatch_size)
+        step_ns = prediction.step_ns
+        idle = idle_ns_by_cause(timeline) if detailed else [{}] * len(cluster.devices)
+        answer: Json = {
+            "step": step_ns,
+            "rate": prediction.samples_per_s,
+            "bubble": prediction.bubble,
+            "bound": self._bound(cluster, state.minibatch_size, step_ns),
+            "ranks": ranks_json(prediction, cluster, idle),
+            "timeline": timeline_json(timeline),
+        }
+        if detailed:
+            answer["path"] = path_json(timeline)
+            answer["command"] = self._commands(decision, state)
+        return answer
+
+    def _bound(self, cluster: Cluster, minibatch_size: int, step_ns: int) -> Json:
+        """Returns the largest lower bound that is known for a cluster and a mini-batch."""
+        key = cluster, minibatch_size
+        with self._lock:
+            if key not in self._work_bounds:
+                self._work_bounds[key] = work_bound_ns(self.profiles, cluster, minibatch_size)
+            proven, work_ns = self._proven.get(key), self._work_bounds[key]
+        # A plan that is faster than a bound lies outside the space that the bound is about.
+        if proven is not None and work_ns < proven.lower_bound_ns <= step_ns:
+            return {"ns": proven.lower_bound_ns, "space": proven.space, "searched": True}
+        return {"ns": work_ns, "space": f"any plan: {WORK_BOUND}", "searched": False}
+
+    def plan(self, state: State) -> Plan:
+        """Returns the plan of a state, as `bapipe run` takes it; raises BapipeError if it cannot run."""
+        decision, cluster, timeline = self.simulate(state)
+        made = plan_of(decision, self.profiles, cluster, timeline, changed_from=self.start)
+        with self._lock:
+            proven = self._proven.get((cluster, state.minibatch_size))
+        if proven is None or made.certificate.lower_bound_ns >= proven.lower_bound_ns:
+            return made
+        known = msgspec.structs.replace(made, certificate=msgspec.structs.replace(proven, digest=msgspec.UNSET))
+        return plan_of(decision, self.profiles, cluster, timeline, changed_from=known)
+
+    def changes(self, before: State, after: State) -> list[str]:
+        """Returns the differences of two states' plans in words."""
+        return list(render_changes(self.plan(before), self.plan(after)))
+
+    def default_devices(self, state: State, num_stages: int | None) -> State:
+        """Returns the state with a number of stages on the devices in order, cut where they take equally long."""
+        cluster = _unlimited(cluster_of(state, self.cluster))
+        self._check(state, cluster)
+        groups = default_devices(state.schedule, num_stages, state.minibatch_size // state.microbatch_size, cluster)
+        made = make(
+            self.profiles,
+            cluster,
+            minibatch_size=state.minibatch_size,
+            microbatch_size=state.microbatch_size,
+            schedule=state.schedule,
+            devices=groups,
+        )
+        return self._state_of(decision_of(made), cluster, state)
+
+    def model(self) -> Json:
+        """Returns the layers, the choices of the controls, and the state to begin with."""
+        return model_json(self.profile) | {
+            "legal": legal_cuts(self.profile),
+            "schedules": list(ALL),
+            "state": msgspec.to_builtins(self.first),
+        }
+
+    def sizes(self, state: State) -> list[int]:
+        """Returns the micro-batch sizes that a mini-batch allows."""
+        options = PlanOptions(minibatch_size=state.minibatch_size)
+        return microbatch_sizes(self.profiles, cluster_of(state, self.cluster), options)
+
+    def layers(self, microbatch_size: int) -> Json:
+        """Returns the times and bytes of the layers at a micro-batch size."""
+        return layers_json(self.profile, microbatch_size)
+
+    def begin_search(self, state: State, schedules: tuple[str, ...], seconds: float) -> None:
+        """Begins to search the best plan for a state's cluster and mini-batch, in the background."""
+        cluster = cluster_of(state, self.cluster)
+        options = PlanOptions(
+            minibatch_size=state.minibatch_size,
+            schedules=schedules,
+            constraints=state.constraints,
+            time_limit_s=seconds,
+        )
+        self.search.begin(self.profiles, cluster, options, lambda plan: self.adopt(plan, state))
+
+
+def _unlimited(cluster: Cluster) -> Cluster:
+    """The cluster with so much memory that every plan fits: the page shows what is lacking."""
+    devices = tuple(msgspec.structs.replace(device, memory_bytes=2**60) for device in cluster.devices)
+    return msgspec.structs.replace(cluster, devices=devices)

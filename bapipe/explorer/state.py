@@ -1,0 +1,103 @@
+"""What the controls of the page say, as the page sends it."""
+
+from typing import Annotated
+
+import msgspec
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.units import NonNegative, Positive
+
+Factor = Annotated[float, msgspec.Meta(gt=0, le=10**6)]
+
+MAX_DEVICES = 256
+"""Maximum number of devices of the page; with more, neither the picture nor the tables can be read."""
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decisions of a plan, and how its cluster differs from the given one.
+
+    Attributes:
+        cuts: how many layers are before each cut. [stages - 1]
+        devices: names. [stages, replicas]
+        recompute: [stages]
+        layer_order: the layers in the order in which they are cut, by their places in the profile; None for the
+            profile's order.
+        num_devices: the first devices of the cluster; beyond its number, more devices like its last one.
+        speeds: factors of the speeds of some devices, by name.
+        bandwidth, latency: factors for all links.
+        memory_bytes: a limit for every device, None for the memory that it has.
+        constraints: for the planner, such as `conv1 on gpu0`.
+    """
+
+    cuts: tuple[Positive, ...]
+    devices: tuple[tuple[str, ...], ...]
+    recompute: tuple[bool, ...]
+    layer_order: tuple[NonNegative, ...] | None = None
+    schedule: str
+    minibatch_size: Positive
+    microbatch_size: Positive
+    num_devices: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
+    speeds: dict[str, Factor] = {}
+    bandwidth: Factor = 1.0
+    latency: Annotated[float, msgspec.Meta(ge=0, le=10**6)] = 1.0
+    memory_bytes: Positive | None = None
+    constraints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != len(self.cuts) + 1 or len(self.recompute) != len(self.devices):
+            raise BapipeError(
+                f"{len(self.cuts)} cuts, devices of {len(self.devices)} stages and {len(self.recompute)} choices of "
+                "recomputation: want one more stage than cuts"
+            )
+
+
+def cluster_of(state: State, given: Cluster) -> Cluster:
+    """Returns the cluster with the changes of a state."""
+    devices = tuple(_changed(device, state) for device in _devices(given, state.num_devices))
+    names = {device.name for device in devices}
+    links = tuple(
+        msgspec.structs.replace(
+            link,
+            bytes_per_s=_scaled(link.bytes_per_s, state.bandwidth),
+            latency_ns=round(link.latency_ns * state.latency),
+        )
+        for link in given.links
+        if {link.source, link.target} <= names
+    )
+    return msgspec.structs.replace(
+        given,
+        devices=devices,
+        intra_host=_changed_link(given.intra_host, state),
+        inter_host=_changed_link(given.inter_host, state),
+        links=links,
+    )
+
+
+def _devices(given: Cluster, num: int) -> list[Device]:
+    devices = list(given.devices[:num])
+    names = {device.name for device in given.devices}
+    number = len(devices)
+    while len(devices) < num:
+        name = f"{given.devices[-1].kind}{number}"
+        number += 1
+        if name not in names:
+            devices.append(msgspec.structs.replace(given.devices[-1], name=name))
+    return devices
+
+
+def _changed(device: Device, state: State) -> Device:
+    factor = state.speeds.get(device.name, 1.0)
+    speed = device.speed if factor == 1.0 else float(f"{device.speed * factor:.6g}")
+    memory_bytes = min(device.memory_bytes, state.memory_bytes or device.memory_bytes)
+    return msgspec.structs.replace(device, speed=speed, memory_bytes=memory_bytes)
+
+
+def _changed_link(link: Bandwidth, state: State) -> Bandwidth:
+    return Bandwidth(
+        bytes_per_s=_scaled(link.bytes_per_s, state.bandwidth), latency_ns=round(link.latency_ns * state.latency)
+    )
+
+
+def _scaled(bytes_per_s: int, factor: float) -> int:
+    return bytes_per_s if factor == 1.0 else max(1, round(bytes_per_s * factor))

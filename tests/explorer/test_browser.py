@@ -1,0 +1,131 @@
+"""The page in a real browser: cuts that are dragged, the planner, undo, exports, and names that hold markup."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import bapipe
+from bapipe.explorer.document import standalone_page
+from bapipe.explorer.server import Server
+from bapipe.explorer.session import Session
+from bapipe.formats.codec import decode
+from bapipe.formats.plan import Plan
+from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
+from tests.explorer.chromium import PATH, Browser
+
+pytestmark = pytest.mark.skipif(PATH is None, reason="Chromium is not installed")
+
+PLAIN = chain([1, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=10, output_bytes=1000)
+MARKUP = "</script><img src=x onerror=document.title='markup'>"
+PROFILE = replace(
+    PLAIN,
+    model=MARKUP,
+    layers=tuple(replace(layer, name=f"{MARKUP}{i}", kind="<b>") for i, layer in enumerate(PLAIN.layers)),
+)
+SHOWN_STEP = "Number(document.getElementById('figures').dataset.step)"
+
+
+@contextmanager
+def opened(folder: Path, session: Session, **settings: int) -> Iterator[Browser]:
+    with Server(session) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            with Browser(folder, allowed=server.address, **settings) as browser:
+                browser.open(server.address)
+                yield browser
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def click(browser: Browser, text: str) -> None:
+    browser.value(f"[...document.querySelectorAll('button')].find((b) => b.textContent === {json.dumps(text)}).click()")
+
+
+def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -> None:
+    cluster = devices(3, bytes_per_s=10**6)
+    session = Session({"a": PROFILE}, cluster, 12)
+    first = session.first
+    with opened(tmp_path / "browser", session) as browser:
+        begun = browser.value(SHOWN_STEP)
+        assert begun == session.plan(first).prediction.step_ns
+        # The first cut moves by one layer: half of the height of two rows.
+        box = browser.value(
+            "(() => { const b = document.querySelector('.cut').getBoundingClientRect(); return [b.x + 40, b.y + 5, "
+            "document.querySelector('.space').clientHeight / 8] })()"
+        )
+        x, y, row = box
+        browser.mouse("mousePressed", x, y)
+        browser.mouse("mouseMoved", x, y + row / 2)
+        browser.mouse("mouseMoved", x, y + row)
+        browser.mouse("mouseReleased", x, y + row)
+        moved = replace(first, cuts=(first.cuts[0] + 1, *first.cuts[1:]))
+        expected = session.plan(moved).prediction.step_ns
+        browser.wait(f"{SHOWN_STEP} === {expected}")
+        assert expected != begun
+        # The same by keyboard, back and forth.
+        browser.value("document.querySelector('.cut').focus()")
+        for key, step_ns in (("ArrowUp", begun), ("ArrowDown", expected)):
+            for kind in ("keyDown", "keyUp"):
+                browser.call("Input.dispatchKeyEvent", {"type": kind, "key": key, "code": key})
+            browser.wait(f"{SHOWN_STEP} === {step_ns}")
+        click(browser, "undo")
+        browser.wait(f"{SHOWN_STEP} === {begun}")
+        click(browser, "redo")
+        browser.wait(f"{SHOWN_STEP} === {expected}")
+        click(browser, "best")
+        best = bapipe.plan(PROFILE, cluster, minibatch_size=12)
+        browser.wait(f"{SHOWN_STEP} === {best.prediction.step_ns}")
+        browser.value(
+            "URL.createObjectURL = (blob) => { blob.text().then((text) => (document.body.dataset.saved = text)); "
+            "return 'data:,' }"
+        )
+        click(browser, "plan.json")
+        browser.wait("document.body.dataset.saved")
+        plan = decode(browser.value("document.body.dataset.saved").encode())
+        assert isinstance(plan, Plan)
+        assert plan.stages == best.stages
+        assert simulate(plan, {"a": PROFILE}).step_ns == best.prediction.step_ns
+        # Names with markup are texts.
+        assert browser.value("document.querySelectorAll('img, main script, b').length") == 0
+        assert browser.value("document.getElementById('model').textContent") == MARKUP
+        assert browser.value("document.title") == MARKUP
+        assert browser.problems == []
+
+
+def test_a_plan_that_cannot_run_is_explained_on_the_page(tmp_path: Path) -> None:
+    session = Session({"a": PLAIN}, devices(3), 12)
+    with opened(tmp_path / "browser", session, width=390) as browser:
+        browser.value(
+            "(() => { const i = document.querySelector('#stages input[type=text]'); i.value = 'nowhere'; "
+            "i.dispatchEvent(new Event('change')) })()"
+        )
+        browser.wait("!document.getElementById('error').hidden")
+        assert "no device 'nowhere'" in browser.value("document.getElementById('error').textContent")
+        assert browser.value("document.documentElement.scrollWidth") <= 390
+        click(browser, "undo")
+        browser.wait("document.getElementById('error').hidden")
+        assert browser.problems == []
+
+
+def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
+    session = Session({"a": PROFILE}, devices(3), 12)
+    other = replace(session.first, schedule="gpipe")
+    page = tmp_path / "page.html"
+    page.write_bytes(standalone_page(session, session.first, (("start", session.first), ("other", other))))
+    with Browser(tmp_path / "browser", allowed=page.as_uri()) as browser:
+        browser.open(page.as_uri())
+        steps = [session.plan(state).prediction.step_ns for state in (session.first, other)]
+        assert browser.value(SHOWN_STEP) == steps[0]
+        click(browser, "other")
+        assert browser.value(SHOWN_STEP) == steps[1]
+        assert browser.value("document.querySelectorAll('canvas').length") == 3
+        assert browser.value("document.querySelectorAll('img, b').length") == 0
+        assert browser.problems == []

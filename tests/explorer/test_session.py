@@ -1,0 +1,286 @@
+"""What the page of the explorer asks: simulated states, plans, exports, and a server that answers its own page alone."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+import bapipe
+from bapipe.cli.edit_command import command_lines
+from bapipe.errors import BapipeError
+from bapipe.explorer.document import standalone_page
+from bapipe.explorer.server import Server
+from bapipe.explorer.session import Session
+from bapipe.explorer.state import State, cluster_of
+from bapipe.formats.codec import decode
+from bapipe.formats.plan import Plan
+from bapipe.report.idle_time import CAUSES, idle_ns_by_cause
+from bapipe.schedules import ALL
+from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
+from tests.random_profiles import random_cluster, random_profile
+
+PROFILE = chain([1, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=10, output_bytes=1000)
+CLUSTER = devices(3, bytes_per_s=10**6)
+SOURCE = "profile.json", "--cluster", "cluster.json"
+
+
+def session(start: Plan | int = 12) -> Session:
+    plan = start if isinstance(start, Plan) else None
+    source = SOURCE if plan is None else ("plan.json",)
+    commands = partial(command_lines, given=CLUSTER, source=source, start=plan)
+    return Session({"a": PROFILE}, CLUSTER, start, commands)
+
+
+def test_the_page_begins_with_the_plan_given() -> None:
+    plan = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12, num_stages=3)
+    page = session(plan)
+    assert page.plan(page.first) == replace(plan, alternatives=(), certificate=page.plan(page.first).certificate)
+    answer: Any = page.judge(page.first)
+    assert answer["step"] == plan.prediction.step_ns
+    assert answer["bound"] == {
+        "ns": plan.certificate.lower_bound_ns, "space": plan.certificate.space, "searched": True,
+    }  # fmt: skip
+    assert page.search.status() == {"running": False}
+
+
+def test_without_a_plan_the_page_begins_with_a_stage_on_each_device() -> None:
+    page = session()
+    assert page.first.devices == (("d0",), ("d1",), ("d2",))
+    answer: Any = page.judge(page.first)
+    assert not answer["bound"]["searched"]
+    assert answer["step"] == page.plan(page.first).prediction.step_ns
+    assert [rank["device"] for rank in answer["ranks"]] == ["d0", "d1", "d2"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_state_has_the_times_of_its_plan(seed: int) -> None:
+    random = Random(seed)
+    profile, cluster = random_profile(random, 7), random_cluster(random, 3)
+    page = Session({"a": profile}, cluster, 12)
+    for _ in range(10):
+        cuts = tuple(sorted(random.sample(range(1, 7), 2)))
+        schedule = random.choice([name for name in ALL if name not in ("fbp-as",)])
+        bandwidth = random.choice([0.5, 1.0, 4.0])
+        state = replace(page.first, cuts=cuts, schedule=schedule, bandwidth=bandwidth, speeds={"d1": 0.7})
+        if len(page.first.cuts) != 2:
+            continue
+        answer: Any = page.judge(state)
+        if "error" in answer:
+            continue
+        plan = page.plan(state)
+        timeline = simulate(plan, {"a": profile})
+        assert timeline.step_ns == answer["step"] == plan.prediction.step_ns
+        assert sum(len(spans["start"]) for spans in answer["timeline"]["spans"]) == len(timeline.spans)
+        for rank, row in zip(plan.prediction.ranks, answer["ranks"], strict=True):
+            assert row["peak"] == rank.peak_bytes
+            assert sum(row["causes"].values()) == rank.idle_ns + rank.sync_ns == row["idle"]
+
+
+def test_idle_time_is_told_apart_by_its_cause() -> None:
+    """Two stages of 1 ms F and 2 ms B, 1 ms for each transfer; two micro-batches, 1F1B.
+
+    d0  F0 F1          B0 B0          B1 B1
+    d1        F0 B0 B0 F1 B1 B1
+    """
+    profile = chain([1, 1], output_bytes=10**6)
+    plan = bapipe.make(profile, devices(2, bytes_per_s=10**9), minibatch_size=2, cuts=[1])
+    first, last = idle_ns_by_cause(simulate(plan, {"a": profile}))
+    assert set(first) == set(CAUSES)
+    # d0 waits from 2 to 6 ms, in the last of which its gradient arrives, and from 8 to 9 ms for the next transfer.
+    assert (first["another stage"], first["transfer"]) == (3 * 10**6, 10**6 + 10**6)
+    assert last["before its first action"] == 2 * 10**6
+    assert last["after its last action"] == 11 * 10**6 - 8 * 10**6
+
+
+def test_a_state_that_cannot_run_says_why() -> None:
+    page = session()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"schedule": "zb-v"}, "schedule 'zb-v' on 3 devices has 6 stages"),
+        ({"devices": (("d0",), ("d1",), ("x",))}, "has no device 'x'"),
+        ({"cuts": (3, 3)}, "leave a stage without layers"),
+        ({"minibatch_size": 7, "microbatch_size": 2}, "does not divide"),
+        ({"layer_order": (1, 0)}, "the order of the layers"),
+    ]
+    for changes, message in cases:
+        assert message in str(page.judge(replace(page.first, **changes))["error"])
+
+
+def test_a_plan_that_does_not_fit_is_shown_with_what_it_lacks() -> None:
+    page = session()
+    answer: Any = page.judge(replace(page.first, memory_bytes=400))
+    assert all(rank["limit"] == 400 for rank in answer["ranks"])
+    assert any(rank["peak"] > 400 for rank in answer["ranks"])
+
+
+def test_the_cluster_of_a_state() -> None:
+    first = session().first
+    assert cluster_of(first, CLUSTER) == CLUSTER
+    larger = cluster_of(replace(first, num_devices=5, speeds={"d1": 0.5}, bandwidth=2.0, memory_bytes=7), CLUSTER)
+    assert [device.name for device in larger.devices] == ["d0", "d1", "d2", "a3", "a4"]
+    assert [device.speed for device in larger.devices] == [1.0, 0.5, 1.0, 1.0, 1.0]
+    assert {device.memory_bytes for device in larger.devices} == {7}
+    assert larger.intra_host.bytes_per_s == 2 * 10**6
+
+
+def test_stages_are_spread_over_devices_when_their_number_changes() -> None:
+    page = session()
+    two = page.default_devices(page.first, 2)
+    assert (len(two.cuts), two.devices) == (1, (("d0",), ("d1",)))
+    folded = page.default_devices(replace(page.first, schedule="zb-v"), None)
+    assert len(folded.devices) == 6
+    assert "error" not in page.judge(folded)
+    with pytest.raises(BapipeError, match="4 stages on 3 devices"):
+        page.default_devices(page.first, 4)
+
+
+def searched(page: Session, state: State, schedules: tuple[str, ...] = ("1f1b", "gpipe")) -> State:
+    page.begin_search(state, schedules, 5)
+    for _ in range(1000):
+        status = page.search.status()
+        if not status["running"]:
+            return msgspec.convert(status["state"], State)
+        time.sleep(0.01)
+    raise AssertionError("the search does not end")
+
+
+def test_best_asks_the_planner_and_its_bound_is_kept() -> None:
+    page = session()
+    best = searched(page, page.first)
+    found: Any = page.judge(best)
+    planned = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12, time_limit_s=5)
+    assert found["step"] == planned.prediction.step_ns
+    before: Any = page.judge(page.first)
+    assert before["bound"]["searched"]
+    assert before["bound"]["ns"] == found["bound"]["ns"]
+    certificate = page.plan(page.first).certificate
+    assert certificate.lower_bound_ns == before["bound"]["ns"]
+    assert not certificate.proven_optimal
+    assert page.changes(page.first, best)[0].startswith("step: ")
+    pinned = searched(page, replace(page.first, constraints=("l0 on d2",)))
+    assert "d2" in pinned.devices[0]
+
+
+def test_a_search_that_fails_says_why_and_a_cancelled_one_says_nothing() -> None:
+    page = session()
+    page.begin_search(replace(page.first, memory_bytes=1), ("1f1b",), 5)
+    for _ in range(1000):
+        if not page.search.status()["running"]:
+            break
+        time.sleep(0.01)
+    assert "no plan fits" in str(page.search.status()["error"])
+    page.begin_search(page.first, ("1f1b",), 5)
+    page.search.cancel()
+    assert page.search.status() == {"running": False}
+
+
+def test_the_command_lines_name_what_differs() -> None:
+    page = session()
+    answer: Any = page.judge(replace(page.first, recompute=(True, False, False)))
+    first, second = answer["command"]
+    assert first == "bapipe plan profile.json --cluster cluster.json -o plan.json"
+    assert second.startswith("bapipe edit plan.json --cut l")
+    assert "--place 'stage 0 on d0'" in second
+    assert "--recompute 0 --keep 1" in second
+    other: Any = page.judge(replace(page.first, bandwidth=2.0))
+    assert other["command"] == []
+    plan = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12, num_stages=3)
+    of_plan = session(plan)
+    same: Any = of_plan.judge(of_plan.first)
+    assert same["command"] == ["bapipe edit plan.json -o mine.json"]
+
+
+def test_the_page_without_a_server_holds_the_plans_that_were_tried() -> None:
+    layers = tuple(replace(layer, name=f"</script><b>{layer.name}") for layer in PROFILE.layers)
+    page = Session({"a": replace(PROFILE, layers=layers, model="<i>x</i>")}, CLUSTER, 12)
+    other = replace(page.first, schedule="gpipe")
+    text = standalone_page(page, page.first, (("start", page.first), ("other", other))).decode()
+    assert not any(word in text for word in ("http", " src=", "@import", "url("))
+    assert "<i>x</i>" not in text
+    data = text.partition('id="data">')[2].partition("</script>")[0]
+    assert "<" not in data
+    content = json.loads(data)
+    assert [entry["name"] for entry in content["tried"]] == ["start", "other"]
+    assert content["model"]["layers"][0]["name"] == "</script><b>l0"
+    steps = [page.plan(state).prediction.step_ns for state in (page.first, other)]
+    assert [entry["answer"]["step"] for entry in content["tried"]] == steps
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(session()) as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.05,))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def ask(
+    server: Server, method: str, name: str, body: object = None, *, path: str | None = None, **headers: str
+) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    content = None if body is None else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json"} | {key.replace("_", "-"): value for key, value in headers.items()}
+    connection.request(method, path or f"/{server.secret}/{name}", content, sent)
+    response = connection.getresponse()
+    found = response.status, response.read()
+    connection.close()
+    return found
+
+
+def test_the_server_answers_its_page(server: Server) -> None:
+    status, page = ask(server, "GET", "")
+    assert status == 200
+    assert b"<html" in page
+    model = json.loads(ask(server, "POST", "model", {})[1])
+    state = model["state"]
+    judged = json.loads(ask(server, "POST", "judge", {"state": state})[1])
+    exported = json.loads(ask(server, "POST", "export", {"state": state, "kind": "plan"})[1])
+    plan = decode(exported["text"].encode())
+    assert isinstance(plan, Plan)
+    assert simulate(plan, {"a": PROFILE}).step_ns == judged["step"]
+    assert json.loads(ask(server, "POST", "sizes", {"state": state})[1]) == [1]
+    assert json.loads(ask(server, "POST", "layers", {"microbatch_size": 1})[1])["measured"]
+    assert len(json.loads(ask(server, "POST", "stages", {"state": state, "num_stages": 2})[1])["cuts"]) == 1
+    compared = {"before": state, "after": state}
+    assert json.loads(ask(server, "POST", "compare", compared)[1]) == ["no difference"]
+    for kind, begin in (("svg", "<svg xmlns="), ("html", "<!DOCTYPE html>"), ("cluster", "{")):
+        assert json.loads(ask(server, "POST", "export", {"state": state, "kind": kind})[1])["text"].startswith(begin)
+    assert json.loads(ask(server, "POST", "cancel", {})[1]) == {}
+    assert json.loads(ask(server, "POST", "status", {})[1]) == {"running": False}
+
+
+def test_the_server_refuses_what_its_page_does_not_send(server: Server) -> None:
+    state = json.loads(ask(server, "POST", "model", {})[1])["state"]
+    assert ask(server, "GET", "", path="/")[0] == 403
+    assert ask(server, "GET", "", path="/wrong/")[0] == 403
+    assert ask(server, "GET", "", path=f"/{server.secret}")[0] == 403
+    assert ask(server, "GET", "", Host="evil.example")[0] == 403
+    assert ask(server, "GET", "", Host=f"evil.example:{server.server_port}")[0] == 403
+    assert ask(server, "POST", "judge", {"state": state}, Origin="http://evil.example")[0] == 403
+    assert (
+        ask(server, "POST", "judge", {"state": state}, Origin=server.address[: server.address.index("/", 7)])[0] == 200
+    )
+    assert ask(server, "POST", "judge", {"state": state}, Content_Type="text/plain")[0] == 415
+    assert ask(server, "POST", "judge", {"state": state}, Content_Length="999999999")[0] == 413
+    assert ask(server, "POST", "x", {})[0] == 404
+    assert ask(server, "GET", "x")[0] == 404
+    assert ask(server, "GET", "", Host=f"localhost:{server.server_port}")[0] == 200
+    for body in ({}, {"state": {}}, {"state": state, "more": 1}, {"state": state | {"cuts": ["x"]}}):
+        assert "error" in json.loads(ask(server, "POST", "judge", body)[1])
+
+
+def test_the_server_listens_on_this_machine_alone(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert server.address.startswith("http://127.0.0.1:")
+    with pytest.raises(BapipeError, match=rf"port {server.server_port}: Address already in use; leave `port` out"):
+        Server(session(), server.server_port)
