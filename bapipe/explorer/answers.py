@@ -1,7 +1,6 @@
 """A simulated step as the JSON that the page draws: columns of numbers rather than a record for each action."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Memory, Prediction
@@ -19,12 +18,10 @@ MAX_SHARES = 4
 
 def timeline_json(timeline: Timeline) -> Json:
     """Returns the actions of each rank, transfers, all-reduces and updates, each as columns."""
-    of_rank: list[list[Span]] = [[] for _ in timeline.devices]
-    for span in timeline.spans:
-        of_rank[span.rank].append(span)
+    ranks = range(len(timeline.devices))
     return {
-        "spans": [_spans(spans) for spans in of_rank],
-        "lanes": [len([lane for lane in _lanes(spans, timeline, rank) if lane]) for rank, spans in enumerate(of_rank)],
+        "spans": [_spans(timeline.spans_of(rank)) for rank in ranks],
+        "lanes": [len([lane for lane in timeline.lanes(rank) if lane]) for rank in ranks],
         "transfers": _columns(("source", "target", "stage", "phase", "microbatch", "start", "end"), timeline.transfers),
         "updates": _columns(
             ("rank", "stage", "start", "end"), [(u.rank, u.stage, u.start_ns, u.end_ns) for u in timeline.updates]
@@ -38,13 +35,6 @@ def timeline_json(timeline: Timeline) -> Json:
             for peak, usage in zip(timeline.memory, timeline.usage, strict=True)
         ],
     }
-
-
-def _lanes(spans: Sequence[Span], timeline: Timeline, rank: int) -> Sequence[Sequence[Span]]:
-    """The lanes of a rank; looked for only if two of its actions overlap."""
-    if all(a.end_ns <= b.start_ns for a, b in pairwise(spans)):
-        return (spans,)
-    return timeline.lanes(rank)
 
 
 def _spans(spans: Sequence[Span]) -> Json:

@@ -18,15 +18,12 @@ def idle_ns_by_cause(timeline: Timeline) -> tuple[dict[str, int], ...]:
     """
     step_ns = timeline.step_ns
     by_start, by_end = attrgetter("start_ns"), attrgetter("end_ns")
-    spans_of: list[list[Span]] = [[] for _ in timeline.devices]
-    for span in timeline.spans:
-        spans_of[span.rank].append(span)
     arriving: list[list[Transfer]] = [[] for _ in timeline.devices]
     for transfer in timeline.transfers:
         arriving[transfer.target].append(transfer)
     return tuple(
-        _of_rank(sorted(spans, key=by_start), sorted(to_it, key=by_end), timeline, rank, step_ns)
-        for rank, (spans, to_it) in enumerate(zip(spans_of, arriving, strict=True))
+        _of_rank(sorted(timeline.spans_of(rank), key=by_start), sorted(to_it, key=by_end), timeline, rank, step_ns)
+        for rank, to_it in enumerate(arriving)
     )
 
 
