@@ -46,6 +46,17 @@ def test_named_source_files_exist(page: Path) -> None:
     assert missing == []
 
 
+def test_every_fault_names_a_test_that_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
+    known = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), flags=re.MULTILINE)
+    }
+    assert len(named) > 20
+    assert named - known == set()
+
+
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -53,6 +53,13 @@ TimeLimit = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+MAX_MICROBATCH_SIZE = 2**20
+"""Largest micro-batch that is measured or scaled to."""
+
+MAX_THREADS = 4096
+"""Largest number of threads, or of processes, that an option asks for."""
+
+
 def integers(text: str) -> tuple[int, ...]:
     """Returns the numbers of a list such as 1,2,4."""
     try:
@@ -60,7 +67,9 @@ def integers(text: str) -> tuple[int, ...]:
     except ValueError:
         values = ()
     if not values or min(values) < 1 or len(set(values)) < len(values):
-        raise BapipeError(f"'{text}' is not a list of different positive integers such as 1,2,4,8")
+        raise BapipeError(f"'{text[:80]}' is not a list of different positive integers such as 1,2,4,8")
+    if max(values) > MAX_MICROBATCH_SIZE:
+        raise BapipeError(f"'{text[:80]}': want micro-batches of at most {MAX_MICROBATCH_SIZE:,} samples")
     return values
 
 

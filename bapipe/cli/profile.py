@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from bapipe import report
-from bapipe.cli.options import Arguments, Devices, Kind, Output, Sizes, integers, key_values
+from bapipe.cli.options import MAX_THREADS, Arguments, Devices, Kind, Output, Sizes, integers, key_values
 from bapipe.cli.progress import err, parts_bar, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, write
@@ -15,6 +15,7 @@ from bapipe.formats.settings import Settings
 from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file
 from bapipe.planner.inputs import local_cluster, probed_cluster
 from bapipe.profiler.profile import profile_model
+from bapipe.units import MAX_INT
 from bapipe.zoo import ZOO
 
 
@@ -32,7 +33,9 @@ def profile(
     optimizer: Annotated[
         str, typer.Option("--optimizer", help="Optimizer to measure: sgd, sgd-momentum, adam or adamw.")
     ] = "sgd-momentum",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Number of compute threads on a CPU.")] = 1,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=MAX_THREADS, help="Number of compute threads on a CPU.")
+    ] = 1,
     autocast: Annotated[
         str | None, typer.Option("--autocast", help="Compute in bfloat16 or float16 with torch.autocast.")
     ] = None,
@@ -65,6 +68,7 @@ def profile(
         typer.Option(
             "--co-runners",
             min=0,
+            max=MAX_THREADS,
             help="Number of processes that train the model at the same time, like ranks on a CPU's other cores.",
         ),
     ] = 0,
@@ -109,7 +113,7 @@ def profile(
 def import_(
     file: Annotated[Path, typer.Argument(help="PipeDream's graph.txt, or a table with one row per layer.")],
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Number of samples in the pass that was measured.")
+        int, typer.Option("--batch-size", min=1, max=MAX_INT, help="Number of samples in the pass that was measured.")
     ],
     microbatch_size: Annotated[
         str | None,
@@ -126,8 +130,9 @@ def import_(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Kind of the device that was measured.")] = "cuda",
     device_name: Annotated[str, typer.Option("--device-name", help="Name of that device.")] = "V100",
-    memory_bytes: Annotated[int, typer.Option("--memory-bytes", min=0, help="Memory of that device, in bytes.")] = 16
-    * 2**30,
+    memory_bytes: Annotated[
+        int, typer.Option("--memory-bytes", min=0, max=MAX_INT, help="Memory of that device, in bytes.")
+    ] = 16 * 2**30,
     optimizer: Annotated[
         str, typer.Option("--optimizer", help=f"Optimizer whose state is counted: {', '.join(NUM_OPTIMIZER_STATES)}.")
     ] = "sgd-momentum",

@@ -24,6 +24,7 @@ from bapipe.runtime.run import check_training
 from bapipe.runtime.run import export as export_checkpoint
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
+from bapipe.units import MAX_INT
 from bapipe.zoo import resolve
 
 _HELP = attribute_docs(TrainConfig)
@@ -58,11 +59,11 @@ def run(
         list[str] | None,
         typer.Option("--without", metavar="DEVICE", help="Device to plan without, with --replan; may be repeated."),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help=_HELP["timeout_s"])] = 600.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, max=1e9, help=_HELP["timeout_s"])] = 600.0,
     eval_every: Annotated[int | None, typer.Option("--eval-every", min=1, help=_HELP["evaluate_every"])] = None,
     eval_samples: Annotated[int | None, typer.Option("--eval-samples", min=1, help=_HELP["evaluate_samples"])] = None,
     tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help=_HELP["tensorboard"])] = None,
-    seed: Annotated[int, typer.Option("--seed", help=_HELP["seed"])] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=-MAX_INT, max=MAX_INT, help=_HELP["seed"])] = 0,
     weights: Annotated[Path | None, typer.Option("--weights", help=_HELP["weights"])] = None,
     arg: Arguments = None,
     trace: Annotated[

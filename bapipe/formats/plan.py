@@ -104,6 +104,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
+MAX_ACTIONS = 2**20
+"""Most forwards in a step of a plan whose order is left out."""
+
 _MADE_BY_HAND = "made by hand and not judged: simulate it for its times, pin it for a bound"
 NOT_CERTIFIED = Certificate(lower_bound_ns=0, gap=0.0, space=_MADE_BY_HAND, proven_optimal=False)
 """In place of the certificate of a plan whose file holds none."""
@@ -195,6 +198,11 @@ class Plan(
         if len(self.order) != len(self.cluster.devices):
             raise InvalidFile(f"{len(self.order)} orders for {len(self.cluster.devices)} devices", "$.order")
         _ = self.table  # raises InvalidFile if an action cannot be read
+        known = self.cluster.index
+        for index, rank in enumerate(self.prediction.ranks):
+            if rank.device not in known:
+                where = f"$.prediction.ranks[{index}].device"
+                raise InvalidFile(f"'{rank.device}' is not a device of the plan's cluster", where)
         if self.certificate.digest not in (msgspec.UNSET, self.digest):
             self._drop_judgement(CHANGED_BY_HAND)
         elif not self.is_judged and self.certificate.lower_bound_ns:
@@ -202,6 +210,12 @@ class Plan(
 
     def _named_order(self) -> tuple[tuple[str, ...], ...]:
         """Returns the order of the named schedule on the stages' devices."""
+        if self.num_microbatches * len(self.stages) > MAX_ACTIONS:
+            raise InvalidFile(
+                f"{self.num_microbatches} micro-batches on {len(self.stages)} stages: want at most {MAX_ACTIONS:,} "
+                "forwards in a step, or the `order`",
+                "$.num_microbatches",
+            )
         try:
             table = place_schedule(self.schedule, self._ranks, self.num_microbatches, len(self.cluster.devices))
         except InvalidSchedule as error:
@@ -279,6 +293,7 @@ def _check_stages(stages: tuple[StagePlan, ...], cluster: Cluster) -> None:
     if not stages:
         raise InvalidFile("a plan needs at least one stage", "$.stages")
     placed: set[str] = set()
+    known = cluster.index
     for index, stage in enumerate(stages):
         where = f"$.stages[{index}]"
         if not stage.layers:
@@ -292,5 +307,5 @@ def _check_stages(stages: tuple[StagePlan, ...], cluster: Cluster) -> None:
         if len(set(stage.devices)) != len(stage.devices):
             raise InvalidFile("a device is named twice", f"{where}.devices")
         for name in stage.devices:
-            if name not in cluster.index:
+            if name not in known:
                 raise InvalidFile(f"'{name}' is not a device of the plan's cluster", f"{where}.devices")

@@ -257,13 +257,17 @@ def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
             if name in made:
                 raise InvalidFile(f"tensor '{name}' is made twice", f"{where}.outputs")
             made.add(name)
+        outputs = set(layer.outputs)
         for name in layer.no_gradient:
-            if name not in layer.outputs:
+            if name not in outputs:
                 raise InvalidFile(f"'{name}' is not an output of the layer", f"{where}.no_gradient")
         for name in layer.shares:
             if name not in names:
                 raise InvalidFile(f"'{name}' is not a layer of the profile", f"{where}.shares")
-        _check_bytes(layer, layers, where)
+    index_of = {layer.name: index for index, layer in enumerate(layers)}
+    for index, layer in enumerate(layers):
+        holders = sorted({index_of[name] for name in layer.shares if not layers[index_of[name]].shared_bytes})
+        _check_bytes(layer, layers[holders[0]] if holders else None, f"$.layers[{index}]")
     for index, layer in enumerate(layers):
         for name in layer.inputs:
             if name in made or name not in names:
@@ -274,14 +278,14 @@ def _check_layers(layers: tuple[LayerProfile, ...]) -> None:
             )
 
 
-def _check_bytes(layer: LayerProfile, layers: tuple[LayerProfile, ...], where: str) -> None:
+def _check_bytes(layer: LayerProfile, owner: LayerProfile | None, where: str) -> None:
+    """Raises InvalidFile if a layer has more trained or shared bytes than there are; `owner` counts the shared ones."""
     if layer.gradient_bytes > layer.param_bytes:
         raise InvalidFile(f"{layer.gradient_bytes} is more than `param_bytes`", f"{where}.trained_bytes")
     if layer.shared_gradient_bytes > layer.shared_bytes:
         raise InvalidFile(f"{layer.shared_gradient_bytes} is more than `shared_bytes`", f"{where}.shared_trained_bytes")
     if not layer.shared_bytes:
         return
-    owner = next((other for other in layers if other.name in layer.shares and not other.shared_bytes), None)
     for field, shared, held in (
         ("shared_bytes", layer.shared_bytes, owner.param_bytes if owner else 0),
         ("shared_trained_bytes", layer.shared_gradient_bytes, owner.gradient_bytes if owner else 0),

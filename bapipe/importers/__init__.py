@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import read_text
+from bapipe.formats.codec import decode_as, encode, read_text
 from bapipe.formats.profile import ModelProfile
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.importers.pipedream import is_pipedream, parse_pipedream
@@ -18,6 +18,10 @@ from bapipe.importers.to_profile import ImportedLayer, to_profile
 __all__ = ["NUM_OPTIMIZER_STATES", "ImportMetadata", "import_file", "import_profile"]
 
 
+MAX_LINES = 50_000
+"""Most lines of a file; a profile of as many layers has 20 MiB."""
+
+
 def import_profile(text: str, metadata: ImportMetadata) -> ModelProfile:
     """Returns the profile in the text of a file: PipeDream's graph.txt, or a table with a row for each layer.
 
@@ -25,10 +29,13 @@ def import_profile(text: str, metadata: ImportMetadata) -> ModelProfile:
         BapipeError: a line does not have the format; the error has its number.
     """
     parse: Callable[[str], tuple[ImportedLayer, ...]] = parse_pipedream if is_pipedream(text) else parse_table
+    if text.count("\n") > MAX_LINES:
+        raise BapipeError(f"more than {MAX_LINES:,} lines; want the layers of one model")
     layers = parse(text)
     if not layers:
         raise BapipeError("no layer in the file: want PipeDream's graph.txt, or a table with a header")
-    return to_profile(layers, metadata)
+    profile = to_profile(layers, metadata)
+    return decode_as(encode(profile), ModelProfile)  # refuses what a profile cannot hold, before it is written
 
 
 def import_file(path: Path, metadata: ImportMetadata) -> ModelProfile:

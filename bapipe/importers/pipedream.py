@@ -20,12 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import BapipeError
+from bapipe.importers.figures import figure
 from bapipe.importers.to_profile import ImportedLayer
 
+MAX_NESTING = 64
+"""Deepest chain of `__getitem__` that is read."""
+
 _NODE = re.compile(
-    r"(?P<name>\S+) -- (?P<kind>.*) -- forward_compute_time=(?P<forward>[\d.]+), "
-    r"backward_compute_time=(?P<backward>[\d.]+), activation_size=(?P<sizes>\[[\d.; ]*\]|[\d.]+), "
-    r"parameter_size=(?P<params>[\d.]+)"
+    r"(?P<name>\S+) -- (?P<kind>.*) -- forward_compute_time=(?P<forward>[0-9.]+), "
+    r"backward_compute_time=(?P<backward>[0-9.]+), activation_size=(?P<sizes>\[[0-9.; ]*\]|[0-9.]+), "
+    r"parameter_size=(?P<params>[0-9.]+)"
 )
 _EDGE = re.compile(r"\s+(?P<source>\S+) -- (?P<target>\S+)")
 
@@ -81,7 +85,10 @@ def parse_pipedream(text: str) -> tuple[ImportedLayer, ...]:
     for node in nodes.values():
         if not node.is_input and not node.is_item:
             groups.setdefault(first_node[node.name], []).append(node)
-    users = {source: [name for name, feeding in sources.items() if source in feeding] for source in nodes}
+    users: dict[str, list[str]] = {name: [] for name in nodes}
+    for name, feeding in sources.items():
+        for source in dict.fromkeys(feeding):
+            users[source].append(name)
     return tuple(_layer(group, nodes, sources, users, tensor_of) for group in groups.values())
 
 
@@ -95,15 +102,9 @@ def _parse(text: str) -> tuple[dict[str, _Node], dict[str, list[str]]]:
         if edge := _EDGE.fullmatch(line):
             edges.append((number, edge["source"], edge["target"]))
         elif match := _NODE.fullmatch(line.strip()):
-            sizes = re.findall(r"[\d.]+", match["sizes"])
-            parsed[match["name"]] = _Node(
-                name=match["name"],
-                kind=match["kind"],
-                forward_ns=round(float(match["forward"]) * 1e6),
-                backward_ns=round(float(match["backward"]) * 1e6),
-                sizes=tuple(round(float(size)) for size in sizes),
-                param_bytes=round(float(match["params"])),
-            )
+            if match["name"] in parsed:
+                raise BapipeError(f"line {number}: a second node is named '{match['name']}'")
+            parsed[match["name"]] = _node(number, match)
         else:
             raise BapipeError(
                 f"line {number} is neither a node nor an edge of PipeDream's graph.txt: '{line.strip()[:80]}'; want "
@@ -127,19 +128,40 @@ def _parse(text: str) -> tuple[dict[str, _Node], dict[str, list[str]]]:
     return nodes, sources
 
 
-def _number(name: str) -> int:
-    return int("".join(re.findall(r"\d+", name)) or 0)
+def _node(line: int, match: re.Match[str]) -> _Node:
+    sizes = re.findall(r"[0-9.]+", match["sizes"])
+    return _Node(
+        name=match["name"],
+        kind=match["kind"],
+        forward_ns=figure(line, match["forward"], "forward time", 10**6),
+        backward_ns=figure(line, match["backward"], "backward time", 10**6),
+        sizes=tuple(figure(line, size, "activation size") for size in sizes),
+        param_bytes=figure(line, match["params"], "parameter size"),
+    )
+
+
+def _number(name: str) -> tuple[int, str]:
+    """Returns what sorts names by the number that all their digits make, however many there are."""
+    digits = "".join(re.findall(r"[0-9]+", name)).lstrip("0")
+    return len(digits), digits
+
+
+def _numbers(name: str) -> tuple[tuple[int, str], ...]:
+    """Returns what sorts names by each of their numbers."""
+    return tuple(_number(digits) for digits in re.findall(r"[0-9]+", name))
 
 
 def _tensor_name(node: _Node, nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> str:
     """Returns the name of a node's output."""
-    if node.is_input:
-        return node.kind.lower()
-    if not node.is_item or not sources[node.name]:
-        return node.name
-    producer = nodes[sources[node.name][0]]
-    inner = _tensor_name(producer, nodes, sources)
-    return f"{inner}:{re.sub(r'[^0-9]', '', node.kind)}" if len(producer.sizes) > 1 else inner
+    items: list[str] = []
+    asked = node.name
+    for _ in range(MAX_NESTING + 1):
+        if node.is_input or not node.is_item or not sources[node.name]:
+            return ":".join([node.kind.lower() if node.is_input else node.name, *reversed(items)])
+        producer = nodes[sources[node.name][0]]
+        items += [re.sub(r"[^0-9]", "", node.kind)] if len(producer.sizes) > 1 else []
+        node = producer
+    raise BapipeError(f"'{asked}' is an item of an item, more than {MAX_NESTING} deep")
 
 
 def _layer_of_node(nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -165,7 +187,8 @@ def _join_classifier(nodes: Mapping[str, _Node], first_node: dict[str, str]) -> 
         return
     after = order[order.index(last) + 1 :]
     if any(nodes[name].param_bytes for name in after):
-        first_node |= {name: first_node[last] for name in after if not nodes[name].is_item or first_node[name] in after}
+        later = set(after)
+        first_node |= {name: first_node[last] for name in after if not nodes[name].is_item or first_node[name] in later}
 
 
 def _layer(
@@ -176,14 +199,14 @@ def _layer(
     tensor_of: Mapping[str, str],
 ) -> ImportedLayer:
     members = {node.name for node in group}
-    items = {n for n in nodes if nodes[n].is_item and any(source in members for source in sources[n])}
+    items = {user for name in members for user in users[name] if nodes[user].is_item}
     inside = members | items
     entering = [source for node in group for source in sources[node.name] if source not in inside]
     leaving: dict[str, int] = {}
     for name in (*members, *items):
         if any(user not in inside for user in users[name]) or (name in members and not users[name]):
             leaving[tensor_of[name]] = sum(nodes[name].sizes)
-    outputs = sorted(leaving, key=lambda name: tuple(map(int, re.findall(r"\d+", name))))
+    outputs = sorted(leaving, key=_numbers)
     return ImportedLayer(
         name="+".join(node.name for node in group),
         kind="+".join(node.short_kind for node in group),

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bapipe.errors import BapipeError
+from bapipe.importers.figures import figure
 from bapipe.importers.to_profile import ImportedLayer
 
 _COLUMNS = {
@@ -36,15 +37,22 @@ def parse_table(text: str) -> tuple[ImportedLayer, ...]:
     if not rows:
         return ()
     delimiter = max(",;\t|", key=rows[0][1].count)
-    header = [cell.strip().lower() for cell in next(csv.reader([rows[0][1]], delimiter=delimiter))]
+    header = [cell.lower() for cell in _cells(*rows[0], delimiter)]
     columns = {column: _find(column, header) for column in _COLUMNS}
     layers: list[ImportedLayer] = []
     for number, line in rows[1:]:
-        cells = [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+        cells = _cells(number, line, delimiter)
         if len(cells) != len(header):
             raise BapipeError(f"line {number} has {len(cells)} columns; the header has {len(header)}")
         layers.append(_layer(number, cells, columns, layers[-1].name if layers else "input"))
     return tuple(layers)
+
+
+def _cells(number: int, line: str, delimiter: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+    except csv.Error as error:
+        raise BapipeError(f"line {number} is not a row of a table: {error}") from None
 
 
 def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
@@ -65,15 +73,9 @@ def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
 
 
 def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, int]], source: str) -> ImportedLayer:
-    def figure(column: str) -> int:
+    def value(column: str) -> int:
         position, factor = columns[column]
-        try:
-            value = float(cells[position])
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
-            raise BapipeError(f"line {number}: '{cells[position]}' is not a valid {column}; want a number >= 0")
-        return round(value * factor)
+        return figure(number, cells[position], column, factor)
 
     name = cells[columns["name"][0]]
     return ImportedLayer(
@@ -81,9 +83,9 @@ def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, i
         kind="layer",
         inputs=(source,),
         outputs=(name,),
-        forward_ns=figure("forward"),
-        backward_ns=figure("backward"),
-        output_bytes=(figure("output"),),
-        stash_bytes=figure("output"),
-        param_bytes=figure("params"),
+        forward_ns=value("forward"),
+        backward_ns=value("backward"),
+        output_bytes=(value("output"),),
+        stash_bytes=value("output"),
+        param_bytes=value("params"),
     )

@@ -139,6 +139,7 @@ def test_the_error_of_a_damaged_cluster_has_its_path(cluster: Cluster, path: Any
         (("order",), [[]], "1 orders for 2 devices - at `$.order`"),
         (("cluster", "devices", 1, "name"), "d0", "a second device is named 'd0' - at `$.cluster.devices[1].name`"),
         (("factory",), ..., "Object missing required field `factory` - at `$`"),
+        (("prediction", "ranks", 0, "device"), "d7", "'d7' is not a device of the plan's cluster - at `$.prediction.ranks[0].device`"),
     ],
 )  # fmt: skip
 def test_the_error_of_a_damaged_plan_has_its_path(plan: Plan, path: Any, new: Any, message: str) -> None:
@@ -257,3 +258,15 @@ def test_the_order_of_a_plan_is_parsed_once(plan: Plan, monkeypatch: pytest.Monk
     assert again == plan
     assert encode(again) == encode(plan)
     assert again.table == plan.table
+
+
+def test_an_order_of_absurdly_many_actions_is_not_made(plan: Plan) -> None:
+    tree = json.loads(encode(plan))
+    del tree["order"]
+    tree |= {"num_microbatches": 10**15, "minibatch_size": 10**15 * plan.microbatch_size}
+    with pytest.raises(InvalidFile) as caught:
+        decode(json.dumps(tree).encode())
+    assert str(caught.value) == (
+        "1000000000000000 micro-batches on 2 stages: want at most 1,048,576 forwards in a step, or the `order` - at "
+        "`$.num_microbatches`"
+    )

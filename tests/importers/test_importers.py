@@ -189,3 +189,64 @@ def test_the_converted_profiles_add_up_to_the_published_totals(
     assert sum(m.input_grad_ns + m.weight_grad_ns for m in measured) / 1e6 == pytest.approx(backward_ms, abs=0.6)
     if num_params is not None:
         assert sum(layer.param_bytes for layer in profile.layers) == 4 * num_params
+
+
+def node(name: str, kind: str = "ReLU()", forward: str = "1", size: str = "4.0") -> str:
+    return (
+        f"{name} -- {kind} -- forward_compute_time={forward}, backward_compute_time=1, activation_size={size}, "
+        "parameter_size=0\n"
+    )
+
+
+def chain_of(items: int) -> str:
+    """A node with two outputs, and items of items of it."""
+    nodes = [node("node1", "LSTM(2)", size="[4.0; 2.0]")]
+    nodes += [node(f"node{i + 2}", "__getitem__(0)", size="[4.0; 2.0]") for i in range(items)]
+    return "".join([*nodes, *(f"\tnode{i + 1} -- node{i + 2}\n" for i in range(items))])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (node("node1", forward="1.2.3"), "line 1: '1.2.3' is not a valid forward time; want a number >= 0"),
+        (node("node1", forward="9" * 5000), f"line 1: '{'9' * 40}' is not a valid forward time; want a number >= 0"),
+        (node("node1", size="9" * 19), f"line 1: the activation size {'9' * 19} is too large; check the unit"),
+        (node("node1") + node("node1"), "line 2: a second node is named 'node1'"),
+        (chain_of(2000), "'node66' is an item of an item, more than 64 deep"),
+        ("x -- y\n" * 50_001, "more than 50,000 lines; want the layers of one model"),
+        (
+            "layer,f_ms,b_ms,act_kb,param_kb\n" + "x" * 200_000 + ",1,1,1,1",
+            "line 2 is not a row of a table: field larger than field limit (131072)",
+        ),
+        (
+            "layer,f_ms,b_ms,act_kb,param_kb\na,1e400,1,1,1",
+            "line 2: '1e400' is not a valid forward; want a number >= 0",
+        ),
+        ("layer,f_s,b_ms,act_kb,param_kb\na,1e300,1,1,1", "line 2: the forward 1e300 is too large; check the unit"),
+        ("layer,f_s,b_ms,act_kb,param_kb\na,nan,1,1,1", "line 2: 'nan' is not a valid forward; want a number >= 0"),
+    ],
+)
+def test_a_file_beyond_a_limit_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        import_profile(text, origin())
+    assert str(caught.value) == message
+
+
+def test_a_profile_that_cannot_be_read_back_is_not_imported() -> None:
+    with pytest.raises(BapipeError, match=r"Expected `int` <= 9223372036854775807 - at `\$.measurements\[0\].layers"):
+        import_profile(node("node1", size="9" * 18), origin(sizes=(2**20,)))
+
+
+def test_a_node_with_a_long_number_sorts_by_it() -> None:
+    last = "node" + "9" * 5000
+    profile = import_profile(node(last) + node("node2") + f"\tnode2 -- {last}\n", origin())
+    assert [layer.name for layer in profile.layers] == ["node2", last]
+
+
+def test_a_graph_of_many_nodes_takes_linear_time() -> None:
+    """Looking at every pair of tens of thousands of nodes would take minutes."""
+    num = 5_000
+    edges = "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(1, num))
+    profile = import_profile("".join(node(f"node{i}") for i in range(1, num + 1)) + edges, origin())
+    assert len(profile.layers) == num
+    assert profile.layers[-1].inputs == (f"node{num - 1}",)

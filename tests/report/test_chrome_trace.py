@@ -1,9 +1,12 @@
 """Threads of a trace, by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from bapipe.errors import BapipeError
 from bapipe.formats.plan import Memory
 from bapipe.report.chrome_trace import encode_trace, read_trace
 from bapipe.schedules.table import Phase, parse_action
@@ -40,3 +43,41 @@ def test_a_trace_read_back_is_the_timeline(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(encode_trace([("one", TIMELINE)]))
     assert read_trace(path) == [("one", TIMELINE)]
+
+
+def slice_on(thread: int, name: str, **changes: object) -> dict[str, object]:
+    return {"ph": "X", "name": name, "pid": 0, "tid": thread, "ts": 0.0, "dur": 1.0} | changes
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (slice_on(0, "0F0", ts=1e308), "Expected `float` <= 4611686018427388.0"),
+        (slice_on(0, "0F0", dur=-1e300), "Expected `float` >= -4611686018427388.0"),
+        ({"ph": "X"}, "Object missing required field `name`"),
+        (slice_on(77, "0F0"), "'0F0' is on thread 77, which is no device's"),
+        (slice_on(0, "update x"), "'update x' is no action"),
+        (slice_on(1, "0F0 to nobody"), "the transfer '0F0 to nobody' of thread 1 joins no two devices"),
+        (slice_on(2, "0F0 to b"), "the transfer '0F0 to b' of thread 2 joins no two devices"),
+        (slice_on(0, "0F9"), "not one value of memory for each action"),
+        ({"ph": "M", "name": "thread_name", "pid": 0, "tid": 9}, "a thread_name without a name"),
+        ({"ph": "M", "name": "thread_name", "pid": 1, "args": {"name": "x"}}, "a process without a name or without devices"),
+        ({"ph": "C", "name": "memory a", "pid": 0, "args": {"params": -1}}, "Expected `int` >= 0 - at `$.params`"),
+    ],
+)  # fmt: skip
+def test_a_trace_of_something_else_is_refused(event: dict[str, object], reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    tree = msgspec.json.decode(encode_trace([("one", TIMELINE)]))
+    tree["traceEvents"].append(event)
+    path.write_bytes(msgspec.json.encode(tree))
+    with pytest.raises(BapipeError) as caught:
+        read_trace(path)
+    assert f"{path} is not a trace of bapipe ({reason}" in str(caught.value)
+    assert str(caught.value).endswith("): write one with `trace`")
+
+
+def test_devices_are_told_apart_by_their_threads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = replace(TIMELINE, devices=("a", "a sends"))
+    path.write_bytes(encode_trace([("one", timeline)]))
+    assert read_trace(path) == [("one", timeline)]
