@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, trial
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
-from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.changing_state import layers_with_same_changing_buffer
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import numbers_kept
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, StageTensors, stages_of
@@ -79,14 +79,8 @@ def _allowed_cuts(model: TracedModel) -> list[int]:
         for hazard in model.hazards
         if hazard.same_stage or place[hazard.reader] > place[hazard.writer]
     ]
-    users: dict[int, list[str]] = {}
-    for layer, state in layer_states(model).items():
-        for tensor in state.values():
-            if not isinstance(tensor, nn.Parameter):
-                users.setdefault(id(tensor), []).append(layer)
-    for layers in users.values():
-        if len(layers) > 1 and any(changes_buffers(model, layer) for layer in layers):
-            together += [(place[layers[0]], place[layer]) for layer in layers]
+    for layers in layers_with_same_changing_buffer(model):
+        together += [(place[layers[0]], place[layer]) for layer in layers]
     return [cut for cut in range(1, len(model.layers)) if not any(min(pair) < cut <= max(pair) for pair in together)]
 
 

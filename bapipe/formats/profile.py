@@ -49,6 +49,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             that has no `shared_bytes` itself.
         shared_trained_bytes: how many of `shared_bytes` are trained. If left out, all.
         no_gradient: the `outputs` that have no gradient (integers, masks, model constants).
+        no_replicas: whether a forward leaves values here that the next forward reads (a moving average that quantises
+            its inputs, a queue), so that replicas, which see some of the micro-batches each, would differ.
     """
 
     name: str
@@ -63,6 +65,12 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shared_bytes: NonNegative = 0
     shared_trained_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     no_gradient: tuple[str, ...] = ()
+    no_replicas: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def allows_replicas(self) -> bool:
+        """Whether a stage with this layer may have replicas."""
+        return self.no_replicas is not True
 
     @property
     def gradient_bytes(self) -> int:

@@ -60,7 +60,7 @@ def baseline_alternatives(
             for size in microbatch_sizes
         )
     }
-    if len(devices) > 1:
+    if len(devices) > 1 and all(layer.allows_replicas for layer in next(iter(profiles.values())).layers):
         kinds["data-parallel"] = (
             Candidate(stages=(StagePlan(layers=names, devices=tuple(devices)),), schedule="1f1b", microbatch_size=size)
             for size in microbatch_sizes

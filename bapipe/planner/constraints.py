@@ -69,7 +69,10 @@ class Constraints:
     def forbidden_intervals(
         self, profile: ModelProfile, intervals: IntervalIndex, classes: Sequence[DeviceClass]
     ) -> ForbiddenIntervals:
-        """Returns a function from a placement to a mask of the intervals of layers that it must not run."""
+        """Returns a function from a placement to a mask of the intervals of layers that it must not run.
+
+        Beside the constraints, a stage with several replicas holds no layer of which the profile says `no_replicas`.
+        """
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         begins, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
 
@@ -84,11 +87,13 @@ class Constraints:
             (contain(name), {c for c, cls in enumerate(classes) if cls.device.name in devices})
             for name, devices in self.on
         ]
-        if not self.separate and not self.on:
+        without_replicas = [layer.name for layer in profile.layers if not layer.allows_replicas]
+        if not self.separate and not self.on and not without_replicas:
             return lambda placement, rows: None
+        forbidden_to_replicas = np.logical_or.reduce([always_forbidden, *map(contain, without_replicas)])
 
         def forbidden(placement: StagePlacement, rows: slice) -> IntArray:
-            mask = always_forbidden[rows]
+            mask: IntArray = (forbidden_to_replicas if placement.num_replicas > 1 else always_forbidden)[rows]
             for contains_layer, allowed in allowed_classes:
                 if not set(placement.device_classes) <= allowed:
                     mask = mask | contains_layer[rows]

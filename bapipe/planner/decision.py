@@ -105,7 +105,9 @@ def check_decision(decision: Decision, profiles: Mapping[str, ModelProfile], clu
             f"a mini-batch of {decision.minibatch_size} does not divide into micro-batches of "
             f"{decision.microbatch_size}: change `minibatch_size` or `microbatch_size`"
         )
-    _check_inseparable(decision, next(iter(profiles.values())).layers)
+    layers = next(iter(profiles.values())).layers
+    _check_inseparable(decision, layers)
+    _check_replicas(decision, layers)
 
 
 def check_devices(groups: Sequence[Sequence[str]], cluster: Cluster) -> None:
@@ -126,6 +128,17 @@ def _check_inseparable(decision: Decision, layers: Sequence[LayerProfile]) -> No
             raise BapipeError(
                 f"'{first}' and '{second}' share parameters of unknown size, and are in different stages: "
                 "move a cut so that they stay together"
+            )
+
+
+def _check_replicas(decision: Decision, layers: Sequence[LayerProfile]) -> None:
+    without_replicas = {layer.name for layer in layers if not layer.allows_replicas}
+    for s, stage in enumerate(decision.stages):
+        layer = next((name for name in stage.layers if name in without_replicas), None)
+        if len(stage.devices) > 1 and layer is not None:
+            raise BapipeError(
+                f"stage {s} has {len(stage.devices)} replicas and layer '{layer}', in which a forward leaves values "
+                "that the next forward reads, so each replica would have its own: give this stage one device"
             )
 
 

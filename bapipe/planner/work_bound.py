@@ -32,7 +32,9 @@ def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int,
     """Returns the bound for micro-batches of one size."""
     devices = {(device.kind, device.speed): device for device in cluster.devices}  # the distinct ones
     times_ns = {key: _layer_times_ns(profiles[d.kind], d, size, num_microbatches) for key, d in devices.items()}
-    price = {key: 1 / max(sum(times), Fraction(1)) for key, times in times_ns.items()}
+    price: dict[tuple[str, float], Fraction] = {
+        key: 1 / max(sum(times), Fraction(1)) for key, times in times_ns.items()
+    }
     priced = [[price[key] * time_ns for time_ns in times] for key, times in times_ns.items()]
     # Times are rounded once per stage and phase, so each action may be half a nanosecond shorter than its layers.
     lost_ns = Fraction(PHASES_PER_MICROBATCH * num_microbatches * len(next(iter(times_ns.values()))), 2)

@@ -1,6 +1,6 @@
 """Measures a module: traces it, times its layers and their memory at each micro-batch size, and makes a profile."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.changing_state import layers_that_keep_values, layers_with_same_changing_buffer
 
 CPU = torch.device("cpu")
 
@@ -98,7 +99,7 @@ def measure_model(
     if not layer_by_layer:
         module.to(device)
     with prepared(module, device, settings), only_tensor_inputs(module, inputs) as tensors:
-        model, notes = traced(
+        found = traced(
             module,
             tensors,
             target,
@@ -113,7 +114,7 @@ def measure_model(
             *batch, batch_target = batch_on_device((*tensors, target), size, device)
             batch = [in_memory_format(tensor, settings) for tensor in batch]
             training_pass = TrainingPass(
-                model=model, loss=loss, inputs=tuple(batch), target=batch_target, autocast=autocast
+                model=found.model, loss=loss, inputs=tuple(batch), target=batch_target, autocast=autocast
             )
             if layer_by_layer:
                 report(done, num_parts, f"layers one by one at micro-batch size {size}")
@@ -124,7 +125,7 @@ def measure_model(
                 report(done + 1, num_parts, f"memory at micro-batch size {size}")
                 memory = layer_memory(training_pass)
             done += 2
-            measured = _measurement(model, size, times, memory)
+            measured = _measurement(found.model, size, times, memory)
             if profile is None:
                 report(done, num_parts, "optimizer")
                 done += 1
@@ -136,8 +137,8 @@ def measure_model(
                     dtype=settings.dtype,
                     optimizer=settings.optimizer,
                     settings=settings,
-                    environment=environment() | _framework(device) | notes,
-                    layers=(*_layer_profiles(training_pass, memory, settings.optimizer), _loss_profile(model, loss)),
+                    environment=environment() | _framework(device) | found.notes,
+                    layers=tuple(_layer_profiles(training_pass, memory, settings.optimizer, found.changed)),
                     measurements=(measured,),
                 )
             else:
@@ -174,8 +175,15 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer: str) -> Iterator[LayerProfile]:
-    """Yields names, tensors, parameters and optimizer of each layer; a shared parameter counts for its first layer."""
+def _layer_profiles(
+    training_pass: TrainingPass, memory: LayerMemory, optimizer: str, changed: Collection[str]
+) -> Iterator[LayerProfile]:
+    """Yields names, tensors, parameters and optimizer of each layer, the loss last.
+
+    A shared parameter counts for its first layer.
+
+    `changed` names the parameters and buffers that a forward changes.
+    """
     model = training_pass.model
     parameters = parameters_of(model)  # of each layer
     first_layer: dict[int, int] = {}  # that uses a parameter, by the parameter's id
@@ -189,8 +197,11 @@ def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer:
         _optimizer_step(training_pass, layer.name, used, optimizer)
         for layer, used in zip(model.layers, trained, strict=True)
     ]
+    keep_values = layers_that_keep_values(model, changed)
+    inseparable = layers_with_same_changing_buffer(model)
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
+        same_buffer = {other for layers in inseparable if layer.name in layers for other in layers}
         yield LayerProfile(
             name=layer.name,
             kind=layer.kind,
@@ -203,12 +214,15 @@ def _layer_profiles(training_pass: TrainingPass, memory: LayerMemory, optimizer:
             shares=tuple(
                 other.name
                 for other, used in zip(model.layers, parameters, strict=True)
-                if other is not layer and any(id(parameter) in ids for parameter in used)
+                if other is not layer and (other.name in same_buffer or any(id(parameter) in ids for parameter in used))
             ),
-            shared_bytes=_num_bytes(shared[index]),
+            # Layers that share neither's bytes are never in different stages.
+            shared_bytes=0 if same_buffer else _num_bytes(shared[index]),
             shared_trained_bytes=_trained_bytes(shared[index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
+            no_replicas=True if layer.name in keep_values else UNSET,
         )
+    yield _loss_profile(model, training_pass.loss)
 
 
 def _optimizer_step(

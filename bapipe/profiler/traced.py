@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,20 @@ from bapipe.tracing import TracedModel, trace
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedForProfile:
+    """A module's layers.
+
+    Attributes:
+        notes: for the profile's environment.
+        changed: names of the parameters and buffers that a forward changes; empty if nothing was compared.
+    """
+
+    model: TracedModel
+    notes: dict[str, object]
+    changed: frozenset[str] = frozenset()
+
+
 def traced(
     module: nn.Module,
     inputs: Sequence[Tensor],
@@ -26,8 +41,8 @@ def traced(
     leaf_modules: Sequence[str],
     operator_layers: bool,
     check: bool,
-) -> tuple[TracedModel, dict[str, object]]:
-    """Returns the layers of a module on a device, and notes for the profile.
+) -> TracedForProfile:
+    """Returns the layers of a module on a device, and what the profile says of them.
 
     Args:
         max_size: of micro-batches to compare on.
@@ -55,4 +70,6 @@ def traced(
         if fault is not None:
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault
-    return model, notes | ({ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {})
+    notes |= {ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {}
+    changed = result.changed if isinstance(result, Equivalence) else frozenset()
+    return TracedForProfile(model=model, notes=notes, changed=changed)

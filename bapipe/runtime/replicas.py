@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.runtime.clock import Clock
 from bapipe.simulator.stage_cost import fill_buckets
+from bapipe.tracing.changing_state import is_read_by_next_forward
 
 _LARGE_BYTES = 2**20
 """Gradients of this size or more are summed in place: copying them to a flat tensor would cost more than a message."""
-
-
-_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-"""Names of the buffers of batch norm, and of other norms, that a forward in training changes but does not read."""
 
 
 @dataclass(slots=True)
@@ -242,7 +239,7 @@ def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
     The next forward may read them, and would find what this replica's micro-batches alone have made of them.
     """
     for name in sorted(changed):
-        if name.rpartition(".")[2] not in _RUNNING_STATISTICS:
+        if is_read_by_next_forward(name):
             raise InvalidModel(
                 f"'{name}' in stage {stage} changes in every forward, and the stage has replicas, each of which runs "
                 "some of the micro-batches only, so training would differ from that in one process: plan without "

@@ -158,6 +158,7 @@ class HeterogeneousDevices:
         # Every later device of the cluster is counted, whether or not a stage uses it.
         in_flight = min(-(-(len(self._cluster.devices) - start) // count), times)
         fits = self._sums[rank].fits(begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank])
+        load = self._sums[rank].with_feasible_replicas(load, begin[:, None], end[None, :], count)
         return np.where(fits, load, INFEASIBLE_LOAD)
 
     def _load_without_memory(

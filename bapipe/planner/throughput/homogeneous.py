@@ -60,8 +60,8 @@ class HomogeneousDevices:
         transfers = [times * cut for cut in self._transfers_ns(begin, end)]
         if self._overlaps:
             largest: IntArray = np.maximum.reduce([compute, *np.broadcast_arrays(compute, *transfers)[1:]])
-            return largest
-        return compute + sum(transfers)
+            return self._sums.with_feasible_replicas(largest, begin, end, devices)
+        return self._sums.with_feasible_replicas(compute + sum(transfers), begin, end, devices)
 
     def _transfers_ns(self, begin: "Positions", end: "Positions") -> "tuple[IntArray, ...]":
         """Per micro-batch: activations in, gradients back, activations out, gradients in."""

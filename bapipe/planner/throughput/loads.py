@@ -85,6 +85,8 @@ class StageCostSums:
         measured, inside = profile.at(microbatch_size), boundaries.inside
         self._costs = IntervalCosts(profile, microbatch_size, speed, inside=inside)
         self._inside = inside
+        without_replicas = np.array([not layer.allows_replicas for layer in profile.layers], dtype=np.int64)  # [layers]
+        self._num_without_replicas = inside @ without_replicas  # [boundaries]
         self._workspaces: IntArray = np.array([m.workspace_bytes for m in measured])  # [layers]; a maximum, not a sum
         self.send_bytes, self.grad_bytes = cut_bytes(profile, microbatch_size, inside)
 
@@ -96,6 +98,15 @@ class StageCostSums:
         """Returns the update and the ring all-reduce over `devices` devices, once per step."""
         all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)), np.asarray(devices), [ring])
         return self._costs.update_ns(begin, end) + all_reduce
+
+    def with_feasible_replicas(
+        self, loads: "IntArray", begin: "Positions", end: "Positions", devices: "Counts"
+    ) -> "IntArray":
+        """Returns the loads of stages, `INFEASIBLE_LOAD` where several devices would run a layer without replicas."""
+        if not self._num_without_replicas[-1]:
+            return loads
+        has_any = self._num_without_replicas[end] > self._num_without_replicas[begin]
+        return np.where(has_any & (np.asarray(devices) > 1), INFEASIBLE_LOAD, loads)
 
     def max_bytes(self, max_in_flight: int, num_microbatches: int) -> int:
         """Returns an upper bound on the memory of any device of any plan."""

@@ -1,0 +1,41 @@
+"""What a forward changes in a model: which layers must share a stage for it, and which must not have replicas."""
+
+from collections.abc import Collection
+
+from torch import nn
+
+from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.model import TracedModel, layer_states, state_names
+
+_RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+"""Names of the buffers of batch norm, and of other norms, that a forward in training changes but does not read."""
+
+
+def is_read_by_next_forward(name: str) -> bool:
+    """Returns whether the next forward may read a parameter or buffer of this name that a forward has changed."""
+    return name.rpartition(".")[2] not in _RUNNING_STATISTICS
+
+
+def layers_that_keep_values(model: TracedModel, changed: Collection[str]) -> frozenset[str]:
+    """Returns the layers in which a forward leaves values that the next forward may read.
+
+    `changed` are the names of the parameters and buffers that a forward of the model changes.
+    """
+    kept = {name for name in changed if is_read_by_next_forward(name)}
+    names = state_names(model.root)
+    return frozenset(
+        layer
+        for layer, state in layer_states(model).items()
+        if any(not kept.isdisjoint(names.get(id(tensor), ())) for tensor in state.values())
+    )
+
+
+def layers_with_same_changing_buffer(model: TracedModel) -> list[tuple[str, ...]]:
+    """Returns the layers of each buffer that several use and that training may change: they must share a stage."""
+    users: dict[int, list[str]] = {}
+    for layer, state in layer_states(model).items():
+        for tensor in state.values():
+            if not isinstance(tensor, nn.Parameter):
+                users.setdefault(id(tensor), []).append(layer)
+    shared = (tuple(layers) for layers in users.values() if len(layers) > 1)
+    return sorted({layers for layers in shared if any(changes_buffers(model, layer) for layer in layers)})

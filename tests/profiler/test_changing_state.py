@@ -1,0 +1,51 @@
+"""What a forward changes in a model restricts the plans of its profile."""
+
+import torch
+from torch import Tensor, nn
+
+import bapipe
+from tests.models.small_modules import layers, profile
+
+
+class Queue(nn.Module):
+    """A queue of past batches that the next forward compares with, and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)
+        self.register_buffer("past", torch.zeros(5))
+        self.past: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        z = y - self.past.clone()
+        self.past.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        scores: Tensor = self.last(z)
+        return scores
+
+
+class NormTwice(nn.Module):
+    """One batch norm, without parameters, in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.c(self.norm(self.b(self.norm(self.a(x)))))
+        return y
+
+
+def test_a_layer_whose_buffer_the_next_forward_reads_allows_no_replicas() -> None:
+    made = profile(Queue(), 6)
+    without_replicas = [name for name, (layer, _) in layers(made).items() if not layer.allows_replicas]
+    assert without_replicas == ["norm"]  # with the operators after it
+
+
+def test_layers_that_change_one_buffer_share_a_stage() -> None:
+    made = profile(NormTwice(), 6, sizes=(2,))
+    norms = [name for name, (layer, _) in layers(made).items() if layer.kind == "BatchNorm1d"]
+    assert [layers(made)[name][0].shares for name in norms] == [(norms[1],), (norms[0],)]
+    plan = bapipe.plan(made, 2, minibatch_size=8, num_stages=2, replicas=False)
+    assert {sum(name in stage.layers for name in norms) for stage in plan.stages} == {0, 2}
