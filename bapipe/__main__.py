@@ -1,5 +1,15 @@
-"""Runs the command line: `python -m bapipe`."""
+"""Runs the command line: `bapipe`, and `python -m bapipe`."""
 
-from bapipe.cli import main
+from bapipe.stop_signals import raise_on_signals
 
-main()
+
+def main() -> None:
+    """Runs the command line; signals end it quietly also while its modules are imported."""
+    raise_on_signals()
+    from bapipe.cli import main as run_command_line
+
+    run_command_line()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,8 +6,12 @@ BapipeError
   + Infeasible       no plan fits the memory of the devices (exit code 3)
   + InvalidModel     a model that cannot be built, traced or cut, or is not the one a plan was made for
       + LayerFailed  a layer's own code, or its backward, raised an error while a stage ran
-  + RunFailed        a rank died, hung or was interrupted
+  + RunFailed        a rank died or hung
+
+Stopped is not an error: a signal asked the program to end.
 """
+
+import signal
 
 
 class BapipeError(Exception):
@@ -48,6 +52,21 @@ class RunFailed(BapipeError):
     def __init__(self, message: str, told: bool = False, lost: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.told, self.lost = told, lost
+
+
+class Stopped(SystemExit):
+    """A signal asked the program to end, and it did so in order; the exit code is the one that shells give for it.
+
+    As with KeyboardInterrupt, `except Exception` does not catch it.
+    """
+
+    def __init__(self, number: int, detail: str = "") -> None:
+        super().__init__(128 + number)
+        self.number, self.detail = number, detail
+
+    def __str__(self) -> str:
+        what = "interrupted" if self.number == signal.SIGINT else f"stopped by {signal.Signals(self.number).name}"
+        return what + self.detail
 
 
 def first_line(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from types import FunctionType
 from typing import Any
 
 from bapipe.errors import BapipeError
+from bapipe.stop_signals import ENDING
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -66,6 +67,19 @@ class LocalProcess:
             self.popen.wait(timeout_s)
         return self.popen.returncode
 
+    def is_paused(self) -> bool:
+        """Returns whether the process was stopped by SIGSTOP or Ctrl-Z, as far as the system tells."""
+        try:
+            state = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(") ")[2][:1]
+        except OSError:
+            return False
+        return state == "T"
+
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM, and wakes the process up if it is paused."""
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self.popen.send_signal(number)
+
     def last_words(self) -> str:
         """Returns the last line of its log."""
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log is not None else []
@@ -93,7 +107,7 @@ def local_processes(
     _write_job(folder / _JOB, function, arguments)
     processes: list[LocalProcess] = []
     try:
-        with _interrupts_blocked():  # inherited: only this process reacts to Ctrl-C, and ends the others
+        with _blocked(signal.SIGINT):  # inherited: only this process reacts to Ctrl-C, and ends the others
             for index in range(num_processes):
                 processes.append(_start(index, folder, dict(environment or {}), quiet))
         yield tuple(processes)
@@ -235,8 +249,8 @@ def _start(index: int, folder: Path, environment: dict[str, str], quiet: bool) -
 
 
 def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:
-    """Ends the processes that still run; a second Ctrl-C does not stop it."""
-    with _interrupts_blocked():
+    """Ends the processes that still run; a second signal does not stop it."""
+    with _blocked(signal.SIGINT, *ENDING):
         for process in processes:
             if process.exit_code(grace_s) is None:
                 process.popen.kill()
@@ -246,8 +260,8 @@ def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

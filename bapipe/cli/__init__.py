@@ -16,8 +16,9 @@ import typer
 
 from bapipe.cli.flags import with_flags
 from bapipe.cli.lazy_group import RENAMED, LazyGroup
-from bapipe.errors import BapipeError, Infeasible, RunFailed
+from bapipe.errors import BapipeError, Infeasible, RunFailed, Stopped
 from bapipe.printable import MAX_LINE, printable
+from bapipe.stop_signals import raise_on_signals
 
 app = typer.Typer(
     cls=LazyGroup,
@@ -55,14 +56,18 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def main() -> None:
-    """Runs the command line; a BapipeError or OSError ends it with one line and exit code 1, or 3 if nothing fits."""
+    """Runs the command line; a BapipeError or OSError ends it with one line and exit code 1, or 3 if nothing fits.
+
+    A signal ends it with one line and exit code 130, 143 or 129.
+    """
+    raise_on_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no box characters is no reason to fail
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    if os.environ.get("RANK", "0") == "0":  # in a torchrun job every rank opens the data; one of them logs it
+    if is_first_rank():  # in a torchrun job every rank opens the data; one of them logs it
         logging.getLogger("bapipe.zoo").setLevel(logging.INFO)
     try:
         app(prog_name="bapipe")
@@ -73,9 +78,24 @@ def main() -> None:
     except OSError as error:
         _show_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         sys.exit(1)
+    except Stopped as stop:
+        if is_first_rank():
+            _show_note(with_flags(str(stop)))
+        sys.exit(stop.code)
+
+
+def is_first_rank() -> bool:
+    """Returns whether this process is the one of its job that reports: any process that is not in a job is."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _show_error(text: str) -> None:
     from bapipe.cli.progress import show_error  # loads rich, which takes longer than all of `bapipe --help`
 
     show_error(text)
+
+
+def _show_note(text: str) -> None:
+    from bapipe.cli.progress import note
+
+    note(text)

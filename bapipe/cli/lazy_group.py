@@ -1,11 +1,14 @@
 """A group of commands, each of which is imported when it is called: `bapipe --help` imports none of them."""
 
+import signal
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+from bapipe.errors import Stopped
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("bapipe.cli.profile:profile", "Measure the time and memory of each layer of a model."),
@@ -65,6 +68,13 @@ class LazyGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = LazyCommands(COMMANDS)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command; Ctrl-C ends it as other signals do, instead of with typer's own message and exit code 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the list of commands from `COMMANDS`, without importing them."""

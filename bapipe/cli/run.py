@@ -1,6 +1,5 @@
 """Commands that train, and export what was trained: run, export."""
 
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import bapipe
 from bapipe import report
+from bapipe.cli import is_first_rank
 from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, Output, key_values
@@ -110,7 +110,7 @@ def run(
     plan, result = train_with_bar(
         read_or_make_plan(source, arg), config, [read(path, ModelProfile) for path in profile] if profile else None
     )
-    if not _is_first_rank():  # of a torchrun job: rank 0 reports
+    if not is_first_rank():  # of a torchrun job: rank 0 reports
         return
     if trace is not None:
         write_bytes(trace, report.encode_trace([("measured", result.timeline)]))
@@ -132,10 +132,6 @@ def export(
     check_writable(output)
     num_tensors = export_checkpoint(checkpoint, output)
     show_line(f"wrote {num_tensors} tensors to {output}")
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = None) -> tuple[Plan, TrainResult]:
@@ -170,7 +166,7 @@ def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = 
         def on_replan(reason: str, new_plan: Plan) -> None:
             nonlocal plan
             plan = new_plan
-            if _is_first_rank():
+            if is_first_rank():
                 devices = ", ".join(name for stage in plan.stages for name in stage.devices)
                 step = report.ms(plan.prediction.step_ns)
                 note(f"{reason}; continuing with stages on {devices}, {step} per step predicted")

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
+from bapipe.job.peers import prove_peers
+from bapipe.job.rendezvous import open_store
+from bapipe.job.secret import job_secret
 from bapipe.profiler.links import fit
 from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.progress import PartsProgress
@@ -26,6 +29,9 @@ MESSAGE_BYTES = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
 """4 KB to 16 MB."""
 
 LARGE_BYTES = 2**24
+
+_JOIN_S = 120.0
+"""How long a rank of a job waits for the others."""
 
 
 def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster:
@@ -39,12 +45,25 @@ def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster
 
 
 def probe_job(kind: str, progress: PartsProgress) -> Cluster:
-    """Returns the ranks of this process's torchrun job as a cluster; all ranks call it at the same time."""
+    """Returns the ranks of this process's torchrun job as a cluster; all ranks call it at the same time.
+
+    Raises:
+        BapipeError: another process is in the place of a rank.
+        RunFailed: the ranks do not find each other.
+    """
+    index, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    names = [f"{kind}{rank}" for rank in range(size)]
     torch.set_num_threads(1)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    timeout = timedelta(seconds=_JOIN_S)
+    store = open_store(index, names, _JOIN_S)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=timeout)
     try:
+        everyone = dist.group.WORLD
+        if kind == "cpu" and everyone is not None:
+            prove_peers(everyone, names, job_secret(), timeout)
         return probe(kind, progress)
     finally:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Training by a plan: checks what is asked for, starts the ranks and passes on what they report."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from bapipe.runtime.checkpoint.writer import tensor_specs
 from bapipe.runtime.data.loader import check_enough
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import check_scores
+from bapipe.runtime.job_facts import job_facts
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.train_config import TrainConfig
@@ -87,7 +89,16 @@ def train(
         elif on_step is not None:
             on_step(report)
 
-    results = launch(train_rank, job.devices, job, kind=kinds[0], timeout_s=config.timeout_s, on_message=receive)
+    results = launch(
+        train_rank,
+        job.devices,
+        job,
+        kind=kinds[0],
+        timeout_s=config.timeout_s,
+        on_message=receive,
+        stops_between_steps=config.checkpoint is not None,
+        facts=job_facts(plan, config, dataset, job.resume_from) if "RANK" in os.environ else {},
+    )
     return results[0]
 
 

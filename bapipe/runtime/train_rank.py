@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import RunFailed
+from bapipe.errors import RunFailed, Stopped
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.manifest import Manifest, Position, read_manifest
 from bapipe.runtime.checkpoint.weights import load_weights
@@ -105,7 +104,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     validation = None if job.validation is None else evaluation_data(example, job.validation)
     writer = None
     if config.checkpoint is not None:
-        writer = CheckpointWriter(config.checkpoint, config.keep, timedelta(seconds=config.timeout_s), job.devices)
+        writer = CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices)
     if config.weights is not None and job.resume_from is None:
         load_weights(config.weights, pipeline.state_dict())
     start = _resume(pipeline, job.resume_from)
@@ -127,6 +126,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         ),
         pin_memory=rank.device.type == "cuda",
     )
+    rank.all_connected()
     reports, evaluations = [], []
     with closing(loader):
         for step in range(start.step, config.steps):
@@ -135,17 +135,27 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
             learning_rate = config.learning_rate_at(step, job.learning_rate)
             pipeline.set_learning_rate(learning_rate)
             batch = next(loader)
-            reports.append(_step(pipeline, rank, job.devices, step, learning_rate, batch))
+            report, stop_signal = _step(pipeline, rank, job.devices, step, learning_rate, batch)
+            reports.append(report)
             if rank.index == 0:
-                rank.report(reports[-1])
-            if writer is not None and config.checkpoint_after(step + 1):
+                rank.report(report)
+            if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
                 manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
                 writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_tensors())
+            if stop_signal and step + 1 < config.steps:
+                raise _stopped(stop_signal, step + 1, writer)
             if validation is not None and config.evaluates_after(step + 1):
                 evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1))
     if writer is not None:
         writer.wait()
     return replace(_gather(pipeline, rank, job.devices, reports), evaluations=tuple(evaluations))
+
+
+def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stopped:
+    if writer is None:
+        return Stopped(number, f" after {steps} steps, without a checkpoint")
+    writer.wait()
+    return Stopped(number, f" after {steps} steps, of which there is a checkpoint: continue with `resume`")
 
 
 def evaluation_data(example: Example, dataset: PipelineDataset[Any]) -> EvaluationData:
@@ -182,7 +192,8 @@ def _resume(pipeline: Pipeline, path: Path | None) -> Position:
 
 def _step(
     pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, learning_rate: float, batch: Batch
-) -> StepReport:
+) -> tuple[StepReport, int]:
+    """Runs a step; returns what was measured, and the signal that has asked one of the ranks to stop, or 0."""
     dist.barrier()
     start_ns = time.perf_counter_ns()
     loss = pipeline.step(*batch.inputs, target=batch.target, bucket=batch.bucket)
@@ -191,6 +202,7 @@ def _step(
     elapsed_ns = time.perf_counter_ns() - start_ns
     peak = pipeline.peak_bytes()
     row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns(), -1 if peak is None else peak]
+    row.append(rank.stop_signal)
     own = torch.tensor(row, dtype=torch.float64, device=rank.device)
     everyone = [torch.empty_like(own) for _ in range(rank.size)]
     dist.all_gather(everyone, own)
@@ -210,7 +222,7 @@ def _step(
     )
     if not isfinite(report.loss):
         raise RunFailed(_why_not_finite(pipeline, names, report))
-    return report
+    return report, int(max(row[5] for row in rows))
 
 
 def _why_not_finite(pipeline: Pipeline, names: tuple[str, ...], report: StepReport) -> str:

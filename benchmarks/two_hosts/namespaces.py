@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 HOSTS = ("a", "b")
@@ -98,43 +99,53 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def two_hosts() -> Iterator[TwoHosts]:
-    """Makes the namespaces, and removes them at the end, with all processes in them."""
+def two_hosts(delay_ms: float = 0, loss_percent: float = 0) -> Iterator[TwoHosts]:
+    """Makes the namespaces, and removes them at the end, with all processes in them.
+
+    With a delay, of each direction, or a loss of packets, their link is one that `poor_link` passes on.
+    """
     hosts = TwoHosts(str(os.getpid()))
     spaces, ends = [hosts._space(host) for host in HOSTS], [hosts._end(host) for host in HOSTS]
-    made = []
+    made: list[str] = []
     try:
         for space in spaces:
             _do("ip", "netns", "add", space)
             made.append(space)
             with suppress(subprocess.CalledProcessError):  # it fills a link both ways; bbr keeps 5 to 9 % free
                 _do("ip", "netns", "exec", space, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
-        _do(
-            "ip",
-            "link",
-            "add",
-            ends[0],
-            "netns",
-            spaces[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            ends[1],
-            "netns",
-            spaces[1],
-        )
-        for place, (space, end) in enumerate(zip(spaces, ends, strict=True)):
-            _do("ip", "-n", space, "address", "add", f"{_address(place)}/24", "dev", end)
-            for link in ("lo", end):
-                _do("ip", "-n", space, "link", "set", link, "up")
-        yield hosts
+        with _link(spaces, ends, delay_ms, loss_percent):
+            for place, (space, end) in enumerate(zip(spaces, ends, strict=True)):
+                _do("ip", "-n", space, "address", "add", f"{_address(place)}/24", "dev", end)
+                for link in ("lo", end):
+                    _do("ip", "-n", space, "link", "set", link, "up")
+            yield hosts
     finally:
         for space in made:
             for pid in _do("ip", "netns", "pids", space).split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             _do("ip", "netns", "delete", space)
+
+
+@contextmanager
+def _link(spaces: Sequence[str], ends: Sequence[str], delay_ms: float, loss_percent: float) -> Iterator[None]:
+    """Connects the namespaces; the link is there until the context is left, or the namespaces are removed."""
+    if not delay_ms and not loss_percent:
+        peer = ("peer", "name", ends[1], "netns", spaces[1])
+        _do("ip", "link", "add", ends[0], "netns", spaces[0], "type", "veth", *peer)
+        yield
+        return
+    link = [str(delay_ms), str(loss_percent), spaces[0], ends[0], spaces[1], ends[1]]
+    command = [sys.executable, "-m", "benchmarks.two_hosts.poor_link", *link]
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, start_new_session=True) as forwarder:
+        try:
+            assert forwarder.stdout is not None
+            if forwarder.stdout.readline() != b"ready\n":
+                raise RuntimeError("the link's process cannot make its interfaces")
+            yield
+        finally:
+            forwarder.kill()
 
 
 def _address(host: int) -> str:

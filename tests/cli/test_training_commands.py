@@ -1,11 +1,14 @@
 """The commands that need torch, from profiling to training, on a model of the test's own."""
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -195,38 +198,78 @@ def alive(pid: int) -> bool:
         return False
 
 
+def running(folder: Path, *options: str, **pipes: Any) -> "subprocess.Popen[str]":
+    arguments = ("run", "plan.json", "--steps", "1000000", *options)
+    return subprocess.Popen([*COMMAND, *arguments], cwd=folder, env=environment(folder), text=True, **pipes)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-@pytest.mark.parametrize("blow", ["kill a rank", "ctrl-c"])
-def test_a_run_ends_with_all_its_ranks(folder: Path, blow: str) -> None:
-    run = subprocess.Popen(
-        [*COMMAND, "run", "plan.json", "--steps", "1000000"],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.mark.parametrize(
+    ("number", "options", "code", "said"),
+    [
+        (signal.SIGKILL, (), 1, r"error: rank 1 \(cpu1\) was killed by SIGKILL at step .*"),
+        (signal.SIGINT, (), 130, "interrupted: all ranks have ended"),
+        (signal.SIGTERM, ("--checkpoint", "kept"), 143,
+         r"stopped by SIGTERM after (\d+) steps, of which there is a checkpoint: continue with --resume"),
+    ],
+)  # fmt: skip
+def test_a_run_ends_with_all_its_ranks(
+    folder: Path, number: signal.Signals, options: tuple[str, ...], code: int, said: str
+) -> None:
+    run = running(folder, *options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert run.stderr is not None
         first = run.stderr.readline()
         assert first.startswith("step 1/1000000"), first
         ranks = children(run.pid)
         assert len(ranks) == 2
-        os.kill(*((ranks[1], signal.SIGKILL) if blow == "kill a rank" else (run.pid, signal.SIGINT)))
-        start = time.monotonic()
+        os.kill(ranks[1] if number == signal.SIGKILL else run.pid, number)
         _, rest = run.communicate(timeout=30)
-        assert time.monotonic() - start < 10
         assert not any(alive(rank) for rank in ranks)
         last = [line for line in rest.splitlines() if not line.startswith("step ")]
-        if blow == "kill a rank":
-            assert run.returncode == 1
-            assert len(last) == 1
-            assert last[0].startswith("error: rank 1 (cpu1) was killed by SIGKILL at step ")
-        else:
-            assert run.returncode == 130
-            assert last == ["interrupted: all ranks have ended"]
+        assert run.returncode == code
+        assert len(last) == 1
+        found = re.fullmatch(said, last[0])
+        assert found, last
+        if "--checkpoint" in options:
+            newest = sorted((folder / "kept").glob("step-*"))[-1]
+            assert newest.name == f"step-{int(found[1]):09d}"
     finally:
         run.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_nothing_is_left_running_when_the_terminal_closes(folder: Path) -> None:
+    terminal, end = os.openpty()
+    own = {"start_new_session": True, "stdin": end, "stdout": end, "stderr": end}
+    run = running(folder, "--checkpoint", "closed", "--checkpoint-every", "1", preexec_fn=own_terminal, **own)
+    os.close(end)
+    try:
+        end_s = time.monotonic() + 60
+        while not list((folder / "closed").glob("step-*")):
+            assert time.monotonic() < end_s
+            os.read(terminal, 10**6)
+        ranks = children(run.pid)
+        os.close(terminal)
+        assert run.wait(30) == 129
+        assert not any(alive(rank) for rank in ranks)
+    finally:
+        run.kill()
+
+
+def own_terminal() -> None:
+    """Makes stdin the terminal that a signal comes from when it is closed."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_modules_are_imported_ends_quietly(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "typer.py").write_text(f"import os, time\nos.kill(os.getpid(), {number})\ntime.sleep(60)")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "bapipe", "--help"], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_a_profile_of_other_layers_cannot_simulate_the_plan(folder: Path) -> None:

@@ -90,6 +90,7 @@ class Ranks:
             if pid == 0:
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+                os.environ["BAPIPE_JOB_SECRET"] = "of this test"
                 said = "crashed"
                 try:
                     prepare(rank)
@@ -246,6 +247,17 @@ def cut_off(folder: Path) -> dict[str, object]:
     }
 
 
+def slow_and_lossy(folder: Path) -> dict[str, object]:
+    """Two hosts whose link takes 100 ms in each direction and loses 2 % of the packets."""
+    reason = why_not()
+    if reason is not None or not Path("/dev/net/tun").exists():
+        return {"skipped": reason or "there is no /dev/net/tun here"}
+    training, plan = TrainConfig(steps=2, timeout_s=20.0), plan_of(noisy, (4,), (0, 1))
+    alone = Ranks(folder, plan, noisy, training).wait()
+    with two_hosts(delay_ms=100, loss_percent=2) as hosts:
+        return {"alone": alone, "said": Ranks(folder, plan, noisy, training, hosts.enter).wait()}
+
+
 class Slow(Dataset[tuple[Tensor, ...]]):
     """The points, each after a millisecond."""
 
@@ -293,7 +305,7 @@ def raised(folder: Path) -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {}
-    for case in (killed, replanned, full_disk, frozen, cut_off, not_a_number, raised):
+    for case in (killed, replanned, full_disk, frozen, cut_off, slow_and_lossy, not_a_number, raised):
         place = Path(sys.argv[1]) / case.__name__
         place.mkdir()
         start_s = time.monotonic()

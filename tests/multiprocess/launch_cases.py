@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bapipe.errors import BapipeError
+from bapipe.job.peers import prove_peers
+from bapipe.job.sockets import open_sockets
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
 from bapipe.zoo.example import Example
@@ -38,6 +42,34 @@ def _end(how: str) -> None:
         os._exit(5)
     if how == "hang":
         time.sleep(1000)
+
+
+def three_steps(rank: Rank) -> str:
+    """Rank 0 waits for rank 1 in each of three steps; returns how the ranks, with other secrets, proved who they are."""
+    said = ""
+    try:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        prove_peers(everyone, ["cpu0", "cpu1"], b"of rank %d" % rank.index, timedelta(seconds=60))
+    except BapipeError as error:
+        said = str(error)
+    rank.all_connected()
+    for step in range(3):
+        rank.enter_step(step)
+        rank.report((step, os.getpid(), _ports()))
+        time.sleep(rank.index)
+        dist.barrier()
+    return said
+
+
+def _ports() -> list[int]:
+    """Returns the ports of this process that listen."""
+    ports = []
+    for handle, _ in open_sockets():
+        with socket.socket(fileno=os.dup(handle)) as opened:
+            if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.append(opened.getsockname()[1])
+    return ports
 
 
 def alone(rank: Rank) -> None:

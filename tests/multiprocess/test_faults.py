@@ -89,6 +89,14 @@ def test_a_cut_link_ends_every_rank_at_the_timeout_and_nothing_is_lost(seen: dic
     assert found["equal"]
 
 
+def test_a_slow_and_lossy_link_changes_nothing(seen: dict[str, Any]) -> None:
+    found = seen["slow_and_lossy"]
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    assert found["said"] == found["alone"]
+    assert len(json.loads(found["said"][0])) == 2
+
+
 def test_a_loss_that_is_not_finite_ends_every_rank(seen: dict[str, Any]) -> None:
     said = (
         "the loss is nan at step 0; parameters that are not finite after it: rank 0 (cpu0) has 2, '0.weight' first, "
@@ -114,7 +122,7 @@ def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "BAPIPE_JOB_SECRET": "of this test"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     first = [f"0:{step}" for step in range(5)]

@@ -6,16 +6,18 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
+from bapipe.job.store import JobStore
 from bapipe.runtime.launch.processes import launch
 from tests import ROOT
-from tests.multiprocess.launch_cases import alone, both
+from tests.multiprocess.launch_cases import alone, both, three_steps
 
 NAMES = ["cpu0", "cpu1"]
 
@@ -70,12 +72,75 @@ def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
     assert caught.value.lost == ("cpu1",)
 
 
+@dataclass(slots=True)
+class ThreeSteps:
+    """What two ranks of `three_steps` left; all were paused for 3.7 s, and a rank may wait for 2 s.
+
+    Attributes:
+        results: of the ranks.
+        connected: ports of the ranks to which this process could connect.
+    """
+
+    results: list[str]
+    ports: set[int]
+    connected: list[int]
+
+
+@pytest.fixture(scope="module")
+def three() -> ThreeSteps:
+    pids: set[int] = set()
+    seen = ThreeSteps([], set(), [])
+
+    def note(index: int, report: tuple[int, int, list[int]]) -> None:
+        step, pid, ports = report
+        pids.add(pid)
+        seen.ports |= set(ports)
+        if step == 1 and index == 1:
+            for number, delay_s in ((signal.SIGSTOP, 0.3), (signal.SIGCONT, 4.0)):
+                Timer(delay_s, _send, (number, pids)).start()
+        for port in ports if step == 0 else ():
+            with suppress(TimeoutError), socket.create_connection(("127.0.0.1", port), timeout=0.2):
+                seen.connected.append(port)
+
+    seen.results = launch(three_steps, NAMES, timeout_s=2, on_message=note)
+    return seen
+
+
+def _send(number: signal.Signals, pids: set[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of a process's sockets, and filters them")
+
+
+@linux_only
+def test_ranks_that_are_all_paused_for_longer_than_the_timeout_continue(three: ThreeSteps) -> None:
+    assert len(three.results) == 2
+
+
+@linux_only
+def test_nothing_connects_to_a_run_that_trains(three: ThreeSteps) -> None:
+    assert three.ports
+    assert three.connected == []
+
+
+@linux_only
+def test_a_peer_that_does_not_know_the_secret_is_found_before_the_first_step(three: ThreeSteps) -> None:
+    assert three.results == [
+        f"the connection of rank {own} (cpu{own}) to rank {other} (cpu{other}) leads to a process that is not of this "
+        "job: start it again, and see who may use this network"
+        for own, other in ((0, 1), (1, 0))
+    ]
+
+
 def _job(monkeypatch: pytest.MonkeyPatch, rank: int) -> int:
     """Makes this process one of two of a job; returns the port at which they meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+             "BAPIPE_JOB_SECRET": "of this test"}  # fmt: skip
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     return port
@@ -99,7 +164,10 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(monkeypatch: pytest.M
     port = _job(monkeypatch, 0)
 
     def fail() -> None:
-        PrefixStore("bapipe0of2", TCPStore("127.0.0.1", port, 2, False)).add("failed", 1)
+        while True:
+            with suppress(ConnectionRefusedError):
+                JobStore(("127.0.0.1", port), b"of this test", 60.0).add("failed", 1)
+                return
 
     failing = Thread(target=fail)
     failing.start()

@@ -4,12 +4,14 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapipe.errors import BapipeError, RunFailed
+from bapipe.errors import BapipeError, RunFailed, Stopped
+from bapipe.job.secret import new_secret
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 from bapipe.runtime.launch.worker import (
     Failure,
@@ -22,12 +24,20 @@ from bapipe.runtime.launch.worker import (
     join_job,
     run_rank,
 )
+from bapipe.stop_signals import StopRequest, noted_signals
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
 
 _START_S = 120.0
 """How much longer a rank may be silent while it starts, because importing torch takes long."""
+
+_NO_FACTS: Mapping[str, str] = {}
+
+_RECEIVE_S = 0.2
+
+_LONGEST_WAIT_S = 1.0
+"""What a round of following the ranks counts for at most: it takes longer only if this process was paused."""
 
 _END_S = 1.0
 """How long a rank that has reported its result, or closed its pipe, may take to exit."""
@@ -41,7 +51,7 @@ class _RankState:
         step: the last step that it has started.
         killed_by: the signal that killed its process.
         vanished: its process ended without a report.
-        heard_s: when it last sent a message.
+        silent_s: how long it has run without sending a message; less than 0 while it may still start.
     """
 
     name: str
@@ -51,7 +61,7 @@ class _RankState:
     failure: Failure | None = None
     killed_by: int | None = None
     vanished: bool = False
-    heard_s: float = field(default_factory=lambda: time.monotonic() + _START_S)
+    silent_s: float = -_START_S
 
     @property
     def broken(self) -> bool:
@@ -73,57 +83,101 @@ def launch(
     kind: str = "cpu",
     timeout_s: float = 600.0,
     on_message: Callable[[int, Any], None] | None = None,
+    stops_between_steps: bool = False,
+    facts: Mapping[str, str] = _NO_FACTS,
 ) -> list[Result]:
     """Runs `worker(rank, *arguments)` in a process for each of `names`; returns what each returned, in rank order.
 
     Under torchrun it joins that job and runs the worker in this process; the list then holds this rank's result alone,
     and `on_message` sees this rank's messages alone. `kind` is `cpu` (gloo, one thread per process) or `cuda` (NCCL).
     The worker, its arguments and its result must be picklable. `on_message(index, message)` gets the workers' reports,
-    in this process.
+    in this process. `facts` are values that must be the same in all ranks of a job, by what they are of.
+
+    SIGTERM and SIGHUP end the ranks with this process. A worker that `stops_between_steps` is asked to do so first: it
+    looks at `rank.stop_signal`, and raises `Stopped` in every rank. A second signal, or one before the first step, does
+    not wait.
 
     Raises:
         BapipeError: a worker raised it, or torchrun started another number of processes.
         RunFailed: a rank raised, was killed, or neither ended nor reported anything for `timeout_s`.
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
+        Stopped: the ranks were asked to stop, and have ended.
     """
-    job = RankJob(worker=worker, arguments=arguments, names=tuple(names), kind=kind, timeout_s=timeout_s)
+    job = RankJob(
+        worker=worker,
+        arguments=arguments,
+        names=tuple(names),
+        kind=kind,
+        timeout_s=timeout_s,
+        stops_between_steps=stops_between_steps,
+        facts=facts,
+    )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return [join_job(job, on_message)]
     with tempfile.TemporaryDirectory(prefix="bapipe-") as name:
         folder = Path(name)
-        to_every_rank = job, str(folder / "store")
-        with local_processes(run_rank, len(names), to_every_rank, folder=folder, grace_s=_END_S) as processes:
+        to_every_rank = job, str(folder / "store"), new_secret()
+        with (
+            noted_signals() if stops_between_steps else nullcontext(StopRequest()) as stop,
+            local_processes(run_rank, len(names), to_every_rank, folder=folder, grace_s=_END_S) as processes,
+        ):
             ranks = [_RankState(device, process) for device, process in zip(names, processes, strict=True)]
-            _follow(ranks, timeout_s, on_message)
+            _follow(ranks, timeout_s, on_message, stop)
     return [rank.finished.result for rank in ranks if rank.finished is not None]  # type: ignore[misc]
 
 
-def _follow(ranks: Sequence[_RankState], timeout_s: float, on_message: Callable[[int, Any], None] | None) -> None:
+def _follow(
+    ranks: Sequence[_RankState],
+    timeout_s: float,
+    on_message: Callable[[int, Any], None] | None,
+    stop: StopRequest,
+) -> None:
     """Returns when every rank has finished; raises when one is not going to."""
     deadline_s: float | None = None
+    num_signals, last_s = 0, time.monotonic()
     while any(rank.finished is None for rank in ranks):
         _receive(ranks, on_message)
         now_s = time.monotonic()
         if deadline_s is None and any(rank.broken for rank in ranks):
             deadline_s = now_s + _SETTLE_S
         if deadline_s is not None and (now_s >= deadline_s or all(rank.broken or rank.finished for rank in ranks)):
-            raise _error(ranks)
+            raise _error(ranks, stop)
+        if stop.number is not None and num_signals < len(stop.numbers):
+            num_signals = len(stop.numbers)
+            _ask_to_stop(ranks, stop.number, is_first=num_signals == 1)
+        _count_silence(ranks, min(now_s - last_s, _LONGEST_WAIT_S))
+        last_s = now_s
         running = [rank for rank in ranks if rank.finished is None and not rank.broken]
         # While one rank still reports, the others may be waiting for it.
-        if deadline_s is None and running and all(now_s - rank.heard_s > timeout_s + _END_S for rank in running):
+        if deadline_s is None and running and all(rank.silent_s > timeout_s + _END_S for rank in running):
             raise RunFailed(
                 f"{running[0].title} neither ended nor reported anything for {timeout_s:g} s{running[0].at_step}: "
                 "if a step takes longer, raise the timeout"
             )
 
 
+def _ask_to_stop(ranks: Sequence[_RankState], number: int, is_first: bool) -> None:
+    """Asks the ranks to stop after their step; raises Stopped if they are not to be waited for."""
+    if not is_first or any(rank.step is None for rank in ranks):
+        raise Stopped(number, ": all ranks have ended")
+    for rank in ranks:
+        rank.process.ask_to_end()
+
+
+def _count_silence(ranks: Sequence[_RankState], passed_s: float) -> None:
+    """Counts the time that ranks run without a message; ranks that are all paused are not waited for."""
+    if not all(rank.process.is_paused() for rank in ranks if rank.finished is None):
+        for rank in ranks:
+            rank.silent_s += passed_s
+
+
 def _receive(ranks: Sequence[_RankState], on_message: Callable[[int, Any], None] | None) -> None:
-    for process, message in receive([rank.process for rank in ranks], timeout_s=0.2):
+    for process, message in receive([rank.process for rank in ranks], timeout_s=_RECEIVE_S):
         rank = ranks[process.index]
         if not process.is_open:
             _note_end(rank)
             continue
-        rank.heard_s = time.monotonic()
+        rank.silent_s = 0.0
         if isinstance(message, StepStarted):
             rank.step = message.step
         elif isinstance(message, Finished):
@@ -144,8 +198,12 @@ def _note_end(rank: _RankState) -> None:
     rank.vanished = rank.killed_by is None
 
 
-def _error(ranks: Sequence[_RankState]) -> BapipeError:
+def _error(ranks: Sequence[_RankState], stop: StopRequest) -> BapipeError | Stopped:
     """Returns the error for the user: the cause, rather than a rank that only noticed that another had gone."""
+    for rank in ranks:
+        if rank.failure is not None and rank.failure.stopped is not None:
+            number, detail = rank.failure.stopped
+            return Stopped(stop.number or number, detail)
     gone = tuple(rank.name for rank in ranks if rank.killed_by is not None or rank.vanished)
     for rank in ranks:
         if rank.killed_by is not None:

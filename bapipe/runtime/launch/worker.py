@@ -8,7 +8,8 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,9 +17,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import BapipeError, LayerFailed, RunFailed
+from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped
+from bapipe.job.peers import prove_peers
+from bapipe.job.rendezvous import another_rank_reports, open_store, wait_for_all
+from bapipe.job.secret import job_secret
+from bapipe.job.sockets import OpenSocket, open_sockets, refuse_newcomers
 from bapipe.processes import one_line
-from bapipe.runtime.launch.rendezvous import another_rank_reports, open_store, wait_for_all
+from bapipe.runtime.launch.waiting import WaitLimit
+from bapipe.stop_signals import StopRequest, noted_signals
 from bapipe.torch_device import prepare_cpu
 
 _JOIN_S = 300.0
@@ -34,13 +40,31 @@ class Rank:
     Attributes:
         index, size: its rank in the process group, and the group's size.
         name: of its device in the plan.
+        group_timeout: for process groups that the worker makes.
     """
 
     index: int
     size: int
     name: str
     device: torch.device
+    group_timeout: timedelta
     _send: Callable[[object], None]
+    _stop: StopRequest
+    _sockets_before: Collection[OpenSocket]
+
+    def all_connected(self) -> None:
+        """Says that there will be no more process groups: from now on nothing can connect to gloo's ports.
+
+        gloo keeps them open, takes any connection there, and aborts the process if it has too many. NCCL however
+        connects later, when it first needs to.
+        """
+        if self.device.type == "cpu":
+            refuse_newcomers(self._sockets_before)
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal that has asked this rank to stop after the current step, 0 if there was none."""
+        return self._stop.number or 0
 
     def enter_step(self, step: int) -> None:
         """Reports that a step begins: if this rank dies in it, the error names the step."""
@@ -60,6 +84,8 @@ class RankJob:
         names: of the ranks' devices in the plan.
         kind: `cpu` (gloo) or `cuda` (NCCL).
         timeout_s: how long a rank may wait for another.
+        stops_between_steps: the worker looks at `rank.stop_signal`; else signals end it at once.
+        facts: values that must be the same in all ranks of a job, by what they are of.
     """
 
     worker: Callable[..., Any]
@@ -67,6 +93,8 @@ class RankJob:
     names: tuple[str, ...]
     kind: str
     timeout_s: float
+    stops_between_steps: bool
+    facts: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,31 +131,58 @@ class Failure:
         expected: it is a BapipeError whose text is complete without rank and step.
         lost_peer: it only shows that another rank has gone, or is too slow.
         timed_out: the latter.
+        stopped: how a signal made all ranks stop; its number is in there.
     """
 
     text: str
     expected: bool
     lost_peer: bool = False
     timed_out: bool = False
+    stopped: tuple[int, str] | None = None
 
 
-def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str) -> None:
-    """Runs the worker as one rank of a group of processes on this machine, which meet in a file.
+def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str, secret: bytes) -> None:
+    """Runs the worker as one rank of a group of processes on this machine, which meet in a file of their user's own.
 
     Sends `Started`, what the worker sends, and in the end `Finished` or `Failure`.
     """
+    limit = WaitLimit(job.timeout_s, job.kind)
     try:
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+            # Nobody outside can connect, and the host's name need not resolve.
+            os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         send(Started())
-        device, size = _prepare(job.kind, index), len(job.names)
-        _init(job, store=dist.FileStore(store, size), rank=index, world_size=size)
-        result = job.worker(Rank(index, size, job.names[index], device, send), *job.arguments)
+        shared = dist.FileStore(store, len(job.names))
+        result = _work(job, index, send, limit, local_index=index, store=shared, secret=secret)
         _send_result(send, result)
         dist.destroy_process_group()
     except BaseException as error:  # the parent puts any kind of error into one line
         with contextlib.suppress(OSError):
-            send(_failure_of(error, job.timeout_s))
+            send(_failure_of(error, job.timeout_s, limit))
+
+
+def _work(
+    job: RankJob,
+    index: int,
+    send: Callable[[object], None],
+    limit: WaitLimit,
+    *,
+    local_index: int,
+    store: dist.Store,
+    secret: bytes,
+) -> Any:
+    """Joins the process group, which `store` connects, and runs the worker; returns its result."""
+    device, size = _prepare(job.kind, local_index), len(job.names)
+    sockets_before = open_sockets()
+    with limit, noted_signals() if job.stops_between_steps else nullcontext(StopRequest()) as stop:
+        backend = "nccl" if job.kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=limit.group_timeout)
+        if backend == "gloo":
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            prove_peers(everyone, job.names, secret, timedelta(seconds=job.timeout_s))
+        rank = Rank(index, size, job.names[index], device, limit.group_timeout, send, stop, sockets_before)
+        return job.worker(rank, *job.arguments)
 
 
 def _send_result(send: Callable[[object], None], result: object) -> None:
@@ -150,19 +205,18 @@ def _prepare(kind: str, local_index: int) -> torch.device:
     return torch.device("cuda", local_index)
 
 
-def _init(job: RankJob, **rendezvous: Any) -> None:
-    backend = "nccl" if job.kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=job.timeout_s), **rendezvous)
-
-
-def _failure_of(error: BaseException, timeout_s: float) -> Failure:
+def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None) -> Failure:
+    if isinstance(error, Stopped):
+        return Failure(text=str(error), expected=True, stopped=(error.number, error.detail))
+    waited = f"waited more than {timeout_s:g} s for another rank"
+    if limit is not None and limit.expired:
+        return Failure(text=waited, expected=False, lost_peer=True, timed_out=True)
     if isinstance(error, LayerFailed):
         return Failure(text=str(error), expected=False)
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
-        text = f"waited more than {timeout_s:g} s for another rank"
-        return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
+        return Failure(text=waited, expected=False, lost_peer=True, timed_out=True)
     return Failure(text=one_line(error), expected=False, lost_peer=_is_lost_peer(error))
 
 
@@ -194,15 +248,16 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
         elif isinstance(message, Message) and on_message is not None:
             on_message(index, message.value)
 
+    limit: WaitLimit | None = None
     try:
-        device = _prepare(job.kind, int(os.environ.get("LOCAL_RANK", index)))
-        wait_for_all(store, index, names, rendezvous_s)
-        _init(job, store=store, rank=index, world_size=size)
-        result = job.worker(Rank(index, size, names[index], device, send), *job.arguments)
+        wait_for_all(store, index, names, rendezvous_s, job.facts)
+        limit = WaitLimit(job.timeout_s, job.kind)  # from here on: it lets the connections live that there are
+        local_index = int(os.environ.get("LOCAL_RANK", index))
+        result = _work(job, index, send, limit, local_index=local_index, store=store, secret=job_secret())
         dist.destroy_process_group()
         return result
     except Exception as error:
-        failure = _failure_of(error, job.timeout_s)
+        failure = _failure_of(error, job.timeout_s, limit)
         at = f" at step {steps[0]}" if steps else ""
         told = another_rank_reports(store, failure.lost_peer)
         raise RunFailed(describe_failure(failure, index, names[index], at), told=told) from None

@@ -1,0 +1,175 @@
+"""The rendezvous of a job of torchrun or Slurm: ranks meet in a store, compare what they run, and note a failure."""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from threading import Thread
+
+import msgspec
+from torch.distributed import PrefixStore, TCPStore
+
+from bapipe.errors import BapipeError, RunFailed
+from bapipe.job.messages import NotOfTheJob
+from bapipe.job.secret import VARIABLE, job_secret, secret_path
+from bapipe.job.server import StoreServer
+from bapipe.job.store import JobStore
+
+_SETTLE_S = 0.7
+"""How long a rank that lost its peer waits for another rank to report the cause."""
+
+_ANSWER_S = 2.0
+"""How long the store may take to answer; without an answer its host, or the link to it, is gone."""
+
+_ASK_AGAIN_S = 0.05
+
+
+def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
+    """Returns the store of the job that this process is part of, as the environment variables of torchrun say.
+
+    Rank 0 serves it at MASTER_ADDR. Under torchrun, whose agent has a store of its own at MASTER_PORT, that store only
+    tells the other ranks the port of this one.
+
+    Raises:
+        BapipeError: the port is taken, or the server does not know the job's secret.
+        RunFailed: there is no answer for `timeout_s`.
+    """
+    address, port, secret = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job_secret()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    end_s = time.monotonic() + timeout_s
+    title = f"rank {index} ({names[index]})"
+    try:
+        if attempt is not None:
+            port = _port_by_agent(address, port, f"bapipe{attempt}of{len(names)}", index, secret, timeout_s)
+        elif index == 0:
+            serve(address, port, secret)
+        store = _connect(address, port, secret, timeout_s, end_s)
+    except NotOfTheJob:
+        raise BapipeError(
+            f"{title} and what it finds at {address}:{port} do not have the same secret, so that is another job, or "
+            f"another user's: choose another MASTER_PORT, or set {VARIABLE} to the same text for all ranks, or give "
+            f"their hosts the same {secret_path()}"
+        ) from None
+    except (OSError, RuntimeError):
+        raise RunFailed(
+            f"{title} cannot reach rank 0 at {address}:{port} after {timeout_s:g} s: start all ranks, and let this one "
+            "through"
+        ) from None
+    if not store.join(index):
+        raise BapipeError(
+            f"{title} has joined the job at {address}:{port} already, as another process: choose another MASTER_PORT "
+            "for another job"
+        )
+    return store
+
+
+def _port_by_agent(address: str, port: int, prefix: str, index: int, secret: bytes, timeout_s: float) -> int:
+    """Returns the port at which rank 0 serves the job's store, by the store of torchrun's agent.
+
+    The agent's store keeps what an attempt that died has left (pytorch#135712), so every attempt has a prefix of its
+    own; an elastic restart with fewer processes has the same number, so the prefix also has the size.
+    """
+    agent = PrefixStore(prefix, TCPStore(address, port, None, False, timedelta(seconds=timeout_s)))
+    if index == 0:
+        agent.set("port", str(serve(address, 0, secret).port))
+    return int(agent.get("port"))
+
+
+def serve(address: str, port: int, secret: bytes) -> StoreServer:
+    """Returns a new server of a job's store, at an address of this host, or at all if that one is translated.
+
+    Raises:
+        BapipeError: another process uses the port.
+    """
+    try:
+        return StoreServer(_listener(address, port), secret)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return StoreServer(_listener("", port), secret)
+        raise BapipeError(
+            f"port {port} of {address} is in use, perhaps by another job: choose another MASTER_PORT for this one"
+        ) from None
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    if not address:
+        return socket.create_server(("", port), backlog=1024)
+    family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(resolved, family=family, backlog=1024)
+
+
+def _connect(address: str, port: int, secret: bytes, timeout_s: float, end_s: float) -> JobStore:
+    """Returns a connection to the store; until `end_s` it tries again while rank 0 has not started."""
+    while True:
+        try:
+            return JobStore((address, port), secret, timeout_s)
+        except NotOfTheJob:
+            raise
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(_ASK_AGAIN_S)
+
+
+def wait_for_all(store: JobStore, index: int, names: Sequence[str], timeout_s: float, facts: Mapping[str, str]) -> None:
+    """Waits until every rank of the job has called it with the same `facts`, which are values by what they are of.
+
+    Before torch's own rendezvous, which would say neither which rank is missing nor that one has failed.
+
+    Raises:
+        BapipeError: ranks differ.
+        RunFailed: some ranks have not called it after `timeout_s`, or one failed.
+    """
+    store.set(f"here{index}", msgspec.json.encode(facts))
+    end_s = time.monotonic() + timeout_s
+    while missing := [other for other in range(len(names)) if not store.check([f"here{other}"])]:
+        others = ", ".join(f"rank {other} ({names[other]})" for other in missing)
+        if store.add("failed", 0):
+            raise RunFailed(f"{others} did not join the job, of which a rank failed")
+        if time.monotonic() > end_s:
+            raise RunFailed(
+                f"{others} did not join the job in {timeout_s:g} s: start all ranks, and see what ended them"
+            )
+        time.sleep(_ASK_AGAIN_S)
+    known = [msgspec.json.decode(store.get(f"here{other}"), type=dict[str, str]) for other in range(len(names))]
+    differences = _differences(names, known)
+    if differences:
+        raise BapipeError(f"the ranks differ, and would train something else: {'; '.join(differences)}")
+
+
+def _differences(names: Sequence[str], known: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns who differs from rank 0 in what; ranks with the same value are named together."""
+    found = []
+    for what in dict.fromkeys(what for facts in known for what in facts):
+        ranks_by_value: dict[str, list[str]] = {}
+        for index, facts in enumerate(known):
+            ranks_by_value.setdefault(facts.get(what, "none"), []).append(f"rank {index} ({names[index]})")
+        if len(ranks_by_value) > 1:
+            values = [f"{value} on {', '.join(ranks)}" for value, ranks in ranks_by_value.items()]
+            found.append(f"{what} is {', but '.join(values)}")
+    return found
+
+
+def another_rank_reports(store: JobStore, lost_peer: bool) -> bool:
+    """Whether another rank reports the failure, so that this one need not; notes that this rank has failed.
+
+    A rank that only lost its peer waits a moment for the cause to be reported first.
+    """
+    answers: list[bool] = []
+
+    def ask() -> None:
+        end_s = time.monotonic() + (_SETTLE_S if lost_peer else 0.0)
+        try:
+            while lost_peer and time.monotonic() < end_s and not store.add("failed", 0):
+                time.sleep(_ASK_AGAIN_S)
+            answers.append(store.add("failed", 1) > 1)
+        except OSError:  # the store is gone, with the rank that hosted it
+            answers.append(False)
+
+    # In a thread: over a link that is cut the call would never return.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_SETTLE_S + _ANSWER_S)
+    return bool(answers and answers[0])

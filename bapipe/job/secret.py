@@ -1,0 +1,83 @@
+"""The secret that the processes of a job share: from the environment, or from a file of the user's."""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from bapipe.errors import BapipeError
+
+VARIABLE = "BAPIPE_JOB_SECRET"
+
+_NUM_BYTES = 32
+
+
+def new_secret() -> bytes:
+    """Returns a secret that nobody else knows."""
+    return secrets.token_bytes(_NUM_BYTES)
+
+
+def digest(key: bytes, *parts: bytes) -> bytes:
+    """Returns the HMAC-SHA256 of some parts; each has its length before it, so that no two lists give the same."""
+    return hmac.new(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), hashlib.sha256).digest()
+
+
+def job_secret() -> bytes:
+    """Returns the secret of this process's job.
+
+    It is the environment variable BAPIPE_JOB_SECRET, or else the user's own, which is made at its first use: hosts
+    with a common home folder then need no setting.
+
+    Raises:
+        BapipeError: the file can be read by others, or there is none and it cannot be written.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        return given.encode()
+    path = secret_path()
+    try:
+        if not path.exists():
+            _create(path)
+        return _read(path)
+    except OSError as error:
+        raise BapipeError(
+            f"{path}: the job's secret cannot be kept there: {error.strerror}; set {VARIABLE} to the same random text "
+            "for all ranks"
+        ) from None
+
+
+def secret_path() -> Path:
+    """Returns the file of the user's secret."""
+    configuration = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(configuration, "bapipe", "job-secret")
+
+
+def _create(path: Path) -> None:
+    """Writes a new secret, unless another process of the job has done so meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(new_secret().hex().encode() + b"\n")
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(temporary)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise BapipeError(
+                f"{path}: the job's secret can be read or changed by others: make it your own with mode 600, or remove "
+                "it"
+            )
+        secret = file.read().strip()
+    if len(secret) < _NUM_BYTES:
+        raise BapipeError(f"{path}: a secret of {len(secret)} characters is too short: remove it")
+    return secret

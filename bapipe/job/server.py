@@ -1,0 +1,142 @@
+"""The server of a job's store: keeps keys and values, answers ranks that know the secret, and no one else."""
+
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from bapipe.job.messages import Channel, greet_client
+
+_GREETING_S = 5.0
+"""How long a connection may take to prove that it belongs to the job."""
+
+_MAX_GREETINGS = 64
+"""Connections that may be doing so at a time; another one ends the oldest."""
+
+
+class StoreServer:
+    """Serves the store at an address, in threads, until it is closed.
+
+    Requests are `[name, *arguments]` in MessagePack, answered at once: a rank that waits asks again.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
+        self._values: dict[str, bytes] = {}
+        self._joined: set[int] = set()
+        self._lock = threading.Lock()
+        self._greeted: OrderedDict[socket.socket, None] = OrderedDict()  # being greeted, the oldest first
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        number: int = self._listener.getsockname()[1]
+        return number
+
+    def close(self) -> None:
+        """Accepts no more connections."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the thread that accepts
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # too few file handles, for the moment
+                continue
+            with self._lock:
+                if len(self._greeted) >= _MAX_GREETINGS:
+                    oldest, _ = self._greeted.popitem(last=False)
+                    _shut_down(oldest)
+                self._greeted[connection] = None
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        rank: list[int] = []
+        with connection, suppress(OSError):
+            channel = self._greet(connection)
+            while True:
+                request = msgspec.msgpack.decode(channel.receive(), type=list[Any])
+                channel.send(msgspec.msgpack.encode(self._answer(request, rank)))
+        with self._lock:
+            self._greeted.pop(connection, None)
+            self._joined.difference_update(rank)
+
+    def _greet(self, connection: socket.socket) -> Channel:
+        timer = threading.Timer(_GREETING_S, _shut_down, (connection,))  # in all: a byte now and then is no excuse
+        timer.daemon = True
+        timer.start()
+        try:
+            return greet_client(connection, self._secret)
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._greeted.pop(connection, None)
+
+    def _answer(self, request: Sequence[Any], rank: list[int]) -> object:
+        name, *arguments = request
+        with self._lock:
+            if name == "join":
+                if arguments[0] in self._joined:
+                    return False
+                self._joined.add(arguments[0])
+                rank.append(arguments[0])
+                return True
+            return _EVALUATE[name](self._values, *arguments)
+
+
+def _set(values: dict[str, bytes], key: str, value: bytes) -> None:
+    values[key] = value
+
+
+def _get(values: dict[str, bytes], key: str) -> bytes | None:
+    return values.get(key)
+
+
+def _add(values: dict[str, bytes], key: str, number: int) -> int:
+    total = int(values.get(key, b"0")) + number
+    values[key] = str(total).encode()
+    return total
+
+
+def _check(values: dict[str, bytes], keys: Sequence[str]) -> bool:
+    return all(key in values for key in keys)
+
+
+def _delete(values: dict[str, bytes], key: str) -> bool:
+    return values.pop(key, None) is not None
+
+
+def _compare_set(values: dict[str, bytes], key: str, expected: bytes, desired: bytes) -> bytes:
+    if values.get(key, b"") == expected:
+        values[key] = desired
+    return values.get(key, expected)
+
+
+def _num_keys(values: dict[str, bytes]) -> int:
+    return len(values)
+
+
+_EVALUATE: dict[str, Callable[..., object]] = {
+    "set": _set,
+    "get": _get,
+    "add": _add,
+    "check": _check,
+    "delete_key": _delete,
+    "compare_set": _compare_set,
+    "num_keys": _num_keys,
+}
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,85 @@
+"""The store of a job as torch knows stores; `server` holds its values.
+
+Not torch's TCPStore: whoever reaches its port can list, change and delete all keys.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import Store
+
+from bapipe.job.messages import Channel, greet_server
+
+_ASK_AGAIN_S = 0.02
+
+
+class JobStore(Store):
+    """A rank's connection to the store's server.
+
+    Raises:
+        NotOfTheJob: the server does not know the secret.
+        OSError: there is no connection, or it ends.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        connection = socket.create_connection(address, timeout=timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._channel: Channel = greet_server(connection, secret)
+
+    def join(self, rank: int) -> bool:
+        """Returns whether this process is now the one of a rank; false if there is another."""
+        return bool(self._ask("join", rank))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self._ask("get", key)
+        return value
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask("add", key, value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        values = [text.encode() if isinstance(text, str) else text for text in (expected, desired)]
+        value: bytes = self._ask("compare_set", key, *values)
+        return value
+
+    def num_keys(self) -> int:
+        return int(self._ask("num_keys"))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when there are values for all keys; raises RuntimeError if that takes longer than the timeout."""
+        end_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        while not self.check(keys):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"Timed out waiting for the keys {', '.join(keys)}")
+            time.sleep(_ASK_AGAIN_S)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def _ask(self, *request: object) -> Any:
+        with self._lock:
+            self._channel.send(msgspec.msgpack.encode(request))
+            return msgspec.msgpack.decode(self._channel.receive())

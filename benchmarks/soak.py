@@ -1,0 +1,117 @@
+"""A long run that must not grow: memory, open files and threads of all its processes over time.
+
+    python -m benchmarks.soak FOLDER [--minutes 60] [--every 10] [--model vgg16] [--arg KEY=VALUE ...]
+
+It trains with checkpoints, evaluation and data workers, and ends the run by SIGTERM, after which nothing may be left
+running. It fails if in the last quarter of the time a process has more files or threads than in the second, or more
+memory than 2 % and 8 MB above.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bapipe.report.formatting import mib
+
+CLI = [sys.executable, "-m", "bapipe"]
+
+ALLOWED_SHARE, ALLOWED_BYTES = 0.02, 8 * 2**20
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a process uses at one moment."""
+
+    memory_bytes: int
+    num_files: int
+    num_threads: int
+
+
+def sample(pid: int) -> Sample:
+    """Returns what a process uses."""
+    folder = Path(f"/proc/{pid}")
+    return Sample(
+        int((folder / "statm").read_text().split()[1]) * PAGE_BYTES,
+        len(list((folder / "fd").iterdir())),
+        len(list((folder / "task").iterdir())),
+    )
+
+
+def children(pid: int) -> list[int]:
+    """Returns the processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def watch(run: "subprocess.Popen[bytes]", duration_s: float, every_s: float) -> dict[str, list[Sample]]:
+    """Returns the samples of the parent and of each rank."""
+    samples: dict[str, list[Sample]] = {}
+    end_s = time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        time.sleep(every_s)
+        if run.poll() is not None:
+            raise RuntimeError(f"the run ended by itself, with code {run.returncode}")
+        processes = {"parent": run.pid} | {f"rank {index}": pid for index, pid in enumerate(children(run.pid))}
+        for name, pid in processes.items():
+            samples.setdefault(name, []).append(sample(pid))
+    return samples
+
+
+def growth(name: str, samples: list[Sample]) -> list[str]:
+    """Prints what a process used in the second and the last quarter; returns what has grown."""
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    grown = []
+    for what in ("memory_bytes", "num_files", "num_threads"):
+        before, after = (median(getattr(one, what) for one in part) for part in (early, late))
+        is_memory = what == "memory_bytes"
+        allowed = before * (1 + ALLOWED_SHARE) + ALLOWED_BYTES if is_memory else before
+        values = f"{mib(int(before))} -> {mib(int(after))}" if is_memory else f"{before:g} -> {after:g}"
+        print(f"{name:8} {what:12} {values}")
+        grown += [f"{name}: {what} {values}"] if after > allowed else []
+    return grown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--every", type=float, default=10, help="seconds between two samples")
+    parser.add_argument("--model", default="vgg16")
+    parser.add_argument("--arg", action="append", default=[])
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    plan, profile = given.folder / "plan.json", given.folder / "profile.json"
+    arguments = [part for text in given.arg for part in ("--arg", text)]
+    if not plan.exists():
+        measure = [*CLI, "profile", given.model, *arguments, "--microbatch-size", "2,4", "-o", str(profile)]
+        subprocess.run(measure, check=True)
+        subprocess.run(
+            [*CLI, "plan", str(profile), "--devices", "2", "--stages", "2", "--minibatch-size", "8", "-o", str(plan)],
+            check=True,
+        )
+    options = ["--steps", "100000000", "--checkpoint", str(given.folder / "kept"), "--checkpoint-every", "50"]
+    options += ["--eval-every", "100", "--eval-samples", "16", "--data-workers", "1", "--resume"]
+    run = subprocess.Popen([*CLI, "run", str(plan), *options], stderr=(given.folder / "log").open("wb"))
+    try:
+        samples = watch(run, 60 * given.minutes, given.every)
+        ranks = children(run.pid)
+        run.send_signal(signal.SIGTERM)
+        code = run.wait(120)
+    finally:
+        run.kill()
+    faults = [fault for name, values in samples.items() for fault in growth(name, values)]
+    faults += [f"rank {index} still runs" for index, pid in enumerate(ranks) if Path(f"/proc/{pid}").exists()]
+    faults += [] if code == 128 + signal.SIGTERM else [f"the run ended with code {code}"]
+    print((given.folder / "log").read_text().splitlines()[-1])
+    sys.exit("\n".join(faults) if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Ranks of a job wait for one another by name, agree on who reports a failure, and refuse what differs."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from bapipe.errors import BapipeError, RunFailed
+from bapipe.job import secret as secrets
+from bapipe.job.rendezvous import another_rank_reports, open_store, serve, wait_for_all
+from bapipe.job.secret import job_secret
+from bapipe.job.server import StoreServer
+from bapipe.job.store import JobStore
+
+NAMES = ("cpu0", "gpu1", "gpu2")
+SECRET = b"known to the job only"
+FACTS = {"torch": "2.13", "the plan": "5a1f"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreServer]:
+    started = serve("127.0.0.1", 0, SECRET)
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", started.port),
+        (secrets.VARIABLE, "known to the job only"),
+    ):
+        monkeypatch.setenv(name, str(value))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def store(server: StoreServer) -> JobStore:
+    return JobStore(("127.0.0.1", server.port), SECRET, 20.0)
+
+
+def test_all_ranks_wait_for_one_another(store: JobStore) -> None:
+    ranks = [threading.Thread(target=wait_for_all, args=(store, index, NAMES, 20.0, FACTS)) for index in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(20)
+    assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_the_ranks_that_are_missing_are_named(store: JobStore) -> None:
+    with pytest.raises(RunFailed) as caught:
+        wait_for_all(store, 1, NAMES, 0.2, FACTS)
+    assert str(caught.value) == (
+        "rank 0 (cpu0), rank 2 (gpu2) did not join the job in 0.2 s: start all ranks, and see what ended them"
+    )
+
+
+def test_a_failed_rank_ends_the_waiting(store: JobStore) -> None:
+    assert not another_rank_reports(store, lost_peer=False)
+    with pytest.raises(RunFailed) as caught:
+        wait_for_all(store, 1, NAMES, 20.0, FACTS)
+    assert str(caught.value) == "rank 0 (cpu0), rank 2 (gpu2) did not join the job, of which a rank failed"
+
+
+def test_every_rank_names_the_ranks_that_differ(store: JobStore) -> None:
+    said: list[str] = []
+
+    def join(index: int, facts: dict[str, str]) -> None:
+        with pytest.raises(BapipeError) as caught:
+            wait_for_all(store, index, NAMES, 20.0, facts)
+        said.append(str(caught.value))
+
+    facts = [FACTS, {**FACTS, "torch": "2.12"}, {"torch": "2.13", "the plan": "77aa"}]
+    ranks = [threading.Thread(target=join, args=(index, own)) for index, own in enumerate(facts)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(20)
+    assert (
+        said
+        == [
+            "the ranks differ, and would train something else: torch is 2.13 on rank 0 (cpu0), rank 2 (gpu2), but 2.12 on "
+            "rank 1 (gpu1); the plan is 5a1f on rank 0 (cpu0), rank 1 (gpu1), but 77aa on rank 2 (gpu2)"
+        ]
+        * 3
+    )
+
+
+def test_the_first_rank_that_fails_reports(store: JobStore) -> None:
+    assert [another_rank_reports(store, lost_peer=False) for _ in range(3)] == [False, True, True]
+
+
+def test_a_rank_that_lost_its_peer_lets_the_cause_be_reported_first(store: JobStore) -> None:
+    cause = threading.Timer(0.2, another_rank_reports, (store, False))
+    cause.start()
+    assert another_rank_reports(store, lost_peer=True)
+    cause.join()
+
+
+def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setenv(secrets.VARIABLE, "known to the job only")
+    for attempt, names in (("0", NAMES), ("1", NAMES), ("1", NAMES[:2])):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert [open_store(index, names, 20.0).add("failed", 1) for index in (0, 1)] == [1, 2]
+
+
+def test_a_second_job_at_the_port_is_told_so(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BapipeError) as caught:
+        open_store(0, NAMES, 5.0)
+    assert str(caught.value) == (
+        f"port {server.port} of 127.0.0.1 is in use, perhaps by another job: choose another MASTER_PORT for this one"
+    )
+    first = open_store(1, NAMES, 5.0)
+    with pytest.raises(BapipeError) as caught:
+        open_store(1, NAMES, 5.0)
+    assert str(caught.value) == (
+        f"rank 1 (gpu1) has joined the job at 127.0.0.1:{server.port} already, as another process: choose another "
+        "MASTER_PORT for another job"
+    )
+    monkeypatch.setenv(secrets.VARIABLE, "something else")
+    with pytest.raises(
+        BapipeError, match=rf"^rank 2 \(gpu2\) and what it finds at 127.0.0.1:{server.port} do not have the same secret"
+    ):
+        open_store(2, NAMES, 5.0)
+    assert first.add("still here", 1) == 1
+
+
+def test_strangers_neither_join_nor_hinder_the_job(server: StoreServer, store: JobStore) -> None:
+    """Connections with garbage, half an answer, a wrong answer, or nothing, far more than may be greeted at once."""
+    store.set("key", b"value")
+    strangers = []
+    for number in range(200):
+        stranger = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        strangers.append(stranger)
+        if number % 4 == 0:
+            stranger.sendall(os.urandom(5000))
+        elif number % 4 == 1:
+            stranger.sendall(b"x" * 20)
+        elif number % 4 == 2:
+            stranger.sendall(bytes(64))
+    assert JobStore(("127.0.0.1", server.port), SECRET, 20.0).get("key") == b"value"
+    assert store.num_keys() == 1
+    challenge_only = []
+    for stranger in strangers[:3]:  # a wrong answer, and the connections that came before most others, are ended
+        received = b""
+        try:
+            while block := stranger.recv(4096):
+                received += block
+        except ConnectionResetError:
+            pass
+        challenge_only.append(len(received) <= 32)
+    assert challenge_only == [True] * 3
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_the_users_secret_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(secrets.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    made = job_secret()
+    path = tmp_path / "bapipe" / "job-secret"
+    assert len(made) == 64
+    assert job_secret() == made
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(path.parent.iterdir()) == [path]
+    path.chmod(0o644)
+    with pytest.raises(BapipeError, match=r"job-secret: the job's secret can be read or changed by others"):
+        job_secret()
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/nowhere")
+    with pytest.raises(BapipeError) as caught:
+        job_secret()
+    assert str(caught.value) == (
+        "/proc/nowhere/bapipe/job-secret: the job's secret cannot be kept there: No such file or directory; set "
+        "BAPIPE_JOB_SECRET to the same random text for all ranks"
+    )
+    monkeypatch.setenv(secrets.VARIABLE, "given")
+    assert job_secret() == b"given"
