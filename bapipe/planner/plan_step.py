@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
 
-ACTIONS_PER_NODE = 400
-"""Simulated actions of the bisection of long chains that take about as long as one node of the branch and bound."""
-
 UNLIMITED_NODES = 10**12
 """Node budget of a search with a time limit, which ends it earlier."""
 
@@ -108,18 +105,12 @@ def find_best_layout(
 ) -> "tuple[PartitionSpace, SearchResult]":
     """Returns the searched space, and the best layout of it; see `solve_step_time`."""
     from bapipe.planner.branch_and_bound.infeasible import infeasible_error
-    from bapipe.planner.branch_and_bound.search import best_first  # these load numpy
-    from bapipe.planner.branch_and_bound.space import search_space
-    from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
+    from bapipe.planner.branch_and_bound.space import search_space  # these load numpy
+    from bapipe.planner.layout_search import search_layouts
 
     space = search_space(profiles, cluster, options)
     max_nodes = MAX_NODES if stop is None else UNLIMITED_NODES
-    stop = stop or (lambda: False)
-    if is_long_chain(space.problems):
-        max_actions = ACTIONS_PER_NODE * max_nodes
-        result = solve_long_chain(space.problems, max_actions=max_actions, stop=stop, progress=progress)
-    else:
-        result = best_first(space.problems, max_nodes=max_nodes, stop=stop, progress=progress)
+    result = search_layouts(space.problems, max_nodes=max_nodes, stop=stop or (lambda: False), progress=progress)
     if result is None:
         raise infeasible_error(profiles, cluster, options, space)
     return _partition_space(profiles, cluster, options, space), result

@@ -119,14 +119,19 @@ class LowerBound:
         self.cost_to_go = table(())
         self._cost_to_go_by_class = table(sync_limits_ns)
 
-    def roots(self, first: tuple[StagePlacement, ...], num_positions: int) -> Iterator[tuple[int, PartialPlan]]:
+    def roots(
+        self, first: tuple[StagePlacement, ...], num_positions: int, known_ns: int = 0
+    ) -> Iterator[tuple[int, PartialPlan]]:
         """Yields the bound and the empty plan for each first placement from which some completion may fit.
 
-        `num_positions` is the number of devices if these have several stages, else 0.
+        Args:
+            first: the placements that the first stage can have.
+            num_positions: the number of devices if these have several stages, else 0.
+            known_ns: a lower bound of all these plans.
         """
         for placement in first:
-            partial = PartialPlan((0,), (placement,), work_ns=(0,) * num_positions)
-            bound_ns = self._root_bound_ns(partial, self.cost_to_go.of(placement))
+            partial = PartialPlan((0,), (placement,), work_ns=(0,) * num_positions, bound_ns=known_ns)
+            bound_ns = max(known_ns, self._root_bound_ns(partial, self.cost_to_go.of(placement)))
             # An infinite cost-to-go proves that these devices have no feasible completion.
             if bound_ns < INF:
                 yield bound_ns, partial

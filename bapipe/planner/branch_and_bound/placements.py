@@ -10,6 +10,7 @@ that the cost-to-go of a placement is computed once.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from itertools import permutations, product
 
@@ -61,6 +62,12 @@ class StagePlacement:
     @property
     def num_replicas(self) -> int:
         return len(self.device_classes)
+
+    def on(self, device_classes: ClassSequence) -> "StagePlacement":
+        """Returns the placement on devices of other classes."""
+        other = copy(self)
+        other.device_classes = device_classes
+        return other
 
     @property
     def successors(self) -> "tuple[StagePlacement, ...]":

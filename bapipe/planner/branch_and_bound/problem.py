@@ -12,7 +12,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement
+from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
 from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule
@@ -33,12 +33,14 @@ class Root:
 
     Attributes:
         num_devices: how many devices these are.
+        num_of_class: how many of each class.
         first_placements: the placements that the first stage can have.
         bound_ns: a lower bound of the step time that costs nothing: all work at the speed of all devices together.
         num_positions: the number of devices if these have several stages, else 0.
     """
 
     num_devices: int
+    num_of_class: ClassCounts
     first_placements: tuple[StagePlacement, ...]
     bound_ns: int
     num_positions: int = 0
@@ -95,9 +97,13 @@ class Problem:
 
     def with_num_devices(self, num_devices: int) -> "Problem":
         """Returns the problem on exactly so many devices; it shares its bounds and compiled schedules with this one."""
-        restricted = copy(self)
-        restricted.roots = tuple(root for root in self.roots if root.num_devices == num_devices)
-        return restricted
+        return self.with_roots([root for root in self.roots if root.num_devices == num_devices])
+
+    def with_roots(self, roots: Sequence[Root]) -> "Problem":
+        """Returns the problem with other roots; it shares its bounds and compiled schedules with this one."""
+        other = copy(self)
+        other.roots = tuple(roots)
+        return other
 
     def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
         """Returns the layout with stages between boundaries; those recompute that do not fit without."""

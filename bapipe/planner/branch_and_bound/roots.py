@@ -64,7 +64,13 @@ def make_roots(
         bound_ns = max(0, int(num_microbatches * work_ns / total_rate(used, classes)) - slack_ns)
         if first:
             roots.append(
-                Root(num_devices=sum(used), first_placements=first, bound_ns=bound_ns, num_positions=num_positions)
+                Root(
+                    num_devices=sum(used),
+                    num_of_class=used,
+                    first_placements=first,
+                    bound_ns=bound_ns,
+                    num_positions=num_positions,
+                )
             )
 
     # Several stages per device: the order of the devices is the only choice, so each order is a root.

@@ -136,9 +136,11 @@ class _BestFirst:
 
     def _expand_root(self, problem: Problem, root: Root) -> None:
         """Pushes an empty plan per first placement: bounds of roots cost nothing, those of empty plans a table."""
+        # Where placements are fixed, the root has a bound of its own, which holds for all plans below.
+        known_ns = root.bound_ns if root.num_positions else 0
         empty_plans = [
             (bound_ns, partial)
-            for bound_ns, partial in problem.lower_bound.roots(root.first_placements, root.num_positions)
+            for bound_ns, partial in problem.lower_bound.roots(root.first_placements, root.num_positions, known_ns)
             if bound_ns < self.upper_bound_ns
         ]
         for bound_ns, partial in empty_plans:

@@ -123,7 +123,7 @@ class StageCostTable:
     ) -> None:
         """`times` and `memory` have an entry per device class."""
         self.intervals, self.classes, self.links = intervals, classes, links
-        self._times, self.memory, self.may_recompute, self._forbidden = times, memory, recompute, forbidden
+        self.times, self.memory, self.may_recompute, self._forbidden = times, memory, recompute, forbidden
         self.min_send_bytes, self.min_grad_bytes = min_send_bytes, min_grad_bytes
         self._all_reduce_done_ns: dict[Hashable, IntArray] = {}
         self._transfer_ns: dict[tuple[Bandwidth, bool], IntArray] = {}
@@ -251,12 +251,16 @@ class StageCostTable:
         # The stage before is not known in the cost-to-go: take the fastest link to any device of the cluster.
         others = range(len(self.classes))
         here = placement.device_classes
-        links = self.links.between(others, here) if forward else self.links.between(here, others)
-        if not links:
+        sources, targets = (others, here) if forward else (here, others)
+        if not self.links.between(sources, targets):
             return np.zeros(self.intervals.num_boundaries, dtype=np.int64)
-        times = _min(self._cut_transfer_ns(link, forward) for link in links).copy()
+        times = self.min_transfer_ns(sources, targets, forward).copy()
         times[0] = 0
         return times
+
+    def min_transfer_ns(self, sources: Iterable[int], targets: Iterable[int], forward: bool) -> IntArray:
+        """Returns the minimum time of a transfer from a device of some classes to another one of some. [boundaries]"""
+        return _min(self._cut_transfer_ns(link, forward) for link in self.links.between(sources, targets))
 
     def _cut_transfer_ns(self, link: Bandwidth, forward: bool) -> IntArray:
         """The transfer of a micro-batch on a link at every boundary. [boundaries]"""
@@ -281,7 +285,7 @@ class StageCostTable:
     def replica_cost(self, placement: StagePlacement, k: int, rows: slice) -> ReplicaCost:
         """Returns the k-th replica of a placement with the intervals in `rows`."""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
-        times = self._times[c]
+        times = self.times[c]
         forward, backward = times.forward_ns[rows], times.backward_ns[rows]
         # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
@@ -303,7 +307,7 @@ class StageCostTable:
 
     def _all_reduce_ns(self, placement: StagePlacement, c: int, rows: slice) -> IntArray:
         """The minimum time that the all-reduces take after the last action of a device of class `c`."""
-        times = self._times[c]
+        times = self.times[c]
         if placement.num_replicas == 1:
             return np.zeros_like(times.forward_ns[rows])
         after_last = []

@@ -1,0 +1,86 @@
+"""Local search over the cuts of a pipeline, each neighbour first bounded by the paths known so far.
+
+A neighbour moves one cut, or all cuts between two stages, by a few boundaries: so a layer moves from any stage to any
+other one. The longest of the known paths is a lower bound of a neighbour's step time. It costs one product of matrices
+for all neighbours; only those whose bound is below the best step are simulated, and each of these adds its own longest
+path. So soon almost every neighbour that is no better is recognized without a simulation.
+"""
+
+from random import Random
+
+import numpy as np
+
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.fixed_placements.budget import Budget
+from bapipe.planner.fixed_placements.naive_cuts import Cuts
+from bapipe.planner.fixed_placements.path_bound import PathBound
+
+CUT_MOVES, BLOCK_MOVES = (1, 2, 4, 8), (1, 2)
+"""By how many boundaries one cut is moved, and several neighbouring ones together."""
+
+MAX_PERTURBED, MAX_SHIFT = 3, 3
+"""How many cuts a perturbation moves at most, and by how many boundaries."""
+
+PRODUCTS_PER_ACTION = 1_500
+"""Exchange rate: multiplications in a product of matrices that take as long as one simulated action."""
+
+
+def descend(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget) -> tuple[int, Cuts]:
+    """Returns a local minimum reached from some cuts, with its step time; paths on the way become known to the game."""
+    while not budget.is_over():
+        better = _first_improvement(game, cuts, step_ns, budget)
+        if better is None:
+            break
+        step_ns, cuts = better
+    return step_ns, cuts
+
+
+def _first_improvement(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget) -> tuple[int, Cuts] | None:
+    """Returns a neighbour with a shorter step, those with the smallest bounds first; None if there is none."""
+    pipeline = game.pipeline
+    neighbours = _neighbours(np.array(cuts))
+    times, fits = pipeline.time_vectors(neighbours)
+    neighbours, times = neighbours[fits], times[fits].astype(float)
+    paths = game.path_weights.astype(float)
+    budget.spend(times.shape[0] * times.shape[1] * len(paths) // PRODUCTS_PER_ACTION)
+    bounds_ns = (times @ paths.T).max(axis=1, initial=0)
+    while len(bounds_ns) and not budget.is_over():
+        i = int(np.argmin(bounds_ns))
+        if bounds_ns[i] >= step_ns:
+            break
+        candidate = tuple(neighbours[i].tolist())
+        length_ns, weights = pipeline.longest_path(times[i].astype(np.int64))
+        budget.spend(2 * pipeline.num_actions)
+        if length_ns < step_ns:
+            budget.spend(pipeline.simulation_cost)
+            simulated_ns = pipeline.step_ns(candidate)
+            if simulated_ns is not None and simulated_ns < step_ns:
+                return simulated_ns, candidate
+        game.add_path(weights)
+        bounds_ns = np.maximum(bounds_ns, times @ weights.astype(float))
+        bounds_ns[i] = np.inf
+    return None
+
+
+def _neighbours(cuts: IntArray) -> IntArray:
+    """The cuts with one of them, or all from one to another, moved. [n, stages + 1]"""
+    inner = np.arange(1, len(cuts) - 1)
+    first, last = (inner[i] for i in np.triu_indices(len(inner)))
+    moved = np.zeros((len(first), len(cuts)), dtype=np.int64)
+    moved[:, 1:-1] = (first[:, None] <= inner) & (inner <= last[:, None])
+    alone = moved[first == last]
+    shifted = np.concatenate(
+        [cuts + sign * size * moved for size in BLOCK_MOVES for sign in (-1, 1)]
+        + [cuts + sign * size * alone for size in CUT_MOVES for sign in (-1, 1) if size not in BLOCK_MOVES]
+    )
+    return shifted[(np.diff(shifted, axis=1) > 0).all(axis=1)]
+
+
+def perturbed(cuts: Cuts, random: Random) -> Cuts:
+    """Returns the cuts with a few of them moved a little; every stage keeps a layer."""
+    moved = list(cuts)
+    for _ in range(random.randint(1, MAX_PERTURBED)):
+        cut = random.randrange(1, len(cuts) - 1)
+        boundary = moved[cut] + random.choice((-1, 1)) * random.randint(1, MAX_SHIFT)
+        moved[cut] = min(max(boundary, moved[cut - 1] + 1), moved[cut + 1] - 1)
+    return tuple(moved)

@@ -1,0 +1,117 @@
+"""The longest path through the actions and transfers of a compiled schedule, and how often it contains each of them.
+
+The edges are those that the simulator keeps whatever the stages hold: an action starts after the action before it on
+its device, and after its message has arrived; a message arrives after the action that produces it and its own transfer,
+and if transfers queue, after the transfer before it on its link. All transfers of a link come from one device, so they
+become ready, and take the link, in the order of that device. A device ends with the tail of its last action: the
+all-reduces and updates of its stages.
+"""
+
+from collections.abc import Sequence
+
+from bapipe.simulator.compiled import CompiledSchedule
+
+NONE = -1
+"""Stands for an action that does not exist."""
+
+
+class LongestPath:
+    """The graph of a compiled schedule in which every rank runs one action at a time."""
+
+    def __init__(self, compiled: CompiledSchedule, queues: Sequence[bool]) -> None:
+        """`queues` says of each channel whether its transfers wait for those before them on their link."""
+        self.compiled = compiled
+        # What comes directly before each action, or before its transfer. [actions]
+        self._before_on_rank: list[int] = []
+        self._before_on_link: list[int] = []
+        self._producer: list[int] = []
+        self._links: list[int] = []
+        last_on_rank: dict[int, int] = {}
+        last_on_link: dict[int, int] = {}
+        produced_by: dict[int, int] = {}
+        columns = zip(compiled.ranks, compiled.consumes, compiled.produces, compiled.channel_of, strict=True)
+        for action, (rank, consumes, produces, channel) in enumerate(columns):
+            self._before_on_rank.append(last_on_rank.get(rank, NONE))
+            self._producer.append(produced_by.get(consumes, NONE))
+            last_on_rank[rank] = produced_by[produces] = action
+            link = compiled.channel_links[channel] if channel >= 0 and queues[channel] else NONE
+            self._links.append(link)
+            self._before_on_link.append(NONE if link == NONE else last_on_link.get(link, NONE))
+            if link != NONE:
+                last_on_link[link] = action
+        self.last_actions = last_on_rank
+        """The last action of each rank that has any."""
+
+    def find(
+        self, duration_ns: Sequence[int], transfer_ns: Sequence[int], tail_ns: Sequence[int]
+    ) -> tuple[int, list[int], list[int], int]:
+        """Returns the length of the longest path, how often it contains each duration and transfer, and its last rank.
+
+        O(actions).
+
+        Args:
+            duration_ns: as numbered in `CompiledSchedule.durations`.
+            transfer_ns: of each channel.
+            tail_ns: what follows the last action of each rank.
+        """
+        ends, arrivals = self._run(duration_ns, transfer_ns)
+        length, rank = max((ends[action] + tail_ns[rank], rank) for rank, action in self.last_actions.items())
+        durations, transfers = self._trace_back(self.last_actions[rank], ends, arrivals, duration_ns, transfer_ns)
+        return length, durations, transfers, rank
+
+    def _run(self, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> tuple[list[int], list[int]]:
+        """When each action ends, and when what it produces arrives. [actions]"""
+        compiled = self.compiled
+        ends: list[int] = []
+        arrivals: list[int] = []
+        append_end, append_arrival = ends.append, arrivals.append
+        rank_ends = [0] * compiled.num_ranks
+        link_ends = [0] * (len(compiled.links) + 1)
+        for rank, producer, duration, channel, link in zip(
+            compiled.ranks, self._producer, compiled.durations, compiled.channel_of, self._links, strict=True
+        ):
+            end = rank_ends[rank]
+            if producer >= 0 and arrivals[producer] > end:
+                end = arrivals[producer]
+            end += duration_ns[duration]
+            rank_ends[rank] = end
+            append_end(end)
+            if channel < 0:
+                append_arrival(end)
+            elif link < 0:
+                append_arrival(end + transfer_ns[channel])
+            else:
+                free = link_ends[link]
+                arrival = (free if free > end else end) + transfer_ns[channel]
+                link_ends[link] = arrival
+                append_arrival(arrival)
+        return ends, arrivals
+
+    def _trace_back(
+        self,
+        last: int,
+        ends: Sequence[int],
+        arrivals: Sequence[int],
+        duration_ns: Sequence[int],
+        transfer_ns: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """How often the path that ends with an action contains each duration and each transfer."""
+        compiled = self.compiled
+        durations, transfers = [0] * len(duration_ns), [0] * len(transfer_ns)
+        action = last
+        while action != NONE:
+            durations[compiled.durations[action]] += 1
+            start = ends[action] - duration_ns[compiled.durations[action]]
+            before = self._before_on_rank[action]
+            if before != NONE and ends[before] == start:
+                action = before
+                continue
+            # It waited for its message: back over the transfers that follow each other on the link.
+            action = self._producer[action]
+            while action != NONE and compiled.channel_of[action] >= 0:
+                channel = compiled.channel_of[action]
+                transfers[channel] += 1
+                if arrivals[action] - transfer_ns[channel] == ends[action]:
+                    break
+                action = self._before_on_link[action]
+        return durations, transfers

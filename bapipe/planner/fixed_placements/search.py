@@ -1,0 +1,294 @@
+"""Searches the cuts of the problems in which the choice of devices fixes the placements.
+
+That is so where a schedule gives devices several stages: each root of such a problem is one pipeline. The pipeline with
+the smallest bound is always the next: first its naive cuts are simulated and improved by local search, then its bound
+is raised, some rounds at a time. By turns with that, the cuts of the best pipelines are improved by local search from
+changed cuts. All work is counted, so that the result does not depend on the speed of the machine.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from random import Random
+
+from bapipe.planner.branch_and_bound.intervals import INF
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
+from bapipe.planner.fixed_placements.budget import Budget
+from bapipe.planner.fixed_placements.local_search import descend, perturbed
+from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
+from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
+from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.progress import SearchProgress
+
+DEFAULT_MAX_ACTIONS = 12_000_000
+"""Budget: simulated actions, and other work at the rates of `budget.py`."""
+
+ROUNDS_PER_TURN = 5
+"""How many rounds a bound is raised before the smallest bound is chosen anew."""
+
+NUM_CLIMBED = 3
+"""The number of pipelines whose cuts are improved."""
+
+PROMISING = 1.1
+"""The naive cuts of a pipeline are improved at once if they exceed the best step by no more than this factor."""
+
+
+def has_fixed_placements(problem: Problem) -> bool:
+    """Returns whether every root of a problem is one pipeline."""
+    return all(root.num_positions > 0 for root in problem.roots)
+
+
+def search_fixed_placements(
+    problems: Sequence[Problem],
+    *,
+    max_actions: int = DEFAULT_MAX_ACTIONS,
+    stop: Callable[[], bool] = lambda: False,
+    progress: SearchProgress | None = None,
+    incumbent: SearchResult | None = None,
+) -> tuple[tuple[Problem, ...], SearchResult | None]:
+    """Returns the problems with the bounds of their roots raised, and the best layout found, None if nothing fits.
+
+    Args:
+        problems: those that `has_fixed_placements` accepts.
+        max_actions: the budget.
+        stop: ends the search with the best layout so far.
+        incumbent: a layout to begin with, maybe of another problem.
+    """
+    search = _Search(problems, Budget(max_actions, stop), progress)
+    if incumbent is not None:
+        search.begin_with(incumbent)
+    search.run()
+    return search.raised_problems(), search.result()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A root and what is known of its pipeline.
+
+    Attributes:
+        game: None before its first turn.
+        best_ns, best: the best cuts, `INF` and () without any.
+    """
+
+    problem: Problem
+    root: Root
+    bound_ns: int
+    game: PathBound | None = None
+    best_ns: int = INF
+    best: Cuts = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Orders:
+    """Roots with the same devices in different orders, which first have one bound for all.
+
+    Attributes:
+        game: None before its first turn.
+        paths: the paths found in any of their games: all have the same schedule.
+    """
+
+    entries: list[_Entry]
+    paths: Paths
+    bound_ns: int
+    game: PathBound | None = None
+
+    def bound_of(self, entry: _Entry) -> int:
+        """Returns a lower bound of all plans of one root."""
+        return max(entry.bound_ns, self.bound_ns)
+
+
+class _Search:
+    def __init__(self, problems: Sequence[Problem], budget: Budget, progress: SearchProgress | None) -> None:
+        self.problems, self.budget, self.progress = problems, budget, progress
+        self.orders: dict[Hashable, _Orders] = {}
+        for number, problem in enumerate(problems):
+            for root in problem.roots:
+                of_devices = self.orders.setdefault((number, root.num_of_class), _Orders([], {}, root.bound_ns))
+                of_devices.entries.append(_Entry(problem, root, root.bound_ns))
+        self.best_ns = INF
+        self._incumbent: SearchResult | None = None
+        self.num_simulated = 0
+        self._started: list[_Entry] = []
+        self._is_smallest_final = False
+        self._random = Random(0)
+        self._num_pushed = 0
+        # (bound, sequence number, devices, the root or all orders)
+        self._queue: list[tuple[int, int, _Orders, _Entry | None]] = []
+        for orders in self.orders.values():
+            self._push(orders, None if len(orders.entries) > 1 else orders.entries[0])
+
+    @property
+    def entries(self) -> list[_Entry]:
+        """All roots."""
+        return [entry for orders in self.orders.values() for entry in orders.entries]
+
+    def begin_with(self, incumbent: SearchResult) -> None:
+        """Takes a layout as the best so far, and improves its cuts if it is of one of the problems."""
+        self._incumbent, self.best_ns = incumbent, incumbent.step_ns
+        placements, problem = incumbent.layout.placements, incumbent.problem
+        for orders in self.orders.values():
+            for entry in orders.entries:
+                if entry.problem is problem and placements[0] in entry.root.first_placements:
+                    self._start(orders, entry)
+                    boundaries = tuple(problem.cuts.index(cut) for cut in incumbent.layout.cuts)
+                    self._try(entry, boundaries)
+                    self._descend(entry, boundaries, incumbent.step_ns)
+
+    def run(self) -> None:
+        """Raises bounds and improves cuts by turns, with as much work for the one as for the other."""
+        raising = climbing = 0
+        while not self._is_over() and (self._can_raise() or self._climbing()):
+            before = self.budget.spent
+            if self._can_raise() and (raising <= climbing or not self._climbing()):
+                self._raise_smallest()
+                raising += self.budget.spent - before
+            else:
+                self._climb()
+                climbing += self.budget.spent - before
+            if self.progress and self.best_ns < INF:
+                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.bound_ns))
+
+    def _is_over(self) -> bool:
+        """Whether the search ends: not before something fits."""
+        return self.best_ns < INF and self.budget.is_over()
+
+    def _can_raise(self) -> bool:
+        """Whether a turn may raise the smallest bound of all."""
+        return not self._is_smallest_final and bool(self._queue) and self._queue[0][0] < self.best_ns
+
+    def _push(self, orders: _Orders, entry: _Entry | None) -> None:
+        self._num_pushed += 1
+        heappush(self._queue, (orders.bound_ns if entry is None else entry.bound_ns, self._num_pushed, orders, entry))
+
+    def _raise_smallest(self) -> None:
+        """Gives the pipeline with the smallest bound a turn, or all orders of its devices together."""
+        _, _, orders, entry = heappop(self._queue)
+        is_solved = self._raise_for_all(orders) if entry is None else self._raise(orders, entry)
+        if not is_solved:
+            self._push(orders, entry)
+        elif entry is None:  # the bound of all orders does not rise any more, so each gets its own
+            for each in orders.entries:
+                each.bound_ns = max(each.bound_ns, orders.bound_ns)
+                self._push(orders, each)
+        # A bound that does not rise any more may remain the smallest of all.
+        elif entry.best and entry.bound_ns < self.best_ns:
+            self._is_smallest_final = True
+
+    def _raise_for_all(self, orders: _Orders) -> bool:
+        """Raises the bound of all orders of some devices; returns whether it does not rise any more."""
+        first = orders.entries[0]
+        if orders.game is None:
+            self._start(orders, first)  # for paths and a best step
+            pipeline = Pipeline(first.problem, _path_of(first.root), in_any_order=True)
+            self.budget.spend(pipeline.num_actions)
+            orders.game = PathBound(pipeline, orders.paths)
+            for cuts in naive_cuts(first.problem, pipeline.placements):
+                orders.game.add_cuts(cuts)
+        self._play(orders.game)
+        orders.bound_ns = max(orders.bound_ns, orders.game.bound_ns)
+        return orders.game.is_solved
+
+    def _raise(self, orders: _Orders, entry: _Entry) -> bool:
+        """Raises the bound of one root; returns whether it does not rise any more."""
+        if entry.game is None:
+            self._start(orders, entry)
+        if entry.game is not None:
+            self._play(entry.game)
+            entry.bound_ns = max(entry.bound_ns, entry.game.bound_ns)
+        return entry.game is None or entry.game.is_solved
+
+    def _play(self, game: PathBound) -> None:
+        """Some rounds of a game."""
+        if self.best_ns < INF:
+            game.pipeline.forbid_slow(self.best_ns)
+        for _ in range(ROUNDS_PER_TURN):
+            self.budget.spend(game.improve())
+            if game.is_solved or game.bound_ns >= self.best_ns:
+                return
+
+    def _start(self, orders: _Orders, entry: _Entry) -> None:
+        """Simulates the naive cuts of a pipeline, improves the best of them, and begins its game."""
+        pipeline = Pipeline(entry.problem, _path_of(entry.root))
+        self.budget.spend(pipeline.num_actions)
+        entry.game = PathBound(pipeline, orders.paths)
+        self._started.append(entry)
+        starts = list(naive_cuts(entry.problem, pipeline.placements))
+        feasible = pipeline.min_cuts(entry.game.add_cuts(starts[0]))
+        if feasible is None:
+            entry.bound_ns = INF
+            return
+        for cuts in dict.fromkeys((*starts, feasible[1])):
+            self._try(entry, cuts)
+        if entry.best and entry.best_ns <= PROMISING * self.best_ns:
+            self._descend(entry, entry.best, entry.best_ns)
+
+    def _try(self, entry: _Entry, cuts: Cuts) -> int | None:
+        """Simulates cuts; returns their step time, None if they do not fit."""
+        assert entry.game is not None
+        step_ns = entry.game.pipeline.step_ns(cuts)
+        self.budget.spend(entry.game.pipeline.simulation_cost)
+        self.num_simulated += 1
+        if step_ns is not None:
+            entry.game.add_cuts(cuts)
+            self._keep(entry, cuts, step_ns)
+        return step_ns
+
+    def _keep(self, entry: _Entry, cuts: Cuts, step_ns: int) -> None:
+        if step_ns < entry.best_ns:
+            entry.best_ns, entry.best = step_ns, cuts
+        self.best_ns = min(self.best_ns, step_ns)
+
+    def _descend(self, entry: _Entry, cuts: Cuts, step_ns: int) -> None:
+        assert entry.game is not None
+        step_ns, cuts = descend(entry.game, cuts, step_ns, self.budget)
+        self._keep(entry, cuts, step_ns)
+
+    def _climbing(self) -> list[_Entry]:
+        """The pipelines with the best cuts that may have better ones."""
+        ranked = sorted((entry for entry in self._started if entry.best), key=lambda entry: entry.best_ns)
+        return [entry for entry in ranked[:NUM_CLIMBED] if entry.bound_ns < self.best_ns]
+
+    def _climb(self) -> None:
+        """Improves the cuts of the best pipelines, from random changes of their best ones."""
+        for entry in self._climbing():
+            cuts = perturbed(entry.best, self._random)
+            step_ns = self._try(entry, cuts)
+            if step_ns is not None:
+                self._descend(entry, cuts, step_ns)
+
+    @property
+    def bound_ns(self) -> int:
+        """A time that no step of any problem beats."""
+        return min((orders.bound_of(entry) for orders in self.orders.values() for entry in orders.entries), default=INF)
+
+    def raised_problems(self) -> tuple[Problem, ...]:
+        """Returns the problems with the bounds found."""
+        roots: dict[Problem, list[Root]] = {problem: [] for problem in self.problems}
+        for orders in self.orders.values():
+            for entry in orders.entries:
+                raised = replace(entry.root, bound_ns=min(orders.bound_of(entry), self.best_ns))
+                roots[entry.problem].append(raised)
+        return tuple(problem.with_roots(roots[problem]) for problem in self.problems)
+
+    def result(self) -> SearchResult | None:
+        best = min((entry for entry in self._started if entry.best), key=lambda entry: entry.best_ns, default=None)
+        if self._incumbent is not None and (best is None or best.best_ns >= self._incumbent.step_ns):
+            return replace(self._incumbent, lower_bound_ns=min(self.best_ns, self.bound_ns))
+        if best is None:
+            return None
+        assert best.game is not None
+        return SearchResult(
+            problem=best.problem,
+            layout=best.problem.layout(best.best, best.game.pipeline.placements),
+            step_ns=best.best_ns,
+            lower_bound_ns=min(best.best_ns, self.bound_ns),
+        )
+
+
+def _path_of(root: Root) -> tuple[StagePlacement, ...]:
+    """The placements of a root whose placements have one successor each."""
+    path = [root.first_placements[0]]
+    while path[-1].successors:
+        path.append(path[-1].successors[0])
+    return tuple(path)

@@ -1,0 +1,84 @@
+"""The search of fixed placements: never worse than naive cuts, its bounds hold, and small problems are solved."""
+
+import pytest
+
+from bapipe.planner.branch_and_bound.search import best_first
+from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.fixed_placements.naive_cuts import naive_cuts
+from bapipe.planner.fixed_placements.search import search_fixed_placements
+from bapipe.planner.layout_search import search_layouts
+from bapipe.planner.options import PlanOptions
+from bapipe.schedules import LOOPED
+from tests.builders import chain, devices
+from tests.oracles.exhaustive_layouts import exhaustive, pipelines
+from tests.planner.fixed_placements.test_path_bound import looped_problem
+from tests.problems import random_problems
+
+
+@pytest.mark.parametrize("schedule", LOOPED)
+def test_bounds_hold_and_most_plans_are_optimal(schedule: str) -> None:
+    found = []
+    for seed in range(10):
+        problems = [
+            problem for problem in random_problems(seed, [schedule], splits_badly=seed % 2 == 1) if problem.roots
+        ]
+        raised, best = search_fixed_placements(problems, max_actions=20_000)
+        want = exhaustive(problems)
+        assert (best is None) == (want is None)
+        if best is None or want is None:
+            continue
+        assert best.lower_bound_ns <= want.step_ns <= best.step_ns
+        assert best.problem.simulate(best.layout).step_ns == best.step_ns
+        assert all(root.bound_ns <= best.step_ns for problem in raised for root in problem.roots)
+        found.append(best.step_ns == want.step_ns)
+    assert len(found) > 2
+    assert sum(found) >= 0.6 * len(found)
+
+
+def test_raised_bounds_of_roots_leave_the_branch_and_bound_exact() -> None:
+    num_checked = 0
+    for seed in range(16):
+        problems = [problem for problem in random_problems(seed, ["zb-v", "interleaved-1f1b"]) if problem.roots]
+        raised, best = search_fixed_placements(problems, max_actions=5_000)
+        found, want = best_first(raised, incumbent=best), exhaustive(problems)
+        assert (found and found.step_ns) == (want and want.step_ns)
+        if found is not None:
+            assert found.lower_bound_ns == found.step_ns
+            num_checked += 1
+    assert num_checked > 6
+
+
+def test_a_search_begins_with_its_incumbent() -> None:
+    problem = looped_problem("zb-v", 40, 3, 6)
+    _, best = search_fixed_placements([problem], max_actions=200_000)
+    assert best is not None
+    _, again = search_fixed_placements([problem], max_actions=0, incumbent=best)
+    assert again is not None
+    assert again.step_ns == best.step_ns
+    assert again.lower_bound_ns <= best.lower_bound_ns
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs", "zb-v"])
+def test_long_chains_on_devices_with_two_stages_come_near_their_bound(schedule: str) -> None:
+    problem = looped_problem(schedule, 120, 4, 12)
+    _, best = search_fixed_placements([problem], max_actions=1_500_000)
+    assert best is not None
+    assert best.step_ns <= 1.04 * best.lower_bound_ns
+    for root in problem.roots:
+        (placements,) = pipelines(root.first_placements)
+        naive_ns = [problem.step_ns(problem.layout(cuts, placements)) for cuts in naive_cuts(problem, placements)]
+        assert best.step_ns <= min(naive_ns)
+
+
+def test_schedules_of_both_kinds_share_one_bound_on_long_chains() -> None:
+    profile = chain([3 + i % 4 for i in range(120)], output_bytes=100_000)
+    options = PlanOptions(minibatch_size=8, schedules=["1f1b", "interleaved-1f1b"], replicas=False)
+    problems = build_space({"a": profile}, devices(3), options, sizes=[1]).problems
+    both = search_layouts(problems, max_nodes=600)
+    alone = [search_layouts([problem], max_nodes=600) for problem in problems]
+    assert both is not None
+    steps = [each.step_ns for each in alone if each is not None]
+    bounds = [each.lower_bound_ns for each in alone if each is not None]
+    assert both.step_ns <= max(steps)
+    assert min(bounds) <= both.step_ns
+    assert both.lower_bound_ns <= min(steps)
