@@ -250,4 +250,5 @@ def test_command_line_options() -> None:
             "--replan", "--resume", "--seed", "--steps", "--tensorboard", "--timeout", "--trace", "--warmup", "--weights", "--without",
         ],
         "export": ["--output"],
+        "convert-checkpoint": [],
     }  # fmt: skip

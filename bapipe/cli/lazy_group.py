@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("bapipe.cli.plan:show", "Show a profile, a cluster or a plan, or the difference of two profiles."),
     "run": ("bapipe.cli.run:run", "Train a model exactly as its plan says, with one process per device."),
     "export": ("bapipe.cli.run:export", "Write the weights of a checkpoint as a safetensors file."),
+    "convert-checkpoint": (
+        "bapipe.cli.run:convert_checkpoint",
+        "Convert checkpoints of an older version, without running code in them.",
+    ),
 }
 """The function behind each command, as `module:function`, and its line in `bapipe --help`."""
 

@@ -1,4 +1,4 @@
-"""Commands that train, and export what was trained: run, export."""
+"""Commands that train, and export what was trained: run, export, convert-checkpoint."""
 
 import time
 from datetime import timedelta
@@ -21,6 +21,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs import Profiles
 from bapipe.runtime.run import check_training
+from bapipe.runtime.run import convert_checkpoint as convert
 from bapipe.runtime.run import export as export_checkpoint
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
@@ -132,6 +133,18 @@ def export(
     check_writable(output)
     num_tensors = export_checkpoint(checkpoint, output)
     show_line(f"wrote {num_tensors} tensors to {output}")
+
+
+def convert_checkpoint(
+    folder: Annotated[Path, typer.Argument(help="Folder of checkpoints, or one of them.")],
+) -> None:
+    """Convert checkpoints of an older version, without running code in them.
+
+    Their tensors are copied as they are: the numbers in the files are trusted. The list that says where each tensor is,
+    a pickle, is not: nothing that it names is imported or called. Old checkpoints are kept, as old-step-...
+    """
+    for path in convert(folder):
+        show_line(f"converted {path}; the old one is kept as old-{path.name}")
 
 
 def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = None) -> tuple[Plan, TrainResult]:

@@ -5,13 +5,12 @@ pipeline must decide together.
 """
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from bapipe.units import NonNegative
 
 GROWTH_INTERVAL = 2_000
 """Consecutive steps with finite gradients after which the scale is doubled."""
@@ -25,8 +24,8 @@ class GradScalerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         growth_tracker: steps since the scale changed; in all of them every gradient was finite.
     """
 
-    scale: float = msgspec.field(default=65_536.0, name="factor")
-    growth_tracker: NonNegative = msgspec.field(default=0, name="good_steps")
+    scale: Annotated[float, msgspec.Meta(gt=0)] = msgspec.field(default=65_536.0, name="factor")
+    growth_tracker: Annotated[int, msgspec.Meta(ge=0, lt=GROWTH_INTERVAL)] = msgspec.field(default=0, name="good_steps")
 
     def after_step(self, finite: bool) -> "GradScalerState":
         """Returns the next state: half the scale if a gradient was not finite, twice after `GROWTH_INTERVAL` steps."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 import torch
@@ -13,6 +14,8 @@ from bapipe.optimizers import MOMENTUM
 from bapipe.runtime.clock import Clock
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
+
+Number = bool | int | float
 
 TORCH_OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     name.lower(): kind
@@ -51,6 +54,14 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
     return make
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """What optimizers keep of parameters: tensors and plain numbers, each by `name of the parameter:key`."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, Number]
+
+
 class StageOptimizers:
     """One optimizer per stage of this rank, so that a stage is updated as soon as its own gradients are final.
 
@@ -58,7 +69,7 @@ class StageOptimizers:
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], make: OptimizerFactory, clock: Clock) -> None:
-        self._clock = clock
+        self._make, self._clock = make, clock
         self._optimizers: dict[int, optim.Optimizer] = {}
         self._updates: list[tuple[int, object, object]] = []
         taken: set[int] = set()
@@ -106,30 +117,62 @@ class StageOptimizers:
         states = (state for optimizer in self._optimizers.values() for state in optimizer.state.values())
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
-    def state_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Returns the optimizers' state of named parameters, as `name of the parameter:key`."""
-        return {
+    def state(self, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
+        """Returns the optimizers' state of named parameters."""
+        values = {
             f"{name}:{key}": value
             for name, parameter in parameters.items()
             for optimizer in self._optimizers.values()
             for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
         }
+        return OptimizerState(
+            tensors={name: value for name, value in values.items() if isinstance(value, Tensor)},
+            numbers={name: value for name, value in values.items() if isinstance(value, Number)},
+        )
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restores what `state_tensors` returned of the same parameters."""
+    def load_state(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Restores what `state` returned of the same parameters.
+
+        Raises:
+            BapipeError: it is the state of another optimizer.
+        """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
+        by_parameter: dict[str, dict[str, Tensor | Number]] = {name: {} for name in parameters}
+        for full_name, value in (*state.tensors.items(), *state.numbers.items()):
+            name, _, key = full_name.rpartition(":")
+            by_parameter[name][key] = value
         for optimizer in self._optimizers.values():
-            names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            self._check_keys({p: by_parameter[name_of[id(p)]] for p in every})
             # torch numbers the parameters of an optimizer over all its groups.
-            by_index = {index: _state_of(name, tensors) for index, name in enumerate(names)}
-            state = {index: values for index, values in by_index.items() if values}
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+            by_index = {index: values for index, p in enumerate(every) if (values := by_parameter[name_of[id(p)]])}
+            optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def _check_keys(self, state: Mapping[nn.Parameter, Mapping[str, object]]) -> None:
+        """Raises BapipeError if the state of a parameter has other keys than this optimizer makes."""
+        made: dict[int, frozenset[str] | None] = {}
+        for p, values in state.items():
+            if p.dim() not in made:
+                made[p.dim()] = _keys_made(self._make, p)
+            expected, found = made[p.dim()], frozenset(values)
+            if found and expected is not None and found != expected:
+                have, want = (", ".join(sorted(keys)) or "none" for keys in (found, expected))
+                raise BapipeError(f"the checkpoint has the state of another optimizer: {have}; this one makes {want}")
 
 
-def _state_of(parameter: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a parameter's state by key, from `name of the parameter:key`."""
-    return {key.rpartition(":")[2]: value for key, value in tensors.items() if key.rpartition(":")[0] == parameter}
+def _keys_made(make: OptimizerFactory, like: nn.Parameter) -> frozenset[str] | None:
+    """Returns the keys of the state that an optimizer makes of a parameter, by a step of one as small as can be.
+
+    None if the optimizer cannot step it, as one that takes sparse gradients only.
+    """
+    tiny = nn.Parameter(torch.zeros((1,) * like.dim(), dtype=like.dtype, device=like.device))
+    tiny.grad = torch.zeros_like(tiny)
+    try:
+        optimizer = make([tiny])
+        optimizer.step()
+    except (RuntimeError, ValueError):
+        return None
+    return frozenset(key for key, value in optimizer.state[tiny].items() if isinstance(value, Tensor | Number))
 
 
 def clip_grad_norm(

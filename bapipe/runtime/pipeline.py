@@ -15,7 +15,7 @@ from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import drop_others, materialize
-from bapipe.runtime.optimizer import OptimizerFactory, StageOptimizers, clip_grad_norm, sgd
+from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, clip_grad_norm, sgd
 from bapipe.runtime.peak_memory import PeakMemory
 from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
 from bapipe.runtime.process_layout import layout_of
@@ -280,13 +280,13 @@ class Pipeline:
         """Returns the parameters that this rank counts: each of the model is counted on the first rank that has it."""
         return self._state.counted_parameters(self._layout, self._split)
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of this rank's optimizers, as `name of the parameter:key`."""
-        return self._optimizers.state_tensors(self.named_parameters())
+    def optimizer_state(self) -> OptimizerState:
+        """Returns the state of this rank's optimizers, as `name of the parameter:key`."""
+        return self._optimizers.state(self.named_parameters())
 
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores the state that `optimizer_tensors` returned, possibly under another plan."""
-        self._optimizers.load_state_tensors(tensors, self.named_parameters())
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        """Restores what `optimizer_state` returned, possibly under another plan."""
+        self._optimizers.load_state(state, self.named_parameters())
 
     def busy_ns(self) -> int:
         """Returns how long this rank computed in the last step; it waited for the remaining time."""

@@ -171,6 +171,20 @@ def export(checkpoint: Path, output: Path) -> int:
     return write_state(checkpoint, output)
 
 
+def convert_checkpoint(folder: Path) -> tuple[Path, ...]:
+    """Converts the checkpoints of an older version in a folder, or one of them; returns their paths.
+
+    Of the old index of tensors, a pickle that could run code, only names and places are read.
+
+    Raises:
+        BapipeError: there is none, one is damaged, or a run writes to the folder.
+    """
+    require_torch()
+    from bapipe.runtime.checkpoint.convert import convert
+
+    return convert(folder)
+
+
 def _dtype(module: "nn.Module") -> str:
     from bapipe.torch_device import dtype_name
 

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.manifest import Position, check_model, list_checkpoints, read_manifest
-from bapipe.runtime.checkpoint.writer import tensor_specs
+from bapipe.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest_checkpoint, only_writer
+from bapipe.runtime.checkpoint.manifest import Position, check_model
+from bapipe.runtime.checkpoint.tensor_files import tensor_specs
 from bapipe.runtime.data.loader import check_enough
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import check_scores
@@ -50,7 +52,7 @@ def train(
 
     Raises:
         BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, or a
-            checkpoint is damaged or of another model, optimizer, seed or data.
+            checkpoint is of another model, optimizer, seed or data, all are damaged, or another run writes there.
         RunFailed: a rank failed, was killed, or waited longer than `timeout_s`; the loss is not finite; or a
             checkpoint cannot be written.
     """
@@ -76,11 +78,9 @@ def train(
         learning_rate=example.learning_rate if config.learning_rate is None else config.learning_rate,
         optimizer=config.optimizer_for(plan.compute_settings),
         devices=tuple(device.name for device in devices),
-        resume_from=_newest_checkpoint(config),
+        resume_from=None,
     )
     job.optimizer_factory()  # wrong arguments fail here, before the ranks start
-    if job.resume_from is not None:
-        _check_resumable(job, job.resume_from, example)
 
     def receive(_: int, report: StepReport | EvaluationProgress) -> None:
         if isinstance(report, EvaluationProgress):
@@ -89,36 +89,39 @@ def train(
         elif on_step is not None:
             on_step(report)
 
-    results = launch(
-        train_rank,
-        job.devices,
-        job,
-        kind=kinds[0],
-        timeout_s=config.timeout_s,
-        on_message=receive,
-        stops_between_steps=config.checkpoint is not None,
-        facts=job_facts(plan, config, dataset, job.resume_from) if "RANK" in os.environ else {},
-    )
+    # In a job of torchrun every rank calls this function; rank 0 holds the lock for all.
+    is_first = os.environ.get("RANK", "0") == "0"
+    with only_writer(config.checkpoint) if config.checkpoint is not None and is_first else nullcontext():
+        newest = _newest_checkpoint(job, example, tell=is_first)
+        results = launch(
+            train_rank,
+            job.devices,
+            replace(job, resume_from=newest),
+            kind=kinds[0],
+            timeout_s=config.timeout_s,
+            on_message=receive,
+            stops_between_steps=config.checkpoint is not None,
+            facts=job_facts(plan, config, dataset, newest and newest.path) if "RANK" in os.environ else {},
+        )
     return results[0]
 
 
-def _newest_checkpoint(config: TrainConfig) -> Path | None:
-    """Returns the checkpoint to continue from; makes the folder."""
-    folder = config.checkpoint
+def _newest_checkpoint(job: TrainJob, example: Example, *, tell: bool) -> Checkpoint | None:
+    """Returns the checkpoint to continue from; `tell` logs a line if newer ones are damaged."""
+    folder = job.config.checkpoint
     if folder is None:
         return None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BapipeError(f"{folder}: cannot hold checkpoints: {error.strerror}") from None
     existing = list_checkpoints(folder)
-    if existing and not config.resume:
+    if existing and not job.config.resume:
         raise BapipeError(f"{folder} holds a checkpoint, {existing[-1].name}: resume it, or name another folder")
-    return existing[-1] if existing else None
+    newest = newest_checkpoint(folder, tell=tell)
+    if newest is not None:
+        _check_resumable(job, newest, example)
+    return newest
 
 
-def _check_resumable(job: TrainJob, path: Path, example: Example) -> None:
-    there, here = read_manifest(path), job.manifest(Position())
+def _check_resumable(job: TrainJob, checkpoint: Checkpoint, example: Example) -> None:
+    path, there, here = checkpoint.path, checkpoint.manifest, job.manifest(Position())
     check_model(there, path, tensor_specs(example.module.state_dict()))
     for what, old, new in (
         ("optimizer", there.optimizer, here.optimizer),

@@ -1,11 +1,11 @@
 """Training by a plan, in one rank: feeds its stages, keeps checkpoints, evaluates, and gathers what was measured."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import RunFailed, Stopped
+from bapipe.formats.codec import encode
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.manifest import Manifest, Position, read_manifest
+from bapipe.runtime.checkpoint.folder import Checkpoint, set_damaged_aside
+from bapipe.runtime.checkpoint.manifest import Manifest, MinibatchSize, Position
 from bapipe.runtime.checkpoint.weights import load_weights
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
@@ -28,6 +30,7 @@ from bapipe.runtime.rng import seed_step
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
+from bapipe.torch_device import environment
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import Example
 
@@ -41,7 +44,7 @@ class TrainJob:
         learning_rate: after the warm-up.
         optimizer: class of `torch.optim`, and its arguments besides the learning rate.
         devices: names of the ranks' devices.
-        resume_from: the checkpoint to continue from.
+        resume_from: the checkpoint to continue from, which is whole.
     """
 
     plan: Plan
@@ -52,7 +55,7 @@ class TrainJob:
     learning_rate: float
     optimizer: tuple[str, Mapping[str, object]]
     devices: tuple[str, ...]
-    resume_from: Path | None
+    resume_from: Checkpoint | None
 
     def manifest(self, position: Position) -> Manifest:
         return Manifest(
@@ -60,11 +63,24 @@ class TrainJob:
             optimizer=self.optimizer[0].lower(),
             seed=self.config.seed,
             num_samples=len(self.dataset),
+            minibatch_sizes=self._minibatch_sizes(),
             position=position,
+            plan=hashlib.sha256(encode(self.plan)).hexdigest(),
+            versions={name: str(value) for name, value in environment().items()},
             tensors={},
             optimizer_tensors={},
+            optimizer_numbers={},
             files={},
         )
+
+    def _minibatch_sizes(self) -> tuple[MinibatchSize, ...]:
+        num_samples = self.plan.minibatch_size
+        if self.resume_from is None:
+            return (MinibatchSize(from_step=0, num_samples=num_samples),)
+        before, start = self.resume_from.manifest.minibatch_sizes, self.resume_from.manifest.position.step
+        if before[-1].num_samples == num_samples:
+            return before
+        return (*before, MinibatchSize(from_step=start, num_samples=num_samples))
 
     def optimizer_factory(self) -> OptimizerFactory:
         name, arguments = self.optimizer
@@ -102,12 +118,14 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         evaluates=job.validation is not None,
     )
     validation = None if job.validation is None else evaluation_data(example, job.validation)
+    start = _resume(pipeline, job.resume_from)
     writer = None
     if config.checkpoint is not None:
+        if rank.index == 0:
+            set_damaged_aside(config.checkpoint, start.step)
         writer = CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices)
     if config.weights is not None and job.resume_from is None:
         load_weights(config.weights, pipeline.state_dict())
-    start = _resume(pipeline, job.resume_from)
     pipeline.start_at(start.step)
     seed_step(config.seed, rank.index, start.step)
     loader = batches(
@@ -141,7 +159,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
                 rank.report(report)
             if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
                 manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
-                writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_tensors())
+                writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_state())
             if stop_signal and step + 1 < config.steps:
                 raise _stopped(stop_signal, step + 1, writer)
             if validation is not None and config.evaluates_after(step + 1):
@@ -180,13 +198,13 @@ def _evaluate(pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, 
     return evaluation
 
 
-def _resume(pipeline: Pipeline, path: Path | None) -> Position:
-    if path is None:
+def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
+    if checkpoint is None:
         return Position()
-    manifest = read_manifest(path)
+    path, manifest = checkpoint.path, checkpoint.manifest
     if pipeline.grad_scaler is not None and manifest.grad_scaler is not None:
         pipeline.grad_scaler = manifest.grad_scaler
-    pipeline.load_optimizer_tensors(load_tensors(path, manifest, pipeline.state_dict()))
+    pipeline.load_optimizer_state(load_tensors(path, manifest, pipeline.state_dict()))
     return manifest.position
 
 

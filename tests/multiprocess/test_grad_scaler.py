@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from bapipe.formats.settings import Settings
-from bapipe.runtime.checkpoint.manifest import list_checkpoints, read_manifest
+from bapipe.runtime.checkpoint.folder import list_checkpoints
+from bapipe.runtime.checkpoint.manifest import read_manifest
 from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.train import train

@@ -6,7 +6,7 @@ from torch import nn, optim
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import CpuClock
-from bapipe.runtime.optimizer import TORCH_OPTIMIZERS, StageOptimizers, optimizer_factory, sgd
+from bapipe.runtime.optimizer import TORCH_OPTIMIZERS, OptimizerState, StageOptimizers, optimizer_factory, sgd
 
 
 def make(name: str, **arguments: object) -> optim.Optimizer:
@@ -71,11 +71,44 @@ def test_state_moves_to_other_stages_by_the_names_of_parameters() -> None:
     made = StageOptimizers({0: first, 1: second}, adam, CpuClock())
     first(torch.ones(1, 3)).sum().backward()
     made.step(0)
-    state = made.state_tensors(parameters)
-    assert set(state) == {f"{name}:{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
+    state = made.state(parameters)
+    assert set(state.tensors) == {f"{name}:{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
     assert made.state_bytes() == 2 * (9 + 3) * 4 + 2 * 4
     other, _, same_names = stages()
     restored = StageOptimizers({3: other}, adam, CpuClock())
-    restored.load_state_tensors(state, same_names)
-    loaded = restored.state_tensors(same_names)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    restored.load_state(state, same_names)
+    loaded = restored.state(same_names).tensors
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.tensors.items())
+
+
+def with_state(name: str, **arguments: object) -> tuple[StageOptimizers, dict[str, nn.Parameter]]:
+    """Optimizers of a stage after one step."""
+    weights = nn.Embedding(5, 3, sparse=name == "sparseadam")
+    made = StageOptimizers({0: weights}, optimizer_factory(name, 0.1, arguments), CpuClock())
+    weights(torch.tensor([1, 2])).sum().backward()
+    made.step(0)
+    return made, dict(weights.named_parameters())
+
+
+def test_state_that_is_a_plain_number_is_restored_too() -> None:
+    made, parameters = with_state("sparseadam")
+    state = made.state(parameters)
+    assert state.numbers == {"weight:step": 1}
+    again = StageOptimizers({0: nn.Embedding(5, 3, sparse=True)}, optimizer_factory("sparseadam", 0.1, {}), CpuClock())
+    named = {"weight": again.optimizers[0].param_groups[0]["params"][0]}
+    again.load_state(state, named)
+    assert again.state(named).numbers == state.numbers
+    assert set(again.state(named).tensors) == {"weight:exp_avg", "weight:exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", sorted({*TORCH_OPTIMIZERS} - {"sparseadam"}))
+def test_every_optimizer_loads_its_own_state_and_refuses_another_s(name: str) -> None:
+    made, parameters = with_state(name)
+    state = made.state(parameters)
+    made.load_state(state, parameters)
+    assert made.state(parameters).numbers == state.numbers
+    others = OptimizerState(tensors={**state.tensors, "weight:else": torch.zeros(1)}, numbers=state.numbers)
+    with pytest.raises(
+        BapipeError, match=r"^the checkpoint has the state of another optimizer: .*else.*; this one makes "
+    ):
+        made.load_state(others, parameters)

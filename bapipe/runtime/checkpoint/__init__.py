@@ -1,5 +1,6 @@
 """Checkpoints of a training run, readable under any plan: the tensors have the names of the original module.
 
-`config` says where and how often; `writer` saves and loads tensors (torch.distributed.checkpoint), each rank its own;
-`manifest` describes a checkpoint and verifies its files; `export` writes one as a single safetensors file.
+`writer` saves and loads tensors, each rank its own, in the safetensors files of `tensor_files`; `manifest` describes a
+checkpoint and verifies its files; `folder` finds the newest and locks the folder; `export` writes one as a single
+safetensors file; `convert` reads those of older versions; `weights` starts a run from such a file.
 """

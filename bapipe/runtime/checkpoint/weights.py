@@ -1,15 +1,13 @@
 """Weights to start training from: a safetensors file with a model's tensors by their names."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from bapipe.errors import BapipeError, InvalidFile
+from bapipe.errors import BapipeError
+from bapipe.runtime.checkpoint.tensor_files import opened
 
 _NUM_SHOWN = 3
 """Names that an error lists."""
@@ -24,7 +22,7 @@ def check_weights(path: Path, module: nn.Module) -> None:
     names: dict[int, set[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), set()).add(name)
-    with _opened(path) as file:
+    with opened(path) as file:
         there = set(file.keys())
         missing = [name for name, tensor in state.items() if not names[id(tensor)] & there]
         unexpected = sorted(there - set(state))
@@ -42,22 +40,11 @@ def check_weights(path: Path, module: nn.Module) -> None:
 
 def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Sets tensors, given by their names, in place; reads only these of the file."""
-    with _opened(path) as file, torch.no_grad():
+    with opened(path) as file, torch.no_grad():
         there = set(file.keys())
         for name, tensor in tensors.items():
             if name in there:
                 tensor.copy_(file.get_tensor(name))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise InvalidFile(f"{path} is no safetensors file: {error}") from None
-    except OSError as error:
-        raise BapipeError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _shown(verb: str, names: list[str]) -> str:

@@ -1,46 +1,49 @@
 """Saves checkpoints from all ranks together, in a background thread, and loads them."""
 
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from bapipe.errors import BapipeError, RunFailed
+from bapipe.errors import BapipeError, RunFailed, first_line
 from bapipe.formats.codec import write_bytes
+from bapipe.runtime.checkpoint.folder import checkpoint_folder, remove_old_checkpoints, unfinished_folder
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
+    MODEL,
+    OPTIMIZER,
     Manifest,
-    TensorSpec,
-    checkpoint_folder,
-    file_checksums,
+    encode_manifest,
+    file_name,
     read_manifest,
-    remove_old_checkpoints,
-    unfinished_folder,
+    stored_tensors,
 )
-from bapipe.torch_device import dtype_name
-
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+from bapipe.runtime.checkpoint.tensor_files import (
+    DTYPES,
+    FileDigest,
+    TensorSpec,
+    read_tensors,
+    sync,
+    tensor_specs,
+    write_tensors,
+)
+from bapipe.runtime.optimizer import Number, OptimizerState
 
 
 class CheckpointWriter:
     """Writes checkpoints while training continues, one at a time; every rank calls it together.
 
-    `save` copies the tensors and returns; a thread writes them. The thread has a gloo group of its own, because the
-    training thread uses the other groups meanwhile, and NCCL cannot send from the CPU. A checkpoint is written to an
-    unfinished folder, which is renamed when all of it is on the disk: a crash leaves no half checkpoint. (Not
-    `async_save` of torch.distributed.checkpoint: that one gives no manifest, and no rename in the end.)
+    `save` copies the tensors and returns; a thread writes them, each rank those that it owns, to a file of its own. The
+    thread has a gloo group of its own, because the training thread uses the other groups meanwhile, and NCCL cannot
+    send from the CPU. A checkpoint is written to an unfinished folder, which is renamed when all of it is on the disk:
+    a crash leaves no half checkpoint. (Not torch.distributed.checkpoint: what it writes is read by unpickling.)
     """
 
     def __init__(self, folder: Path, keep: int, timeout: timedelta, names: tuple[str, ...]) -> None:
@@ -53,13 +56,13 @@ class CheckpointWriter:
             remove_old_checkpoints(folder, keep)
         dist.barrier()
 
-    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], optimizer_tensors: Mapping[str, Tensor]) -> None:
-        """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors and files."""
+    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], optimizer: OptimizerState) -> None:
+        """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors, numbers and files."""
         self.wait()
-        named = [(_MODEL + name, tensor) for name, tensor in tensors.items()]
-        named += [(_OPTIMIZER + name, tensor) for name, tensor in optimizer_tensors.items()]
+        named = [(MODEL + name, tensor) for name, tensor in tensors.items()]
+        named += [(OPTIMIZER + name, tensor) for name, tensor in optimizer.tensors.items()]
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-        self._thread = Thread(target=self._write, args=(manifest, state), daemon=True)
+        self._thread = Thread(target=self._write, args=(manifest, state, dict(optimizer.numbers)), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -74,93 +77,117 @@ class CheckpointWriter:
         if self._error is not None:
             raise RunFailed(str(self._error)) from None
 
-    def _write(self, manifest: Manifest, state: dict[str, Tensor]) -> None:
+    def _write(self, manifest: Manifest, state: dict[str, Tensor], numbers: dict[str, Number]) -> None:
         step = manifest.position.step
-        path = unfinished_folder(self._folder, step)
         try:
-            save_sharded(state, checkpoint_id=path, process_group=self._group)
+            specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(state))
+            all_numbers: list[dict[str, Number]] = self._gather(numbers)
+            owners = owners_of(specs)
+            own = {name: tensor for name, tensor in state.items() if owners[name] == dist.get_rank()}
+            files = self._gather(self._write_own(unfinished_folder(self._folder, step), own))
+            for rank, file in enumerate(files):
+                if isinstance(file, str):
+                    self._error = self._failed(rank, step, file)
+                    return
             fault: list[str | None] = [None]
             if dist.get_rank() == 0:
-                fault = [self._finish(manifest, path, checkpoint_folder(self._folder, step))]
+                complete = _completed(manifest, specs, all_numbers, files)
+                fault = [self._finish(complete)]
             dist.broadcast_object_list(fault, src=0, group=self._group)
             if fault[0] is not None:
                 self._error = self._failed(0, step, fault[0])
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items())
-            self._error = self._failed(rank, step, _one_line(cause))
         except Exception as error:  # a thread's exceptions would be lost
             self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {_one_line(error)}")
+
+    def _gather(self, value: object) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
 
     def _failed(self, rank: int, step: int, cause: str) -> RunFailed:
         return RunFailed(f"rank {rank} ({self._names[rank]}) could not write the checkpoint of {step} steps: {cause}")
 
-    def _finish(self, manifest: Manifest, path: Path, final: Path) -> str | None:
+    def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | str | None:
+        """Returns the digest of this rank's file, None if it has no tensors, or why it could not be written."""
+        try:
+            path.mkdir(exist_ok=True)
+            return write_tensors(path / file_name(dist.get_rank()), tensors) if tensors else None
+        except Exception as error:  # any, because the other ranks wait for this one's answer
+            return _one_line(error)
+
+    def _finish(self, manifest: Manifest) -> str | None:
         """Finishes a checkpoint on rank 0; returns why it failed, if it did."""
         try:
-            self._write_manifest_and_rename(manifest, path, final)
+            finish_checkpoint(self._folder, manifest)
+            remove_old_checkpoints(self._folder, self._keep)
         except (OSError, BapipeError) as error:
             return _one_line(error)
         return None
 
-    def _write_manifest_and_rename(self, manifest: Manifest, path: Path, final: Path) -> None:
-        specs = _stored_specs(path)
-        complete = msgspec.structs.replace(
-            manifest,
-            tensors={name.removeprefix(_MODEL): spec for name, spec in specs.items() if name.startswith(_MODEL)},
-            optimizer_tensors={
-                name.removeprefix(_OPTIMIZER): spec for name, spec in specs.items() if name.startswith(_OPTIMIZER)
-            },
-            files=file_checksums(path),
-        )
-        write_bytes(path / MANIFEST, msgspec.json.encode(complete))
-        _sync_folder(path)
-        os.rename(path, final)
-        _sync_folder(final.parent)
-        remove_old_checkpoints(final.parent, self._keep)
+
+def owners_of(specs: Sequence[Mapping[str, TensorSpec]]) -> dict[str, int]:
+    """Returns the rank that writes each tensor: of those that have it, as replicas do, the one with the least to write.
+
+    `specs` are the tensors of each rank.
+    """
+    num_bytes, owners = [0] * len(specs), dict[str, int]()
+    for name in sorted({name for of_rank in specs for name in of_rank}):
+        having = [rank for rank, of_rank in enumerate(specs) if name in of_rank]
+        owners[name] = min(having, key=num_bytes.__getitem__)
+        num_bytes[owners[name]] += specs[owners[name]][name].num_bytes
+    return owners
+
+
+def _completed(
+    manifest: Manifest,
+    specs: Sequence[Mapping[str, TensorSpec]],
+    numbers: Sequence[Mapping[str, Number]],
+    files: Sequence[FileDigest | None],
+) -> Manifest:
+    """Returns a manifest with what each rank has."""
+    named = {name: spec for of_rank in specs for name, spec in of_rank.items()}
+
+    def beginning_with(prefix: str) -> dict[str, TensorSpec]:
+        return {name.removeprefix(prefix): named[name] for name in sorted(named) if name.startswith(prefix)}
+
+    return msgspec.structs.replace(
+        manifest,
+        tensors=beginning_with(MODEL),
+        optimizer_tensors=beginning_with(OPTIMIZER),
+        optimizer_numbers=dict(sorted((name, n) for of_rank in numbers for name, n in of_rank.items())),
+        files={file_name(rank): file for rank, file in enumerate(files) if file is not None},
+    )
+
+
+def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a checkpoint whose tensors are in the unfinished folder of its step, and renames that."""
+    path, final = (place(folder, manifest.position.step) for place in (unfinished_folder, checkpoint_folder))
+    write_bytes(path / MANIFEST, encode_manifest(manifest))
+    sync(path)
+    os.rename(path, final)
+    sync(folder)
 
 
 def _one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _stored_specs(path: Path) -> dict[str, TensorSpec]:
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {
-        name: TensorSpec(shape=tuple(stored.size), dtype=dtype_name(stored.properties.dtype))
-        for name, stored in sorted(metadata.items())
-        if isinstance(stored, TensorStorageMetadata)
-    }
-
-
-def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Returns shape and dtype of tensors, by name."""
-    return {name: TensorSpec(shape=tuple(t.shape), dtype=dtype_name(t.dtype)) for name, t in tensors.items()}
-
-
-def load_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Loads some of a model's tensors in place; returns the optimizer's tensors of the same names, on the CPU."""
-    optimizer_tensors = {
-        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        for name, spec in manifest.optimizer_tensors.items()
-        if name.rpartition(":")[0] in tensors
-    }
-    state = {_MODEL + name: tensor.detach() for name, tensor in tensors.items()}
-    state |= {_OPTIMIZER + name: tensor for name, tensor in optimizer_tensors.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "loading in a single process": that is intended
-        load_sharded(state, checkpoint_id=path, no_dist=True)
-    return optimizer_tensors
+def load_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> OptimizerState:
+    """Loads some of a model's tensors in place; returns the optimizer's state of the same names, on the CPU."""
+    own = {name: spec for name, spec in manifest.optimizer_tensors.items() if name.rpartition(":")[0] in tensors}
+    numbers = {name: n for name, n in manifest.optimizer_numbers.items() if name.rpartition(":")[0] in tensors}
+    wanted = {MODEL + name for name in tensors} | {OPTIMIZER + name for name in own}
+    specs = {name: spec for name, spec in stored_tensors(manifest).items() if name in wanted}
+    optimizer_tensors: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in read_tensors([path / name for name in manifest.files], specs):
+            if name.startswith(MODEL):
+                tensors[name.removeprefix(MODEL)].copy_(tensor)
+            else:
+                optimizer_tensors[name.removeprefix(OPTIMIZER)] = tensor.clone()  # else it stays part of the file
+    return OptimizerState(tensors=optimizer_tensors, numbers=numbers)
 
 
 def full_state_dict(path: Path) -> dict[str, Tensor]:
@@ -170,6 +197,6 @@ def full_state_dict(path: Path) -> dict[str, Tensor]:
         BapipeError: a file is missing or damaged.
     """
     manifest = read_manifest(path)
-    tensors = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for n, s in manifest.tensors.items()}
+    tensors = {n: torch.empty(s.shape, dtype=DTYPES[s.dtype]) for n, s in manifest.tensors.items()}
     load_tensors(path, manifest, tensors)
-    return {name: tensors[name] for name in manifest.tensors}
+    return tensors
