@@ -47,7 +47,7 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         min=0.0,
-        help="Time limit of each search in seconds. Default: a fixed amount of work.",
+        help="Time limit of all searches together, in seconds. Default: a fixed amount of work, a minute at most.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -40,6 +40,7 @@ from bapipe.cli.progress import (
     show_parts,
     show_timeline,
     show_written,
+    stops_on_interrupt,
 )
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
@@ -47,6 +48,7 @@ from bapipe.formats.codec import check_writable, fingerprint, read, read_any, wr
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compare import compare as compare_strategies
+from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.make import judge
@@ -134,16 +136,24 @@ def plan(
         objective=objective,
         time_limit_s=time_limit,
     )
-    if pin is not None:
-        made, profiles, options = _evaluate(read(pin, Plan), measured, options)
-    else:
-        devices_to_use = read_or_assume_cluster(profiles_with_fewest_threads(measured), cluster, devices)
-        with planning_status() as progress:
-            made = plan_cached(measured, devices_to_use, options, progress=progress)
-        profiles = profiles_used_by(made, measured)
-    write(output, made)
-    sentences = _explain(made, profiles, options) if explain else ()
-    front = _pareto_front(profiles, made.cluster, options) if pareto else ()
+    pinned = None if pin is None else read(pin, Plan)
+    devices_to_use = (
+        read_or_assume_cluster(profiles_with_fewest_threads(measured), cluster, devices) if pinned is None else None
+    )
+    deadline = deadline_of(time_limit)
+    with stops_on_interrupt(deadline):
+        first = deadline.share(1 + explain + pareto)
+        if pinned is not None:
+            made, profiles, options = _evaluate(pinned, measured, options, first)
+        else:
+            assert devices_to_use is not None
+            with planning_status() as progress:
+                made = plan_cached(measured, devices_to_use, options, deadline=first, progress=progress)
+            profiles = profiles_used_by(made, measured)
+        write(output, made)
+        sentences = _explain(made, profiles, options, deadline.share(1 + pareto)) if explain else ()
+        front = _pareto_front(profiles, made.cluster, options, deadline) if pareto else ()
+    _say_what_more_time_could_do(made, first)
     if as_json:
         show_json(report.plan_json(made, sentences, front))
         return
@@ -162,30 +172,43 @@ def _names(schedules: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in schedules.split(","))
 
 
+def _say_what_more_time_could_do(made: Plan, deadline: Deadline) -> None:
+    """Prints a remark on a plan without a proof whose search a deadline ended."""
+    gap = made.certificate.gap
+    if deadline.is_over and gap > 0:
+        note(
+            f"the search was ended: no plan is more than {gap / (1 + gap):.1%} faster; with a longer --time-limit it "
+            "may find such a plan, or prove that there is none"
+        )
+
+
 def _evaluate(
-    pinned: Plan, measured: tuple[ModelProfile, ...], options: PlanOptions
+    pinned: Plan, measured: tuple[ModelProfile, ...], options: PlanOptions, deadline: Deadline
 ) -> tuple[Plan, dict[str, ModelProfile], PlanOptions]:
     """Returns the pinned plan with its prediction, the profiles by kind, and the options with the plan's mini-batch."""
     profiles = by_kind(measured)
     same_minibatch = replace(options, minibatch_size=pinned.minibatch_size)
     with planning_status() as progress:
-        return evaluate_pinned(pinned, profiles, same_minibatch, progress=progress), profiles, same_minibatch
+        evaluated = evaluate_pinned(pinned, profiles, same_minibatch, deadline=deadline, progress=progress)
+        return evaluated, profiles, same_minibatch
 
 
-def _explain(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
+def _explain(
+    made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, deadline: Deadline
+) -> tuple[str, ...]:
     with err.status("planning again with 10 % more memory"):
-        return explain_plan(made, profiles, options)
+        return explain_plan(made, profiles, options, deadline=deadline)
 
 
 def _pareto_front(
-    profiles: dict[str, ModelProfile], cluster: Cluster, options: PlanOptions
+    profiles: dict[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline
 ) -> "tuple[ParetoPoint, ...]":
     with err.status("searching the Pareto front") as status:
 
         def show_next(num_devices: int, limit_bytes: int) -> None:
             status.update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
-        return pareto_front(profiles, cluster, options, progress=show_next)
+        return pareto_front(profiles, cluster, options, deadline=deadline, progress=show_next)
 
 
 def compare(
@@ -218,9 +241,14 @@ def compare(
         time_limit_s=time_limit,
     )
     devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
-    with err.status("planning") as status:
+    deadline = deadline_of(time_limit)
+    with err.status("planning") as status, stops_on_interrupt(deadline):
         compared = compare_strategies(
-            profiles, devices_to_use, options, progress=lambda name: status.update(f"planning: {name}")
+            profiles,
+            devices_to_use,
+            options,
+            deadline=deadline,
+            progress=lambda name: status.update(f"planning: {name}"),
         )
     failed = {name: with_flags(why) for name, why in compared.failed.items()}
     if as_json:

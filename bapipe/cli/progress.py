@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -14,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bapipe import report
+from bapipe.planner.deadline import Deadline
 from bapipe.printable import MAX_LINE, printable
 from bapipe.progress import PartsProgress, SearchProgress
 from bapipe.simulator.timeline import Timeline
@@ -79,10 +83,32 @@ def planning_status() -> Iterator[SearchProgress]:
         def progress(num_simulated: int, best_ns: int, bound_ns: int) -> None:
             nonlocal printed_s
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
-            text = f"planning: {num_simulated} plans simulated, best {report.ms(best_ns)}, gap at most {gap:.2%}"
+            text = (
+                f"planning: {num_simulated} plans simulated, best {report.ms(best_ns)}, "
+                f"lower bound {report.ms(bound_ns)}, gap {gap:.2%}"
+            )
             status.update(text)
             if not err.is_terminal and time.monotonic() - printed_s > 2:
                 printed_s = time.monotonic()
                 note(text)
 
         yield progress
+
+
+@contextmanager
+def stops_on_interrupt(deadline: Deadline) -> Iterator[None]:
+    """Lets the first Ctrl-C end searches with the best plan so far; a second one ends the command."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
+
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        deadline.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        note("ending with the best plan so far; press Ctrl-C again to end without one")
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

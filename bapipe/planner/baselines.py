@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from bapipe.formats.plan import Alternative, StagePlan
 from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
@@ -42,11 +44,13 @@ def baseline_alternatives(
     microbatch_sizes: Sequence[int],
     schedules: Sequence[str],
     limits: Sequence[int],
+    deadline: Deadline = UNLIMITED,
 ) -> tuple[Alternative, ...]:
     """Returns the best baseline of each kind over the micro-batch sizes.
 
     Args:
         limits: the memory limit of each device, in bytes.
+        deadline: baselines for which no time is left are left out.
     """
     names = tuple(name for stage in plan.stages for name in stage.layers)
     devices = [device.name for device in plan.cluster.devices]
@@ -79,10 +83,13 @@ def baseline_alternatives(
         )
     alternatives = []
     for name, candidates in kinds.items():
-        best = min(
-            (_simulate_candidate(candidate, plan, profiles, limits) for candidate in candidates),
-            key=lambda simulated: simulated.sort_key,
-        )
+        simulated = [
+            _simulate_candidate(candidate, plan, profiles, limits)
+            for candidate in takewhile(lambda _: not deadline.is_over, candidates)
+        ]
+        if not simulated:
+            continue
+        best = min(simulated, key=lambda each: each.sort_key)
         alternatives.append(
             Alternative(
                 name=name,

@@ -7,6 +7,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
 
@@ -31,12 +32,14 @@ def compare(
     cluster: Cluster,
     options: PlanOptions,
     *,
+    deadline: Deadline | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Returns the best plan of every schedule with one device per stage, and the best of all schedules with replicas.
 
     Args:
-        options: its `time_limit_s` is the limit of each search.
+        options: its `time_limit_s` is the limit of all searches together: each has an equal share of what is left.
+        deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
         progress: called with the name of the next strategy.
 
     Raises:
@@ -47,11 +50,12 @@ def compare(
         searches["any of them, with replicas"] = options
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
-    for name, asked in searches.items():
+    deadline = deadline or deadline_of(options.time_limit_s)
+    for number, (name, asked) in enumerate(searches.items()):
         if progress:
             progress(name)
         try:
-            plans[name] = plan_once(profiles, cluster, asked)
+            plans[name] = plan_once(profiles, cluster, asked, deadline=deadline.share(len(searches) - number))
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:

@@ -11,6 +11,7 @@ from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.inputs import Profiles, listed
 from bapipe.planner.solution import Solution, sort_alternatives
 
@@ -75,13 +76,14 @@ def best_grouping(
 
     Raises:
         Infeasible: nothing fits with any grouping; the message is that of the first one.
+        OutOfTime: the deadline passed before any plan was found that fits.
     """
     solutions: dict[str, Solution] = {}
-    refused: list[Infeasible] = []
+    refused: list[BapipeError] = []
     for grouping in candidates:
         try:
             solutions[grouping.name] = solve(grouping.profiles, grouping.cluster)
-        except Infeasible as error:
+        except (Infeasible, OutOfTime) as error:
             refused.append(error)
     if not solutions:
         raise refused[0]

@@ -1,10 +1,11 @@
 """The fastest layout of problems of every kind: each is given to the search for its kind."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
 from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
 from bapipe.progress import SearchProgress
@@ -27,34 +28,38 @@ def search_layouts(
     problems: Sequence[Problem],
     *,
     max_nodes: int,
-    stop: Callable[[], bool] = lambda: False,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> SearchResult | None:
     """Returns the fastest layout found and a bound on all, None if nothing fits.
 
     Args:
         max_nodes: the budget of each search, in nodes of the branch and bound.
-        stop: ends the search with the best layout so far.
+        deadline: ends the search with the best layout so far.
+
+    Raises:
+        OutOfTime: the deadline passed before any layout was found that fits.
     """
     fixed = [problem for problem in problems if problem.roots and has_fixed_placements(problem)]
     others = [problem for problem in problems if problem not in fixed]
     if not fixed:
-        return _search(problems, max_nodes, stop, progress, None)
+        return _search(problems, max_nodes, deadline, progress, None)
     best: SearchResult | None = None
     is_branched = all(len(problem.cuts) <= MAX_BRANCHED_BOUNDARIES for problem in fixed)
     if is_branched:
-        best = best_first(problems, max_nodes=min(max_nodes, MAX_PROOF_NODES), stop=stop, progress=progress)
+        best = best_first(problems, max_nodes=min(max_nodes, MAX_PROOF_NODES), deadline=deadline, progress=progress)
         if best is not None and best.lower_bound_ns == best.step_ns:
             return best
     nodes = min(max_nodes, MAX_CUT_NODES) if is_branched or others else max_nodes
+    max_actions = ACTIONS_PER_NODE * nodes
     raised, best = search_fixed_placements(
-        fixed, max_actions=ACTIONS_PER_NODE * nodes, stop=stop, progress=progress, incumbent=best
+        fixed, max_actions=max_actions, stop=lambda: deadline.is_over, progress=progress, incumbent=best
     )
     if best is None or is_branched:
         # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.
         raised_of = dict(zip(fixed, raised, strict=True))
-        return _search([raised_of.get(each, each) for each in problems], max_nodes, stop, progress, best)
-    found = _search(others, max_nodes, stop, progress, best) if others else None
+        return _search([raised_of.get(each, each) for each in problems], max_nodes, deadline, progress, best)
+    found = _search(others, max_nodes, deadline, progress, best) if others else None
     if found is None:
         return best
     fastest = min(best, found, key=lambda result: result.step_ns)
@@ -64,11 +69,17 @@ def search_layouts(
 def _search(
     problems: Sequence[Problem],
     max_nodes: int,
-    stop: Callable[[], bool],
+    deadline: Deadline,
     progress: SearchProgress | None,
     incumbent: SearchResult | None,
 ) -> SearchResult | None:
     """By the length of the chain."""
-    if is_long_chain(problems):
-        return solve_long_chain(problems, max_actions=ACTIONS_PER_NODE * max_nodes, stop=stop, progress=progress)
-    return best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress, incumbent=incumbent)
+    if not is_long_chain(problems):
+        return best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=incumbent)
+    max_actions = ACTIONS_PER_NODE * max_nodes
+    try:
+        return solve_long_chain(problems, max_actions=max_actions, deadline=deadline, progress=progress)
+    except OutOfTime as error:
+        if incumbent is None:
+            raise
+        return replace(incumbent, lower_bound_ns=min(incumbent.step_ns, error.lower_bound_ns))

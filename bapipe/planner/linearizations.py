@@ -7,17 +7,19 @@ minimum along the profile's order (`MAX_LOAD_RATIO`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 
-from bapipe.errors import Infeasible
+from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import LOSS, Measurement, ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import contract, of_layers, topological_order
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.searched_space import LinearizationsSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
@@ -36,24 +38,32 @@ Solve = Callable[[Mapping[str, ModelProfile]], Solution]
 
 
 def solve_over_linearizations(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], solve: Solve
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    limits: Sequence[int],
+    solve: Solve,
+    deadline: Deadline = UNLIMITED,
 ) -> Solution:
     """Returns the fastest solution over the promising linearizations, with its layers in the profile's order.
 
     Args:
         limits: the bytes that each device may hold.
+        deadline: after it no further linearization is searched.
 
     Raises:
         Infeasible: no plan fits in memory along any of them.
+        OutOfTime: the deadline passed before any plan was found that fits.
     """
     first = profiles[cluster.devices[0].kind]
-    orders = [tuple(range(len(first.layers))), *promising_linearizations(profiles, cluster, limits)]
+    orders = [tuple(range(len(first.layers)))]
+    with suppress(OutOfTime):
+        orders += promising_linearizations(profiles, cluster, limits, deadline)
     solutions: list[Solution] = []
-    failure: Infeasible | None = None
+    failure: BapipeError | None = None
     for order in orders:
         try:
             solutions.append(solve({kind: with_layer_order(profile, order) for kind, profile in profiles.items()}))
-        except Infeasible as error:
+        except (Infeasible, OutOfTime) as error:
             failure = failure or error
     if not solutions:
         assert failure is not None
@@ -85,7 +95,7 @@ def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) 
 
 
 def promising_linearizations(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int]
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], deadline: Deadline = UNLIMITED
 ) -> list[tuple[int, ...]]:
     """Returns linearizations, as layer numbers, whose min-max load is well below that of the profile's order.
 
@@ -106,6 +116,7 @@ def promising_linearizations(
     all_boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes)
     orders, size = [], first.microbatch_sizes[-1]
     for num_stages in sorted({2, (len(limits) + 1) // 2, len(limits)} - {0, 1}):
+        deadline.check()
         on_chain = _min_max_path(_homogeneous_problem(chain_boundaries, first, cluster, limits, size, num_stages))
         best = _min_max_path(_homogeneous_problem(all_boundaries, first, cluster, limits, size, num_stages))
         if best is not None and (on_chain is None or best.load < MAX_LOAD_RATIO * on_chain.load):

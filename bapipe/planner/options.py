@@ -22,8 +22,9 @@ class PlanOptions:
         recompute: whether stages that do not fit otherwise may recompute their forward.
         constraints: such as `conv1 with conv2`; see `bapipe.planner.constraints`.
         objective: minimize the time of one step, or the work of the most loaded device (`bapipe.planner.throughput`).
-        time_limit_s: how long each search may take; the result then depends on the machine. Without a limit a search
-            does a fixed amount of work, some seconds, and the same input gives the same plan.
+        time_limit_s: how long planning may take, all its searches together; the result then depends on the machine.
+            Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
+            only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
         search_effort: roughly the number of seconds that the search for an order takes; see `search_order`.
     """
 

@@ -1,7 +1,6 @@
 """Plans profiles on a cluster: the entry points of planning, and the step from options to a search."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
+from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import best_grouping, groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
 from bapipe.planner.options import PlanOptions
@@ -37,6 +37,7 @@ def plan(
     options: PlanOptions | None = None,
     *,
     progress: SearchProgress | None = None,
+    deadline: Deadline | None = None,
     **keywords: Any,
 ) -> Plan:
     """Returns the fastest plan of the space that its certificate describes.
@@ -48,6 +49,7 @@ def plan(
         options: restrictions and preferences; its fields may be given as keyword arguments instead, for example
             `bapipe.plan(profile, 4, minibatch_size=32, schedules=["1f1b"])`.
         progress: called with (plans simulated, best step time, lower bound) while the search runs.
+        deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
 
     Raises:
         Infeasible: no plan fits the memory of the devices.
@@ -57,7 +59,7 @@ def plan(
     options = options_from(PlanOptions, options, keywords)
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
-    solve = partial(_solve, options=options, progress=progress)
+    solve = partial(_solve, options=options, deadline=deadline or deadline_of(options.time_limit_s), progress=progress)
     return make_plan(best_grouping(groupings(profiles, cluster), solve))
 
 
@@ -66,10 +68,12 @@ def plan_once(
     cluster: Cluster,
     options: PlanOptions,
     *,
+    deadline: Deadline | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns the best plan for the devices as they are, not grouped in other ways; see `plan`."""
-    return make_plan(_solve(profiles, cluster, options, progress=progress))
+    deadline = deadline or deadline_of(options.time_limit_s)
+    return make_plan(_solve(profiles, cluster, options, deadline, progress))
 
 
 def plan_cached(
@@ -77,11 +81,13 @@ def plan_cached(
     cluster: Cluster,
     options: PlanOptions,
     *,
+    deadline: Deadline | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns the plan that was made from the same inputs before, or makes and stores it; see `plan`.
 
-    With a time limit the result depends on the machine, so the plan is always made anew and never stored.
+    With a time limit the result depends on the machine, so the plan is always made anew and never stored. Nor is one
+    stored whose search a deadline ended.
     """
     key = {
         "profiles": [(profile.device.kind, fingerprint(profile)) for profile in listed(profiles)],
@@ -89,10 +95,11 @@ def plan_cached(
         "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
     }
     path, is_cached = plan_path(key), options.time_limit_s is None
+    deadline = deadline or deadline_of(options.time_limit_s)
     made = load_plan(path) if is_cached else None
     if made is None:
-        made = plan(profiles, cluster, options, progress=progress)
-        if is_cached:
+        made = plan(profiles, cluster, options, progress=progress, deadline=deadline)
+        if is_cached and not deadline.is_over:
             store_plan(path, made)
     for profile in listed(profiles):
         store_profile_by_fingerprint(profile)  # to plan again if a device is lost
@@ -104,20 +111,28 @@ def evaluate_pinned(
     profiles: Mapping[str, ModelProfile],
     options: PlanOptions,
     *,
+    deadline: Deadline | None = None,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns a hand-made plan with its prediction and a bound on all plans; see `planner.analysis.pinned`."""
     from bapipe.planner.analysis.pinned import certify_pinned
 
-    return certify_pinned(pinned, profiles, options, stop=_deadline(options.time_limit_s), progress=progress)
+    deadline = deadline or deadline_of(options.time_limit_s)
+    return certify_pinned(pinned, profiles, options, deadline=deadline, progress=progress)
 
 
-def explain(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
+def explain(
+    plan: Plan,
+    profiles: Mapping[str, ModelProfile],
+    options: PlanOptions,
+    *,
+    deadline: Deadline | None = None,
+) -> tuple[str, ...]:
     """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`."""
     from bapipe.planner.analysis.explain import explain as in_words
     from bapipe.planner.analysis.sensitivity import sensitivity
 
-    effects = sensitivity(plan, profiles, options, stop=_deadline(options.time_limit_s))
+    effects = sensitivity(plan, profiles, options, deadline=deadline or deadline_of(options.time_limit_s))
     return in_words(plan, profiles, options, effects)
 
 
@@ -126,51 +141,57 @@ def pareto(
     cluster: Cluster,
     options: PlanOptions,
     *,
+    deadline: Deadline | None = None,
     progress: ParetoProgress | None = None,
 ) -> "tuple[ParetoPoint, ...]":
     """Returns the front of step time, peak memory and number of devices; see `bapipe.planner.analysis.pareto`."""
     from bapipe.planner.analysis.pareto import pareto as front
 
-    return front(profiles, cluster.sequential, options, progress=progress)
+    deadline = deadline or deadline_of(options.time_limit_s)
+    return front(profiles, cluster.sequential, options, deadline=deadline, progress=progress)
 
 
 def _solve(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
     options: PlanOptions,
-    *,
+    deadline: Deadline,
     progress: SearchProgress | None,
 ) -> Solution:
     """Returns the best solution for profiles by device kind, by the search for the objective."""
     sequential = cluster.sequential
     if options.objective == "throughput":
-        return _solve_throughput(profiles, sequential, options, progress)
-    stop = _deadline(options.time_limit_s)
-    return _solve_step_time(profiles, sequential, options, stop, progress)
+        return _solve_throughput(profiles, sequential, options, deadline, progress)
+    return _solve_step_time(profiles, sequential, options, deadline, progress)
 
 
 def _solve_step_time(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
     options: PlanOptions,
-    stop: Callable[[], bool] | None,
+    deadline: Deadline,
     progress: SearchProgress | None,
 ) -> Solution:
     """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
     check_inputs(profiles, cluster, options)
 
     def solve(in_one_order: Mapping[str, ModelProfile]) -> Solution:
-        return add_baselines(solve_step_time(in_one_order, cluster, options, stop=stop, progress=progress), options)
+        solution = solve_step_time(in_one_order, cluster, options, deadline=deadline, progress=progress)
+        return add_baselines(solution, options, deadline)
 
     if len(cluster.devices) == 1:
         return solve(profiles)
     from bapipe.planner.linearizations import solve_over_linearizations
 
-    return solve_over_linearizations(profiles, cluster, options.limits(cluster), solve)
+    return solve_over_linearizations(profiles, cluster, options.limits(cluster), solve, deadline)
 
 
 def _solve_throughput(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, progress: SearchProgress | None
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+    progress: SearchProgress | None,
 ) -> Solution:
     from bapipe.planner.throughput.search import solve_throughput
 
@@ -183,7 +204,6 @@ def _solve_throughput(
     given = {
         "memory_margin": options.memory_margin,
         "constraints": options.constraints,
-        "time_limit_s": options.time_limit_s is not None,
         "replicas": not options.replicas,
     }
     for name, value in given.items():
@@ -197,14 +217,7 @@ def _solve_throughput(
         if progress:
             progress(looks, int(load_ns), int(bound_ns))
 
-    return solve_throughput(profiles, cluster, options, progress=count_and_report)
-
-
-def _deadline(seconds: float | None) -> Callable[[], bool] | None:
-    if seconds is None:
-        return None
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() > end
+    return solve_throughput(profiles, cluster, options, deadline=deadline, progress=count_and_report)
 
 
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:

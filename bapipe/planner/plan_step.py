@@ -1,6 +1,6 @@
 """Searches the partition with the shortest step: layouts x micro-batch sizes x schedules, along one order of layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -10,15 +10,16 @@ from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH, improve_plan
 from bapipe.planner.baselines import baseline_alternatives
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace
 from bapipe.planner.solution import Solution, make_plan, sort_alternatives
-from bapipe.planner.validation import check_inputs, named_schedules
+from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
+from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import SearchProgress
 
 if TYPE_CHECKING:
     from bapipe.planner.branch_and_bound.problem import SearchResult
-    from bapipe.planner.branch_and_bound.space import SearchSpace
 
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
@@ -32,7 +33,7 @@ def plan_step_time(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    stop: Callable[[], bool] | None = None,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns the fastest plan along the profile's order of the layers; see `solve_step_time`.
@@ -43,8 +44,8 @@ def plan_step_time(
             do not divide.
     """
     check_inputs(profiles, cluster, options)
-    solution = solve_step_time(profiles, cluster, options, stop=stop, progress=progress)
-    return make_plan(add_baselines(solution, options))
+    solution = solve_step_time(profiles, cluster, options, deadline=deadline, progress=progress)
+    return make_plan(add_baselines(solution, options, deadline))
 
 
 def solve_step_time(
@@ -52,7 +53,7 @@ def solve_step_time(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    stop: Callable[[], bool] | None = None,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> Solution:
     """Returns the stages and the order with the shortest step, by an exact search.
@@ -62,26 +63,42 @@ def solve_step_time(
 
     Args:
         profiles: one for each kind of device in the cluster; `check_inputs` accepts them.
-        stop: ends the search with the best solution so far when it returns True; without it, the search ends after
-            `MAX_NODES`.
+        deadline: ends the search with the best solution so far. If no user gave it, the search ends after `MAX_NODES`.
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
         BapipeError: constraints that cannot be met, or sizes that do not divide.
+        OutOfTime: the deadline passed before any plan was found that fits, and no naive plan fits.
     """
     searches_order = SEARCH in options.schedules
     if searches_order:
         options = replace(options, replicas=False)  # the order search has stages of one device each
-    space, result = find_best_layout(profiles, cluster, options, stop=stop, progress=progress)
-    solution = solution_of(profiles, result, options.minibatch_size, space)
+    solution = solve_partition(profiles, cluster, options, deadline=deadline, progress=progress)
     if not searches_order:
         return solution
     limits, may_move = options.limits(cluster), not options.constraints
-    return improve_plan(solution, profiles, limits, options.search_effort, may_move=may_move)
+    effort = options.search_effort
+    return improve_plan(solution, profiles, limits, effort, may_move=may_move, deadline=deadline)
 
 
-def add_baselines(solution: Solution, options: PlanOptions) -> Solution:
-    """Returns the solution with the baselines among its alternatives."""
+def solve_partition(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    deadline: Deadline = UNLIMITED,
+    progress: SearchProgress | None = None,
+) -> Solution:
+    """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
+    try:
+        space, result = find_best_layout(profiles, cluster, options, deadline=deadline, progress=progress)
+        return solution_of(profiles, result, options.minibatch_size, space)
+    except OutOfTime as error:
+        return _naive_solution(profiles, cluster, options, deadline, error.lower_bound_ns)
+
+
+def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline = UNLIMITED) -> Solution:
+    """Returns the solution with the baselines among its alternatives, those that the deadline leaves time for."""
     space = solution.space
     partitions = space.stages_from if isinstance(space, ActionOrderSpace) else space
     assert isinstance(partitions, PartitionSpace)
@@ -91,6 +108,7 @@ def add_baselines(solution: Solution, options: PlanOptions) -> Solution:
         partitions.microbatch_sizes,
         partitions.schedules,
         options.limits(solution.cluster),
+        deadline,
     )
     return replace(solution, alternatives=sort_alternatives((*solution.alternatives, *baselines)))
 
@@ -100,20 +118,75 @@ def find_best_layout(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    stop: Callable[[], bool] | None = None,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> "tuple[PartitionSpace, SearchResult]":
     """Returns the searched space, and the best layout of it; see `solve_step_time`."""
-    from bapipe.planner.branch_and_bound.infeasible import infeasible_error
+    from bapipe.planner.branch_and_bound.infeasible import fitting_layout, infeasible_error, least_infeasible
     from bapipe.planner.branch_and_bound.space import search_space  # these load numpy
     from bapipe.planner.layout_search import search_layouts
 
-    space = search_space(profiles, cluster, options)
-    max_nodes = MAX_NODES if stop is None else UNLIMITED_NODES
-    result = search_layouts(space.problems, max_nodes=max_nodes, stop=stop or (lambda: False), progress=progress)
+    space = search_space(profiles, cluster, options, deadline)
+    max_nodes = UNLIMITED_NODES if deadline.is_given else MAX_NODES
+    result = search_layouts(space.problems, max_nodes=max_nodes, deadline=deadline, progress=progress)
     if result is None:
-        raise infeasible_error(profiles, cluster, options, space)
-    return _partition_space(profiles, cluster, options, space), result
+        closest = least_infeasible(space.problems, deadline)
+        result = fitting_layout(closest)
+        if result is None:
+            raise infeasible_error(profiles, cluster, options, closest, deadline)
+        bound_ns = work_bound_ns(profiles, cluster, options.minibatch_size)
+        result = replace(result, lower_bound_ns=min(result.step_ns, bound_ns))
+    searched = _partition_space(
+        profiles,
+        cluster,
+        options,
+        stage_counts=(space.stage_counts[0], space.stage_counts[-1]),
+        device_counts=(space.device_counts[0], space.device_counts[-1]),
+        device_order=space.order,
+    )
+    return searched, result
+
+
+def _naive_solution(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline, bound_ns: int
+) -> Solution:
+    """Returns the best of the naive plans, for when the deadline has passed before a search has found any plan.
+
+    Args:
+        bound_ns: a lower bound on all plans that the search has reached.
+
+    Raises:
+        OutOfTime: none of those tried fits.
+    """
+    from bapipe.planner.device_line.line import DeviceLine
+    from bapipe.planner.device_line.naive import best_naive
+
+    bound_ns = max(bound_ns, work_bound_ns(profiles, cluster, options.minibatch_size))
+    line = DeviceLine(profiles, cluster, options)
+    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
+    best = best_naive(line, schedules, sizes, deadline)
+    if best is None:
+        raise OutOfTime(
+            "the time was over before a plan was found that fits, and none of the naive plans tried fits; that does "
+            "not prove that there is none: choose a longer `time_limit_s`",
+            bound_ns,
+        )
+    return line.solution(best, bound_ns, unsearched_space(profiles, cluster, options))
+
+
+def unsearched_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> PartitionSpace:
+    """Returns the space that a lower bound holds for if the deadline passed before the search."""
+    from bapipe.planner.branch_and_bound.space import device_order_text
+
+    num_devices = len(cluster.devices)
+    return _partition_space(
+        profiles,
+        cluster,
+        options,
+        stage_counts=(1, min(num_devices, len(_layer_names(profiles)))),
+        device_counts=(1, num_devices),
+        device_order=device_order_text(False, cluster, ()),
+    )
 
 
 def solution_of(
@@ -147,16 +220,22 @@ def solution_of(
 
 
 def _partition_space(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: "SearchSpace"
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    stage_counts: tuple[int, int],
+    device_counts: tuple[int, int],
+    device_order: str,
 ) -> PartitionSpace:
     stages = options.num_stages
     return PartitionSpace(
         num_layers=len(_layer_names(profiles)),
         num_devices=len(cluster.devices),
-        stage_counts=(stages, stages) if stages else (space.stage_counts[0], space.stage_counts[-1]),
-        device_counts=(space.device_counts[0], space.device_counts[-1]),
-        device_order=space.order,
-        microbatch_sizes=tuple(sorted({problem.microbatch_size for problem in space.problems})),
+        stage_counts=(stages, stages) if stages else stage_counts,
+        device_counts=device_counts,
+        device_order=device_order,
+        microbatch_sizes=tuple(microbatch_sizes(profiles, cluster, options)),
         schedules=tuple(named_schedules(options)),
         replicas=options.replicas,
         recompute=options.recompute,

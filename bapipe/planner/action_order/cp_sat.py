@@ -46,7 +46,14 @@ def is_installed() -> bool:
 
 
 def solve(
-    problem: OrderProblem, hint: Orders, *, below_ns: int, effort: float, seed: int, max_units: int = MAX_UNITS
+    problem: OrderProblem,
+    hint: Orders,
+    *,
+    below_ns: int,
+    effort: float,
+    seed: int,
+    limit_s: float | None = None,
+    max_units: int = MAX_UNITS,
 ) -> SolverResult:
     """Returns orders whose step takes less than `below_ns` in the model, and a lower bound.
 
@@ -55,6 +62,7 @@ def solve(
 
     Args:
         hint: an order that the solver starts from.
+        limit_s: seconds after which it stops in any case.
         max_units: see `MAX_UNITS`.
     """
     from ortools.sat.python import cp_model
@@ -70,6 +78,8 @@ def solve(
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = effort
+    if limit_s is not None:
+        solver.parameters.max_time_in_seconds = limit_s
     status = solver.solve(model.cp)
     if status == cp_model.INFEASIBLE:
         # No order is faster than the incumbent: the incumbent is optimal in the model.

@@ -15,6 +15,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.searched_space import ActionOrderSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL
@@ -32,7 +33,13 @@ EFFORT_SHARE_PER_PARTITION = 0.1
 
 
 def improve_plan(
-    plan: Solution, profiles: Mapping[str, ModelProfile], limits: Sequence[int], effort: float, *, may_move: bool = True
+    plan: Solution,
+    profiles: Mapping[str, ModelProfile],
+    limits: Sequence[int],
+    effort: float,
+    *,
+    may_move: bool = True,
+    deadline: Deadline = UNLIMITED,
 ) -> Solution:
     """Returns the plan with the fastest order found for its stages or neighbouring ones; itself if none is faster.
 
@@ -43,14 +50,15 @@ def improve_plan(
         limits: the memory that each device may use, in bytes.
         effort: of the search for the plan's own stages; see `search_order`. Neighbouring partitions get a share each.
         may_move: whether layers may move between stages.
+        deadline: ends the search with the best order so far.
     """
-    if any(device.side_by_side for device in plan.cluster.devices):
+    if deadline.is_over or any(device.side_by_side for device in plan.cluster.devices):
         return plan
     # The plan's own partition gets the full effort.
     best = _Partition(plan.stages, plan, profiles)
-    solution = best.search(limits, effort)
+    solution = best.search(limits, effort, deadline)
     searched, searches_left = {plan.stages}, round(1 / EFFORT_SHARE_PER_PARTITION) if may_move else 0
-    while searches_left:
+    while searches_left and not deadline.is_over:
         neighbours = [
             _Partition(stages, plan, profiles)
             for stages in _neighbours(best.stages, profiles)
@@ -63,7 +71,7 @@ def improve_plan(
                 break  # bounds ascend: no later neighbour can be faster either
             searches_left -= 1
             searched.add(neighbours[i].stages)
-            other = neighbours[i].search(limits, EFFORT_SHARE_PER_PARTITION * effort)
+            other = neighbours[i].search(limits, EFFORT_SHARE_PER_PARTITION * effort, deadline)
             if other.step_ns is not None and other.step_ns < solution.step_ns:
                 faster = neighbours[i], other
                 break
@@ -90,7 +98,7 @@ class _Partition:
             return None
         return lower_bound_ns(order_problem(self.costs, devices, self.cluster, num, limits))
 
-    def search(self, limits: Sequence[int], effort: float) -> OrderSolution:
+    def search(self, limits: Sequence[int], effort: float, deadline: Deadline) -> OrderSolution:
         return search_order(
             self.costs,
             self.table.devices,
@@ -99,6 +107,7 @@ class _Partition:
             memory_bytes=limits,
             start=[self.table, *_named_schedules_for(self.table)],
             effort=effort,
+            deadline=deadline,
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from bapipe.planner.action_order.problem import OrderProblem, Orders
+from bapipe.planner.deadline import UNLIMITED, Deadline
 
 MAX_SHIFT = 12
 """The furthest that one move shifts an action, in positions of its device's order."""
@@ -25,11 +26,12 @@ def threshold_accepting(
     goal_ns: int,
     num_trials: int,
     seed: int,
+    deadline: Deadline = UNLIMITED,
 ) -> Orders:
     """Returns the fastest order seen in `num_trials` moves from `orders`, which must fit and not deadlock.
 
-    Stops at once when a step takes `goal_ns`, a lower bound. Two rounds of half the trials each, the second from the
-    best order of the first.
+    Stops at once when a step takes `goal_ns`, a lower bound, and at the deadline. Two rounds of half the trials each,
+    the second from the best order of the first.
     """
     random = Random(seed)
     best, best_ns = orders, step_ns(orders)
@@ -42,7 +44,7 @@ def threshold_accepting(
         # Each round restarts from the best order, with the threshold at its maximum.
         current, current_ns = best, best_ns
         for moves_left in range(num_moves, 0, -1):
-            if best_ns <= goal_ns:
+            if best_ns <= goal_ns or deadline.is_over:
                 return best
             neighbour = _neighbour(problem, current, random.choice(ranks), random)
             if neighbour is None or (neighbour_ns := step_ns(neighbour)) is None:

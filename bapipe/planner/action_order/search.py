@@ -24,6 +24,7 @@ from bapipe.planner.action_order.problem import (
     relaxation,
     sequential_schedule,
 )
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
 from bapipe.simulator.stage_cost import Stage
@@ -74,6 +75,7 @@ def search_order(
     effort: float = 10.0,
     seed: int = 0,
     use_solver: bool = True,
+    deadline: Deadline = UNLIMITED,
 ) -> OrderSolution:
     """Returns the fastest order found for stages of one device each; never slower than the fastest `start` that fits.
 
@@ -86,12 +88,13 @@ def search_order(
             takes about a second on one core of 2020. The same arguments give the same solution with one version of
             OR-tools, or without it.
         use_solver: whether CP-SAT runs after the local search, if OR-tools is installed.
+        deadline: ends the search with the best order so far.
 
     Raises:
         ValueError: a stage with several devices, or a start with other devices or micro-batches.
     """
     problem = order_problem(stages, devices, cluster, num_microbatches, memory_bytes)
-    search = _Search(problem, stages, devices, cluster, memory_bytes)
+    search = _Search(problem, stages, devices, cluster, memory_bytes, deadline)
     for schedule in start:
         if schedule.devices != devices or schedule.num_microbatches != num_microbatches:
             raise ValueError(
@@ -120,9 +123,10 @@ class _Search:
         devices: tuple[tuple[int, ...], ...],
         cluster: Cluster,
         memory_bytes: Sequence[int],
+        deadline: Deadline,
     ) -> None:
         self.problem, self.stages, self.devices, self.cluster = problem, stages, devices, cluster
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.deadline = memory_bytes, deadline
         self.is_monotone = problem.is_monotone
         self.schedule: Schedule | None = None
         self.step_ns = 0
@@ -150,17 +154,17 @@ class _Search:
         return max(ns + update_ns for ns, update_ns in zip(done, self.problem.update_ns, strict=True))
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the incumbent attains the lower bound."""
-        return self.step_ns <= self.bound_ns
+    def is_done(self) -> bool:
+        """Whether the incumbent attains the lower bound, or the deadline has passed."""
+        return self.step_ns <= self.bound_ns or self.deadline.is_over
 
     def run(self, start: Sequence[Orders], effort: float, seed: int, use_solver: bool) -> None:
         """Runs list scheduling, threshold accepting and CP-SAT, until the incumbent is proven optimal."""
-        if self.is_proven:
+        if self.is_done:
             return
         best = self.construct(start)
         best = self.improve(best, effort, seed)
-        if not self.is_proven and use_solver and cp_sat.is_installed():
+        if not self.is_done and use_solver and cp_sat.is_installed():
             best = self.solve(best, effort, seed)
         assert self.schedule is not None
         self.try_incumbent(fuse_backward(self.schedule, self.stages, self.cluster), or_equal=True)
@@ -180,7 +184,7 @@ class _Search:
             orders = list_scheduler.list_schedule(self.problem, rule)
             if (ns := self.step_time(orders)) is not None and (best_ns is None or ns < best_ns):
                 best, best_ns = orders, ns
-            if best_ns == self.bound_ns:
+            if best_ns == self.bound_ns or (best is not None and self.deadline.is_over):
                 break
         assert best is not None
         self.try_incumbent(self.problem.table(self.devices, best))
@@ -189,12 +193,18 @@ class _Search:
 
     def improve(self, orders: Orders, effort: float, seed: int) -> Orders:
         """Returns the best order of threshold accepting from a given one."""
-        if self.is_proven:
+        if self.is_done:
             return orders
         num_actions = effort * ACTIONS_PER_EFFORT / (1 if self.is_monotone else SIMULATION_COST)
         num_trials = int(num_actions / self.problem.num_actions)
         best = threshold_accepting(
-            self.problem, orders, self.step_time, goal_ns=self.bound_ns, num_trials=num_trials, seed=seed
+            self.problem,
+            orders,
+            self.step_time,
+            goal_ns=self.bound_ns,
+            num_trials=num_trials,
+            seed=seed,
+            deadline=self.deadline,
         )
         self.try_incumbent(self.problem.table(self.devices, best))
         _log.info("threshold accepting: step %d ns, bound %d ns", self.step_ns, self.bound_ns)
@@ -203,7 +213,12 @@ class _Search:
     def solve(self, orders: Orders, effort: float, seed: int) -> Orders:
         """Returns CP-SAT's order if it is faster, and raises the lower bound."""
         answer = cp_sat.solve(
-            self.problem, orders, below_ns=self.step_ns, effort=SOLVER_TIME_PER_EFFORT * effort, seed=seed
+            self.problem,
+            orders,
+            below_ns=self.step_ns,
+            effort=SOLVER_TIME_PER_EFFORT * effort,
+            seed=seed,
+            limit_s=self.deadline.remaining_s,
         )
         if self.solver_bound_holds:  # the model has I and W only: its bound does not hold if a B is shorter than I + W
             self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)

@@ -1,12 +1,14 @@
 """The front of step time, peak memory and number of devices."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solution_of
 from bapipe.planner.searched_space import ParetoSpace
@@ -42,11 +44,12 @@ def pareto(
     cluster: Cluster,
     options: PlanOptions,
     *,
+    deadline: Deadline = UNLIMITED,
     progress: ParetoProgress | None = None,
 ) -> tuple[ParetoPoint, ...]:
     """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
 
-    Points between the memory limits of two rounds are not searched.
+    Points between the memory limits of two rounds are not searched. The deadline ends it with the points found so far.
     """
     from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
 
@@ -56,15 +59,18 @@ def pareto(
     for _ in range(MAX_ROUNDS):
         # The margin is in the first limit already, so it must not be taken twice.
         given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
-        problems = search_space(profiles, cluster, given).problems
         best: list[ParetoPoint] = []
-        for count in sorted({root.num_devices for problem in problems for root in problem.roots}):
-            if progress:
-                progress(count, limit)
-            answer = best_first([problem.with_num_devices(count) for problem in problems], max_nodes=NODES_PER_POINT)
-            if answer is not None:
-                space = ParetoSpace(num_devices=count, limit_bytes=limit)
-                best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space)), count))
+        with suppress(OutOfTime):
+            problems = search_space(profiles, cluster, given, deadline).problems
+            for count in sorted({root.num_devices for problem in problems for root in problem.roots}):
+                deadline.check()
+                if progress:
+                    progress(count, limit)
+                on_count = [problem.with_num_devices(count) for problem in problems]
+                answer = best_first(on_count, max_nodes=NODES_PER_POINT, deadline=deadline)
+                if answer is not None:
+                    space = ParetoSpace(num_devices=count, limit_bytes=limit)
+                    best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space)), count))
         if not best:
             break
         found += best

@@ -1,15 +1,17 @@
 """Evaluates a hand-made plan: its prediction, and a lower bound on all plans of the space."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import NOT_CERTIFIED, Alternative, Plan, certify, with_certificate
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import find_best_layout
+from bapipe.planner.plan_step import solve_partition, unsearched_space
 from bapipe.planner.searched_space import in_words
+from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate
@@ -23,7 +25,7 @@ def certify_pinned(
     profiles: Mapping[str, ModelProfile],
     options: PlanOptions,
     *,
-    stop: Callable[[], bool] | None = None,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> Plan:
     """Returns the plan as it is, with its prediction, and the bound on all plans for its cluster and mini-batch.
@@ -42,18 +44,28 @@ def certify_pinned(
         raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without `pin` for one that does")
     check_inputs(profiles, plan.cluster, options)
     # The bound is that of the whole space, so the gap is the most that planning could gain.
-    space, found = find_best_layout(profiles, plan.cluster, options, stop=stop, progress=progress)
-    change = timeline.step_ns / found.step_ns - 1 if found.step_ns else 0.0
-    best = Alternative(
+    best: tuple[Alternative, ...] = ()
+    try:
+        found = solve_partition(profiles, plan.cluster, options, deadline=deadline, progress=progress)
+        best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
+    except OutOfTime as error:  # then the pinned plan is the only one known
+        space, bound_ns = unsearched_space(profiles, plan.cluster, options), error.lower_bound_ns
+    judged = msgspec.structs.replace(
+        plan, prediction=timeline.prediction(plan.minibatch_size), certificate=NOT_CERTIFIED, alternatives=best
+    )
+    # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
+    bound_ns = min(timeline.step_ns, bound_ns)
+    return with_certificate(judged, certify(timeline.step_ns, bound_ns, f"pinned; {in_words(space)}"))
+
+
+def _best_found(found: Solution, pinned_ns: int) -> Alternative:
+    """The best plan of the search beside the pinned one."""
+    step_ns = found.prediction.step_ns
+    change = pinned_ns / step_ns - 1 if step_ns else 0.0
+    return Alternative(
         name=BEST_FOUND,
-        step_ns=found.step_ns,
-        peak_bytes=max(held.total for held in found.problem.simulate(found.layout).memory),
+        step_ns=step_ns,
+        peak_bytes=found.peak_bytes,
         feasible=True,
         why_not=f"the pinned plan takes {change:.1%} longer" if change > 0 else "not faster than the pinned plan",
     )
-    judged = msgspec.structs.replace(
-        plan, prediction=timeline.prediction(plan.minibatch_size), certificate=NOT_CERTIFIED, alternatives=(best,)
-    )
-    # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
-    bound_ns = min(timeline.step_ns, found.lower_bound_ns)
-    return with_certificate(judged, certify(timeline.step_ns, bound_ns, f"pinned; {in_words(space)}"))

@@ -1,7 +1,9 @@
 """Sensitivity: how much shorter a step would be with 10 % more of each resource."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import msgspec
 
@@ -10,6 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH
 from bapipe.planner.analysis.pinned import BEST_FOUND
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import find_best_layout
 from bapipe.simulator.simulate import simulate
@@ -37,23 +40,24 @@ class Effect:
 
 
 def sensitivity(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, stop: Callable[[], bool] | None = None
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, deadline: Deadline = UNLIMITED
 ) -> tuple[Effect, ...]:
     """Returns the effect of more speed of devices, more bandwidth of links, and more memory; largest first.
 
     For speeds and links the same plan is simulated. For memory the step is planned again, because the same plan would
-    not use more.
+    not use more. Effects for which the deadline leaves no time are left out.
     """
     effects = [
         Effect(resource=name, step_ns=simulate(msgspec.structs.replace(plan, cluster=cluster), profiles).step_ns)
-        for name, cluster in _changed(plan)
+        for name, cluster in takewhile(lambda _: not deadline.is_over, _changed(plan))
     ]
-    effects += _more_memory(plan, profiles, options, stop)
+    with suppress(OutOfTime):
+        effects += _more_memory(plan, profiles, options, deadline)
     return tuple(sorted(effects, key=lambda effect: (effect.step_ns, effect.resource)))
 
 
 def _more_memory(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, stop: Callable[[], bool] | None
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline
 ) -> list[Effect]:
     """Returns the effects of more memory, without gains that planning again would give with unchanged memory.
 
@@ -71,7 +75,7 @@ def _more_memory(
         # A searched order has no replicas, so the comparison must not have any either.
         replicas = options.replicas and SEARCH not in options.schedules
         changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
-        _, found = find_best_layout(profiles, cluster, changed, stop=stop)
+        _, found = find_best_layout(profiles, cluster, changed, deadline=deadline)
         # A gain that is possible without more memory is not an effect of memory.
         return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
 from bapipe.planner.branch_and_bound.stage_bound import (
     LAST_MICROBATCH,
     RETURN,
@@ -34,6 +34,7 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     maximum,
 )
 from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
+from bapipe.planner.deadline import Deadline
 
 UNUSED = np.zeros(0, dtype=np.int64)
 """Stands for quantities that the schedule at hand does not need."""
@@ -123,8 +124,10 @@ class CostToGoTable:
         *,
         forwards_first: bool,
         enabled: Set[str],
+        deadline: Deadline,
     ) -> None:
         """`sync_limits_ns` are the ascending thresholds of e between the sync classes."""
+        self._deadline = deadline
         self.costs, self.num_microbatches, self.forwards_first = costs, num_microbatches, forwards_first
         self.enabled = enabled
         self._sync_limits_ns = np.array(sync_limits_ns, dtype=np.int64)
@@ -134,10 +137,10 @@ class CostToGoTable:
 
     def of(self, placement: StagePlacement) -> CostToGo:
         """Returns the cost-to-go of a placement. Placements with equal symmetry keys share it."""
-        key = placement if placement.symmetry_key is None else placement.symmetry_key
-        if key not in self._cost_to_go:
-            self._cost_to_go[key] = self._compute(placement)
-        return self._cost_to_go[key]
+        for other in in_postorder([placement], lambda each: _key(each) in self._cost_to_go):
+            self._deadline.check()
+            self._cost_to_go[_key(other)] = self._compute(other)
+        return self._cost_to_go[_key(placement)]
 
     def transitions(self, placement: StagePlacement) -> Transitions | None:
         """Returns the transitions from a placement to its successors; None if it has none."""
@@ -348,3 +351,8 @@ class _Following(NamedTuple):
     backwards_returned: IntArray
     send_ns: IntArray
     grad_ns: IntArray
+
+
+def _key(placement: StagePlacement) -> Hashable:
+    """What placements with equal cost-to-go share."""
+    return placement if placement.symmetry_key is None else placement.symmetry_key

@@ -10,24 +10,40 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root
-from bapipe.planner.branch_and_bound.space import SearchSpace, search_space
+from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
+from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, SearchResult
+from bapipe.planner.branch_and_bound.space import search_space
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
 
-def least_infeasible(problems: Sequence[Problem]) -> tuple[Problem, Layout, dict[int, int]] | None:
+Closest = tuple[Problem, Layout, dict[int, int]]
+"""A layout of a problem, and the bytes that each rank in use lacks; negative if it fits."""
+
+
+def fitting_layout(closest: Closest | None) -> SearchResult | None:
+    """Returns the layout with the smallest shortfall as a result if it fits; its bound is not proven and so nothing."""
+    if closest is None or max(closest[2].values()) > 0:
+        return None
+    problem, layout, _ = closest
+    return SearchResult(problem=problem, layout=layout, step_ns=problem.step_ns(layout), lower_bound_ns=0)
+
+
+def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED) -> Closest | None:
     """Returns the layout with the smallest shortfall of its worst device, and the shortfall of each device in bytes.
 
     Each stage is taken alone, as the search does. None if constraints leave no layout. O(placements * boundaries**2)
     per problem.
+
+    Raises:
+        OutOfTime: the deadline passed before.
     """
     best: tuple[int, Problem, Layout, dict[int, int]] | None = None
     for problem in problems:
         # The roots of a problem have placements in common, which one programme solves once.
-        shortfalls = _ShortfallDP(problem)
+        shortfalls = _ShortfallDP(problem, deadline)
         for root in problem.roots:
             layout = shortfalls.best_layout(root)
             if layout is None:
@@ -74,8 +90,8 @@ class _ShortfallToGo:
 class _ShortfallDP:
     """Backward dynamic programme: the minimum over layouts of the maximum shortfall, per placement and boundary."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.costs = problem, problem.lower_bound.costs
+    def __init__(self, problem: Problem, deadline: Deadline) -> None:
+        self.problem, self.costs, self.deadline = problem, problem.lower_bound.costs, deadline
         self._solved: dict[StagePlacement, _ShortfallToGo] = {}
 
     def best_layout(self, root: Root) -> Layout | None:
@@ -92,8 +108,9 @@ class _ShortfallDP:
             placements.append(placements[-1].successors[int(to_go.successors[begin])])
 
     def _to_go(self, placement: StagePlacement) -> _ShortfallToGo:
-        if placement not in self._solved:
-            self._solved[placement] = self._solve(placement)
+        for other in in_postorder([placement], lambda each: each in self._solved):
+            self.deadline.check()
+            self._solved[other] = self._solve(other)
         return self._solved[placement]
 
     def _solve(self, placement: StagePlacement) -> _ShortfallToGo:
@@ -102,7 +119,7 @@ class _ShortfallDP:
             following = np.full((1, intervals.num_boundaries), INF, dtype=np.int64)
             following[0, -1] = -INF  # no stage follows the last boundary
         else:
-            following = np.array([self._to_go(other).shortfall_bytes for other in placement.successors])
+            following = np.array([self._solved[other].shortfall_bytes for other in placement.successors])
         # The choice of the successor depends on the end of the stage alone. [successors, boundaries] -> [boundaries]
         best_successor = np.argmin(following, axis=0)  # [boundaries]
         # Bottleneck programme: the worse of this stage and of what follows its end. [intervals]
@@ -118,13 +135,16 @@ class _ShortfallDP:
 
 
 def infeasible_error(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, space: SearchSpace
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    closest: Closest | None,
+    deadline: Deadline = UNLIMITED,
 ) -> BapipeError:
     """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
 
     If constraints leave no plan at all, it is about these.
     """
-    closest = least_infeasible(space.problems)
     if closest is None:
         return BapipeError(_contradiction(profiles, cluster, options))
     problem, layout, shortfall = closest
@@ -134,7 +154,7 @@ def infeasible_error(
         f"no plan fits in memory; the closest is {problem.schedule} with {num_stages} "
         f"{'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
-        f"{_advice(profiles, cluster, options, shortfall)}"
+        f"{_advice(profiles, cluster, options, shortfall, deadline)}"
     )
 
 
@@ -172,9 +192,13 @@ def _device_texts(problem: Problem, layout: Layout, shortfall: Mapping[int, int]
 
 
 def _advice(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, shortfall: Mapping[int, int]
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    shortfall: Mapping[int, int],
+    deadline: Deadline,
 ) -> str:
-    """Returns what would change without each of the options that restrict the search."""
+    """Returns what would change without each of the options that restrict the search, as far as time allows."""
     # Each option alone, as the user would change it.
     changes = {}
     if not options.recompute:
@@ -188,7 +212,7 @@ def _advice(
     effects = []
     for name, changed in changes.items():
         try:
-            closest = least_infeasible(search_space(profiles, cluster, changed).problems)
+            closest = least_infeasible(search_space(profiles, cluster, changed, deadline).problems, deadline)
         except BapipeError:
             continue
         short = max(closest[2].values()) if closest else INF

@@ -64,6 +64,7 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     maximum,
 )
 from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
+from bapipe.planner.deadline import UNLIMITED, Deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class LowerBound:
         forwards_first: bool,
         sync_limits_ns: Sequence[int] = (),
         enabled: Set[str] = BOUND_NAMES,
+        deadline: Deadline = UNLIMITED,
     ) -> None:
         """`enabled` are the bounds to use, by name: with fewer, every lower bound is at most as high."""
         self.costs, self.num_microbatches = costs, num_microbatches
@@ -111,7 +113,12 @@ class LowerBound:
 
         def table(limits_ns: Sequence[int]) -> CostToGoTable:
             return CostToGoTable(
-                costs, num_microbatches, limits_ns, forwards_first=self._forwards_first, enabled=enabled
+                costs,
+                num_microbatches,
+                limits_ns,
+                forwards_first=self._forwards_first,
+                enabled=enabled,
+                deadline=deadline,
             )
 
         # Two tables: roots and `extend` need one number per quantity, which one sync class gives; `children` needs the

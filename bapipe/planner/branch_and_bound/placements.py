@@ -16,6 +16,7 @@ from itertools import permutations, product
 
 from bapipe.planner.branch_and_bound.devices import ClassSymmetry
 from bapipe.planner.branch_and_bound.stage_schedule import StageSchedule, stage_schedule_of
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
 
@@ -89,6 +90,25 @@ def reachable(first: Iterable[StagePlacement]) -> Iterator[StagePlacement]:
         stack += following
 
 
+def in_postorder(
+    first: Iterable[StagePlacement], is_done: Callable[[StagePlacement], bool]
+) -> Iterator[StagePlacement]:
+    """Yields some placements and all that can follow them, each after its successors, but none that is done.
+
+    `is_done` must hold for a placement once it was yielded. Without recursion, as pipelines may be long.
+    """
+    stack = list(first)
+    while stack:
+        if is_done(stack[-1]):
+            stack.pop()
+            continue
+        missing = [other for other in stack[-1].successors if not is_done(other)]
+        if missing:
+            stack += missing
+        else:
+            yield stack.pop()
+
+
 class PlacementGraph:
     """The placements of one schedule and number of micro-batches; equal ones are the same object.
 
@@ -106,7 +126,10 @@ class PlacementGraph:
         *,
         replicas: bool,
         permute_replicas: bool = False,
+        deadline: Deadline = UNLIMITED,
     ) -> None:
+        """`deadline` ends the making of tables and placements with OutOfTime."""
+        self._deadline = deadline
         self.schedule, self.num_microbatches, self.replicas = schedule, num_microbatches, replicas
         self.symmetry, self.permute_replicas = symmetry, permute_replicas
         self._tables: dict[int, Schedule] = {}
@@ -120,6 +143,7 @@ class PlacementGraph:
     def table(self, num_devices: int) -> Schedule:
         """Returns the schedule with one device per stage, or one device for each of its ranks."""
         if num_devices not in self._tables:
+            self._deadline.check()
             self._tables[num_devices] = ALL[self.schedule](num_devices, self.num_microbatches)
         return self._tables[num_devices]
 
@@ -206,6 +230,7 @@ class PlacementGraph:
     ) -> StagePlacement:
         """Returns the placement of a key: the one made before, if there is one."""
         if key not in self._placements:
+            self._deadline.check()
             # The stage's first rank in the table with one device per stage; it gives the stage its order.
             first = num_used - num_remaining
             self._placements[key] = StagePlacement(
@@ -240,8 +265,10 @@ class PlacementGraph:
         if first == num_used:
             return -1
         if (num_used, first) not in self._suffix_ids:
-            suffix = (self._order_id(num_used, first), self._suffix_id(num_used, first + 1), "suffix")
-            self._suffix_ids[num_used, first] = self._ids.setdefault(suffix, len(self._ids))
+            following = -1
+            for rank in reversed(range(first, num_used)):  # without recursion: there may be many devices
+                suffix = (self._order_id(num_used, rank), following, "suffix")
+                following = self._suffix_ids[num_used, rank] = self._ids.setdefault(suffix, len(self._ids))
         return self._suffix_ids[num_used, first]
 
     def _stage_schedule(self, num_used: int, first: int, num_replicas: int) -> StageSchedule:

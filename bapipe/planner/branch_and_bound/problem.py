@@ -13,6 +13,7 @@ from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule
@@ -64,6 +65,7 @@ class Problem:
         placements: the graph of the placements that stages can have.
         lower_bound: the bounds of partial plans.
         roots: the choices of devices.
+        deadline: ends computations of the problem with OutOfTime.
         must_check_memory: whether the bounds' memory check is only necessary, not sufficient.
     """
 
@@ -79,7 +81,9 @@ class Problem:
         placements: PlacementGraph,
         lower_bound: LowerBound,
         roots: Sequence[Root],
+        deadline: Deadline = UNLIMITED,
     ) -> None:
+        self.deadline = deadline
         self.cluster, self.classes, self.chains = cluster, tuple(classes), tuple(chains)
         self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
         self.placements, self.lower_bound, self.roots = placements, lower_bound, tuple(roots)
@@ -196,22 +200,25 @@ class Problem:
 
     def step_ns(self, layout: Layout) -> int:
         """Returns the simulator's step time, without the rest of the timeline."""
-        schedule, compiled = self.compiled(layout.placements)
-        stages = self.stages(layout)
-        # Gradients of tied weights are summed across stages: only the whole timeline has these all-reduces.
-        if any(stage.tied_gradients for stage in stages):
-            return self.simulate(layout).step_ns
-        done_ns = finish_ns(compiled, stages, self.cluster)
-        for stage, ranks in zip(stages, schedule.devices, strict=True):
-            # A step ends with all-reduces and updates, which are not among the actions of the schedule.
-            synced_ns = _synced_ns(stage, ranks, schedule, done_ns, self.cluster)
-            for cost, rank in zip(stage.costs, ranks, strict=True):
-                done_ns[rank] = max(done_ns[rank], synced_ns) + cost.update_ns
-        return max(done_ns)
+        return step_ns_of(*self.compiled(layout.placements), self.stages(layout), self.cluster)
 
     def simulate(self, layout: Layout) -> Timeline:
         """Returns the timeline of one step."""
         return simulate_schedule(self.compiled(layout.placements)[0], self.stages(layout), self.cluster)
+
+
+def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> int:
+    """Returns the simulator's step time of a compiled schedule, without the rest of the timeline."""
+    # Gradients of tied weights are summed across stages: only the whole timeline has these all-reduces.
+    if any(stage.tied_gradients for stage in stages):
+        return simulate_schedule(schedule, stages, cluster).step_ns
+    done_ns = finish_ns(compiled, stages, cluster)
+    for stage, ranks in zip(stages, schedule.devices, strict=True):
+        # A step ends with all-reduces and updates, which are not among the actions of the schedule.
+        synced_ns = _synced_ns(stage, ranks, schedule, done_ns, cluster)
+        for cost, rank in zip(stage.costs, ranks, strict=True):
+            done_ns[rank] = max(done_ns[rank], synced_ns) + cost.update_ns
+    return max(done_ns)
 
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], schedule: Schedule, done_ns: Sequence[int], cluster: Cluster) -> int:

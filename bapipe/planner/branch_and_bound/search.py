@@ -9,16 +9,18 @@ Incumbents come from dives (greedy completions by the smallest bound), each impr
 charged to the node budget, so that the result does not depend on the speed of the machine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from bapipe.planner.branch_and_bound.infeasible import fitting_layout, least_infeasible
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.local_search import change_schedule, move_cut, move_device
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.progress import SearchProgress
 
 DEFAULT_MAX_NODES = 20_000
@@ -38,25 +40,35 @@ def best_first(
     problems: Sequence[Problem],
     *,
     max_nodes: int = DEFAULT_MAX_NODES,
-    stop: Callable[[], bool] = lambda: False,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
     incumbent: SearchResult | None = None,
 ) -> SearchResult | None:
-    """Returns the fastest layout over all problems, None if none was found that fits.
+    """Returns the fastest layout over all problems, None if none fits.
 
     The bound never exceeds the simulated time, so when it reaches the incumbent's step time, that is proven optimal.
-    After `max_nodes`, or when `stop` says so, the incumbent is returned with the bound reached; simulations count as
-    nodes at the rates above.
+    After `max_nodes`, or at the deadline, the incumbent is returned with the bound reached; simulations count as nodes
+    at the rates above.
 
     Args:
         incumbent: a layout to begin with.
+
+    Raises:
+        OutOfTime: the deadline passed before any layout was found that fits.
     """
-    search = _BestFirst(problems, progress)
+    search = _BestFirst(problems, progress, deadline)
     if incumbent is not None:
         search.incumbent, search.upper_bound_ns = incumbent, incumbent.step_ns
-    # Without an incumbent `stop` is ignored: a time limit should not end the search without any plan.
-    while search.is_open and search.num_nodes < max_nodes and not (search.incumbent is not None and stop()):
-        search.expand_best()
+    try:
+        while search.is_open and search.num_nodes < max_nodes:
+            deadline.check()
+            search.expand_best()
+        if search.is_open and search.incumbent is None:
+            search.begin_with_least_memory()
+    except OutOfTime as error:
+        if search.incumbent is None:
+            error.lower_bound_ns = int(search.lower_bound_ns)
+            raise
     return search.result()
 
 
@@ -70,8 +82,10 @@ class _BestFirst:
         queue: (lower bound, tie-breaker, sequence number, node): of equal bounds, the deepest first, then the oldest.
     """
 
-    def __init__(self, problems: Sequence[Problem], progress: SearchProgress | None) -> None:
-        self.problems, self.progress = problems, progress
+    def __init__(
+        self, problems: Sequence[Problem], progress: SearchProgress | None, deadline: Deadline = UNLIMITED
+    ) -> None:
+        self.problems, self.progress, self.deadline = problems, progress, deadline
         self.incumbent: SearchResult | None = None
         self.upper_bound_ns = INF
         self._proved_ns = 0
@@ -110,9 +124,17 @@ class _BestFirst:
 
     def expand_best(self) -> None:
         """Expands the node with the smallest lower bound."""
-        bound_ns, _, _, node = heappop(self.queue)
-        self._proved_ns = max(self._proved_ns, bound_ns)
+        entry = heappop(self.queue)
+        self._proved_ns = max(self._proved_ns, entry[0])
         self.num_nodes += 1
+        try:
+            self._expand(entry[0], entry[3])
+        except OutOfTime:
+            # Some of its children may not be in the queue yet: the node stays, so that the bound covers them.
+            heappush(self.queue, entry)
+            raise
+
+    def _expand(self, bound_ns: int, node: "_Node") -> None:
         if node.root is not None:
             self._expand_root(node.problem, node.root)
             return
@@ -162,6 +184,7 @@ class _BestFirst:
     def _dive(self, problem: Problem, partial: PartialPlan, bound_ns: int) -> None:
         """Primal heuristic: completes a partial plan, each time by the child with the smallest bound."""
         while not partial.is_complete:
+            self.deadline.check()
             bounds_ns, ends, numbers = problem.lower_bound.children(partial)
             self.num_nodes += 1
             best = int(np.argmin(bounds_ns))
@@ -186,10 +209,17 @@ class _BestFirst:
         for neighbours, in_problems in ((change_schedule, others), (move_cut, [problem]), (move_device, [problem])):
             for candidate_problem in in_problems:
                 for candidate in neighbours(candidate_problem, partial, self.upper_bound_ns):
+                    self.deadline.check()
                     self.num_nodes += len(candidate.placements)
                     if self._try_incumbent(candidate_problem, candidate):
                         return candidate_problem, candidate
         return None
+
+    def begin_with_least_memory(self) -> None:
+        """Makes the layout with the least memory the incumbent if it fits, for when no dive has found one that does."""
+        self.incumbent = fitting_layout(least_infeasible(self.problems, self.deadline))
+        if self.incumbent is not None:
+            self.upper_bound_ns = self.incumbent.step_ns
 
     def _try_incumbent(self, problem: Problem, partial: PartialPlan) -> bool:
         """Simulates a complete plan; returns whether it fits and became the incumbent."""

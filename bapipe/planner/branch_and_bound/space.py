@@ -19,6 +19,7 @@ from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals, StageCostTable
 from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
 from bapipe.planner.constraints import check_constraints, parse_constraints
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import SCHEDULES
@@ -50,14 +51,21 @@ class SearchSpace:
     device_counts: tuple[int, ...]
 
 
-def search_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> SearchSpace:
+def search_space(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline = UNLIMITED,
+) -> SearchSpace:
     """Returns the search space of some options.
 
     Raises:
         BapipeError: constraints that cannot be met, or a number of stages that is impossible.
+        OutOfTime: the deadline passed before.
     """
     check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
-    space = build_space(profiles, cluster, options, sizes=microbatch_sizes(profiles, cluster, options))
+    sizes = microbatch_sizes(profiles, cluster, options)
+    space = build_space(profiles, cluster, options, sizes=sizes, deadline=deadline)
     if not any(problem.roots for problem in space.problems):
         asked = "any number of" if options.num_stages is None else options.num_stages
         raise BapipeError(
@@ -75,16 +83,18 @@ def build_space(
     *,
     sizes: Sequence[int],
     enabled_bounds: frozenset[str] = BOUND_NAMES,
+    deadline: Deadline = UNLIMITED,
 ) -> SearchSpace:
     """Returns every problem of a space. Placements and cost-to-go are computed when a search asks for them.
 
     Args:
         sizes: micro-batch sizes that divide the mini-batch.
         enabled_bounds: names of the lower bounds to use; all but in experiments.
+        deadline: ends the making of the space, and later of its tables, with OutOfTime.
     """
     constraints = parse_constraints(options.constraints)
     classes = device_classes(
-        cluster, options.limits(cluster), constraints.allowed_layers(cluster), _ns_per_sample(profiles, cluster)
+        cluster, options.limits(cluster), constraints.allowed_layers(cluster), ns_per_sample(profiles, cluster)
     )
     profiles = {cls.device.kind: profiles[cls.device.kind] for cls in classes}
     links = ClassLinks(cluster, classes)
@@ -96,6 +106,7 @@ def build_space(
     # Problems of one micro-batch size share chains and costs; the intervals serve all sizes, as legal cuts do not
     # depend on the size.
     for size in reversed(sizes):
+        deadline.check()
         chains = _chains(profiles, classes, size)
         intervals = intervals or IntervalIndex(constraints.allowed_cuts(next(iter(profiles.values())), chains[0].legal))
         forbidden = constraints.forbidden_intervals(next(iter(profiles.values())), intervals, classes)
@@ -110,6 +121,7 @@ def build_space(
                 symmetry,
                 replicas=options.replicas,
                 permute_replicas=len(cluster.devices) <= MAX_PERMUTED_DEVICES,
+                deadline=deadline,
             )
             lower_bound = LowerBound(
                 costs,
@@ -117,6 +129,7 @@ def build_space(
                 forwards_first=_runs_forwards_first(schedule),
                 sync_limits_ns=[ideal_step_ns // divisor for divisor in SYNC_CLASS_DIVISORS],
                 enabled=enabled_bounds,
+                deadline=deadline,
             )
             roots = make_roots(
                 placements,
@@ -137,12 +150,13 @@ def build_space(
                     placements=placements,
                     lower_bound=lower_bound,
                     roots=roots,
+                    deadline=deadline,
                 )
             )
     max_stages = 0 if intervals is None else intervals.num_boundaries - 1
     return SearchSpace(
         problems=tuple(problems),
-        order=_order_text(any_order, cluster, classes),
+        order=device_order_text(any_order, cluster, classes),
         stage_counts=_stage_counts(problems, len(cluster.devices), max_stages),
         device_counts=tuple(sorted({root.num_devices for problem in problems for root in problem.roots})),
     )
@@ -169,8 +183,8 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int
     return tuple(sorted(stage_counts))
 
 
-def _order_text(any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
-    # These words are part of the certificate in plan files.
+def device_order_text(any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
+    """Returns how devices are given to stages, in the words of the certificate; they are part of plan files."""
     if len(cluster.devices) == 1:
         return ""
     if not any_order:
@@ -184,8 +198,8 @@ def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
     return len(next(iter(profiles.values())).layers)
 
 
-def _ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
-    """F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
+def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
+    """Returns F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
     at_speed_1 = {
         kind: sum(m.forward_ns + m.whole_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
         / profile.microbatch_sizes[-1]

@@ -12,7 +12,7 @@ T whether any plan may be so fast; bisection finds the smallest such T, which no
 The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 
@@ -21,6 +21,7 @@ from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR, best_first
 from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.long_chain.balanced import BalancedCuts, uniform_pipelines
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
@@ -66,7 +67,7 @@ def solve_long_chain(
     max_actions: int = DEFAULT_MAX_ACTIONS,
     max_exact_intervals: int = MAX_EXACT_INTERVALS,
     max_gap: float = MAX_GAP,
-    stop: Callable[[], bool] = lambda: False,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> SearchResult | None:
     """Returns the best layout found and a bound on all, None if nothing fits.
@@ -75,23 +76,31 @@ def solve_long_chain(
         max_actions: after how many simulated actions the heuristics end.
         max_exact_intervals: up to which size a best-first search follows.
         max_gap: a best-first search follows if the best plan exceeds the bound by more than this factor.
-        stop: ends the search with the best layout so far.
+        deadline: ends the search with the best layout so far.
+
+    Raises:
+        OutOfTime: the deadline passed before any layout was found that fits.
     """
-    search = _LongChainSearch(problems, max_actions, stop, progress)
-    search.construct_balanced()
-    search.raise_bound()
-    search.hill_climb()
+    search = _LongChainSearch(problems, max_actions, deadline, progress)
+    try:
+        search.construct_balanced()
+        search.raise_bound()
+        search.hill_climb()
+    except OutOfTime as error:
+        if search.result() is None:
+            error.lower_bound_ns = search.bound_ns
+            raise
     best = search.result()
     # No plan could be constructed. If the relaxation has none either, that proves that nothing fits.
     if best is None:
         if not search.may_fit:
             return None
         max_nodes = max_actions // ACTIONS_PER_FALLBACK_NODE
-        return best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress)
+        return best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress)
     # Step 4: close the remaining gap. Both bounds hold for all plans, so the larger one is returned.
-    if best.step_ns > max_gap * best.lower_bound_ns and search.num_intervals <= max_exact_intervals and not stop():
+    if best.step_ns > max_gap * best.lower_bound_ns and search.num_intervals <= max_exact_intervals:
         max_nodes = max_actions // ACTIONS_PER_CLOSING_NODE
-        improved = best_first(problems, max_nodes=max_nodes, stop=stop, progress=progress, incumbent=best)
+        improved = best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=best)
         assert improved is not None
         return replace(improved, lower_bound_ns=max(improved.lower_bound_ns, best.lower_bound_ns))
     return best
@@ -115,11 +124,11 @@ class _LongChainSearch:
         self,
         problems: Sequence[Problem],
         max_actions: int,
-        stop: Callable[[], bool],
+        deadline: Deadline,
         progress: SearchProgress | None,
     ) -> None:
         self.problems = [problem for problem in problems if problem.roots]
-        self.max_actions, self.stop, self.progress = max_actions, stop, progress
+        self.max_actions, self.deadline, self.progress = max_actions, deadline, progress
         self.feasible: dict[StageCostTable, FeasibleIntervals] = {}
         for problem in self.problems:
             costs = problem.lower_bound.costs
@@ -149,9 +158,10 @@ class _LongChainSearch:
 
     @property
     def is_over(self) -> bool:
+        self.deadline.check()
         if self.best_ns is None:
             return False
-        return self.best_ns <= self.bound_ns or self.num_actions > self.max_actions or self.stop()
+        return self.best_ns <= self.bound_ns or self.num_actions > self.max_actions
 
     def result(self) -> SearchResult | None:
         if not self.ranked:
@@ -171,6 +181,7 @@ class _LongChainSearch:
     def step_ns(self, i: int, path: Path) -> int | None:
         """Returns the simulated step time of a path of problem i, None if its stages do not fit."""
         if (i, path) not in self.simulated:
+            self.deadline.check()
             step_ns = self.simulated[i, path] = self._simulate(self.problems[i], path)
             if step_ns is not None:
                 self.ranked.append((step_ns, len(self.ranked), i, path))

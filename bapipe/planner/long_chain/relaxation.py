@@ -75,6 +75,7 @@ class Relaxation:
         successors: Callable[[StagePlacement], Sequence[StagePlacement]],
     ) -> None:
         self.problem, self.feasible, self._successors = problem, feasible, successors
+        self._deadline = problem.deadline
         self.last_boundary = problem.lower_bound.costs.intervals.num_boundaries - 1
         self._number: dict[StagePlacement, int] = {}
         self._stages: list[RelaxedStage] = []  # successors before predecessors
@@ -100,6 +101,7 @@ class Relaxation:
             if missing:
                 stack += missing
                 continue
+            self._deadline.check()
             top = stack.pop()
             if top not in self._number:
                 self._number[top] = len(self._stages)
@@ -133,6 +135,7 @@ class Relaxation:
     def is_feasible(self, limit_ns: int) -> bool:
         """Returns whether the relaxation has a pipeline within a step time."""
         for number, stage in enumerate(self._stages):
+            self._deadline.check()
             self._solve(number, stage, self._feasible_ends(stage, limit_ns), limit_ns)
         return self._has_path()
 

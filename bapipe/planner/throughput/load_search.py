@@ -7,6 +7,7 @@ from math import ceil
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
@@ -39,17 +40,30 @@ class LoadSearch:
     has_all_downsets: bool
     minibatch_size: int
 
-    def solve(self, microbatch_size: int, limits: Sequence[int], progress: LoadProgress | None) -> LoadSolution:
-        """Returns the best stages with micro-batches of one size, if each device may hold `limits` bytes."""
+    def solve(
+        self,
+        microbatch_size: int,
+        limits: Sequence[int],
+        progress: LoadProgress | None,
+        deadline: Deadline = UNLIMITED,
+    ) -> LoadSolution:
+        """Returns the best stages with micro-batches of one size, if each device may hold `limits` bytes.
+
+        Those found before the deadline, with the bound reached.
+        """
         if is_homogeneous(self.cluster, limits):
             homogeneous = self.homogeneous(microbatch_size, limits[0])
             bound_ns, ceiling_ns = homogeneous.bound_ns, homogeneous.ceiling_ns
-            result = min_max_load_homogeneous(homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=progress)
+            result = min_max_load_homogeneous(
+                homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=progress, deadline=deadline
+            )
             groups = _consecutive_groups(result)
         else:
             heterogeneous = self.heterogeneous(microbatch_size, limits)
             bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
-            result = min_max_load(heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress)
+            result = min_max_load(
+                heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress, deadline=deadline
+            )
             groups = [heterogeneous.states[state][1] for state in result.best.states] if result.best else []
         if result.best is None:
             return LoadSolution(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())

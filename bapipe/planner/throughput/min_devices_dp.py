@@ -11,10 +11,13 @@ where devices(...) is the fewest devices with which the stage [b, e) has a load 
 L exists if and only if N(0) is at most the number of devices. The minimal load is found by bisection on L.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.throughput.problem import (
     LIMIT_GROWTH,
     MAX_STAGES_PER_BLOCK,
@@ -35,29 +38,47 @@ def min_max_load_homogeneous(
     ceiling: float,
     best: StagePath | None = None,
     progress: LoadProgress | None = None,
+    deadline: Deadline = UNLIMITED,
 ) -> MinMaxLoad:
-    """Returns the plan with the minimal largest load, proven optimal.
+    """Returns the plan with the minimal largest load, proven optimal unless the deadline ends the search before.
 
     Args:
         bound: a lower bound on the largest load of every plan.
         ceiling: an upper bound on the largest load of every plan.
         best: a plan that is already known.
     """
+    known = MinMaxLoad(best=best, bound=bound)
+    with suppress(OutOfTime):
+        for improved in _narrowed(problem, known, ceiling, progress, deadline):
+            known = improved
+    return known
+
+
+def _narrowed(
+    problem: HomogeneousLoadProblem,
+    known: MinMaxLoad,
+    ceiling: float,
+    progress: LoadProgress | None,
+    deadline: Deadline,
+) -> Iterator[MinMaxLoad]:
+    """Yields the best plan and the bound each time that one of them has improved, until they meet."""
+    best, bound = known.best, known.bound
     # First a plan: limits grow from the lower bound, and each limit without a plan is the next lower bound.
     for limit in sorted({min(ceiling, bound * growth * (1 + 1e-9)) for growth in LIMIT_GROWTH} | {ceiling}):
         if best is not None:
             break
-        best = find_plan_below(problem, limit)
+        best = find_plan_below(problem, limit, deadline)
         if best is None:
             bound = limit
             if progress:
                 progress(limit, bound)
+        yield MinMaxLoad(best=best, bound=bound)
     # Then the optimum: bisection alternates with a limit at the best load itself, because loads are not continuous.
     # A plan found lowers the best load to one that occurs, and a limit at the best load ends the search.
     bisects = True
     while best is not None and bound < best.load:
         limit = (best.load + bound) / 2 if bisects else best.load
-        better = find_plan_below(problem, limit)
+        better = find_plan_below(problem, limit, deadline)
         if better is None:
             bound = limit
         else:
@@ -65,10 +86,10 @@ def min_max_load_homogeneous(
         bisects = not bisects
         if progress:
             progress(best.load, bound)
-    return MinMaxLoad(best=best, bound=bound)
+        yield MinMaxLoad(best=best, bound=bound)
 
 
-def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath | None:
+def find_plan_below(problem: HomogeneousLoadProblem, limit: float, deadline: Deadline = UNLIMITED) -> StagePath | None:
     """Returns a plan with every load below the limit, None if there is none. O(boundaries**2) stages."""
     # Loads are not negative.
     if limit <= 0:
@@ -85,6 +106,7 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float) -> StagePath 
     rows = 1 if problem.depends_on_later_devices else max(1, MAX_STAGES_PER_BLOCK // (last + 1))
     position = candidates.size
     while position > 0:
+        deadline.check()
         begins = candidates[max(0, position - rows) : position]
         position -= begins.size
         ends = np.concatenate([candidates[candidates > begins[0]], [last]])

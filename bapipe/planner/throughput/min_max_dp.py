@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.throughput.problem import (
     END,
     LIMIT_GROWTH,
@@ -30,9 +31,15 @@ if TYPE_CHECKING:
 
 
 def min_max_load(
-    problem: LoadProblem, *, bound: float, ceiling: float, dtype: type = float, progress: LoadProgress | None = None
+    problem: LoadProblem,
+    *,
+    bound: float,
+    ceiling: float,
+    dtype: type = float,
+    progress: LoadProgress | None = None,
+    deadline: Deadline = UNLIMITED,
 ) -> MinMaxLoad:
-    """Returns the plan with the minimal largest load, proven optimal.
+    """Returns the plan with the minimal largest load, proven optimal; none if the deadline passes before.
 
     Args:
         bound: a lower bound on the largest load of every plan.
@@ -44,14 +51,19 @@ def min_max_load(
     for limit in sorted({min(ceiling, bound * growth + slack) for growth in LIMIT_GROWTH} | {ceiling}):
         if progress:
             progress(limit, bound)
-        best = min_max_load_below(problem, limit, dtype)
+        try:
+            best = min_max_load_below(problem, limit, dtype, deadline)
+        except OutOfTime:
+            return MinMaxLoad(best=None, bound=bound)
         if best is not None:
             return MinMaxLoad(best=best, bound=best.load)
         bound = limit  # no plan is below the limit, so the limit is a lower bound
     return MinMaxLoad(best=None, bound=ceiling)
 
 
-def min_max_load_below(problem: LoadProblem, limit: float, dtype: type = float) -> StagePath | None:
+def min_max_load_below(
+    problem: LoadProblem, limit: float, dtype: type = float, deadline: Deadline = UNLIMITED
+) -> StagePath | None:
     """Returns the plan with the minimal largest load, or None if none is below the limit.
 
     O(states * boundaries**2) stage loads in the worst case.
@@ -68,6 +80,7 @@ def min_max_load_below(problem: LoadProblem, limit: float, dtype: type = float) 
     for state in range(problem.num_states):
         if state not in table.before:
             continue
+        deadline.check()
         # Pruning: boundaries that no plan below the limit can use in this state.
         begin = np.nonzero((table.before[state] < table.limit) & problem.begins(state, table.limit))[0]
         end = np.nonzero(problem.ends(state, table.limit))[0]

@@ -9,6 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import Graph, contract, depth_first_order, of_layers, topological_order
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ThroughputSpace
 from bapipe.planner.solution import Solution
@@ -38,6 +39,7 @@ def solve_throughput(
     cluster: Cluster,
     options: PlanOptions,
     *,
+    deadline: Deadline = UNLIMITED,
     progress: LoadProgress | None = None,
 ) -> Solution:
     """Returns the solution of `explore_throughput`, over all micro-batch sizes that divide the mini-batch or one.
@@ -52,6 +54,7 @@ def solve_throughput(
         minibatch_size=options.minibatch_size,
         microbatch_sizes=microbatch_sizes(profiles, cluster, options),
         limits=options.limits(cluster),
+        deadline=deadline,
         progress=progress,
     )
 
@@ -63,6 +66,7 @@ def explore_throughput(
     minibatch_size: int,
     microbatch_sizes: Sequence[int],
     limits: Sequence[int],
+    deadline: Deadline = UNLIMITED,
     progress: LoadProgress | None = None,
     max_downsets: int = MAX_DOWNSETS,
     max_neighbours: int = MAX_NEIGHBOURS,
@@ -76,11 +80,13 @@ def explore_throughput(
     Args:
         profiles: one for each kind of device in the cluster, all of one model.
         limits: the memory that each device may use, in bytes.
+        deadline: ends the search with the best solution so far.
         max_downsets: a graph with more downsets is cut along some linear orders, then near the best cuts.
         max_neighbours: boundaries of each neighbourhood search; 0 leaves it out.
 
     Raises:
         Infeasible: nothing fits; the message names the memory that would be enough.
+        OutOfTime: the deadline passed before any plan was found that fits.
     """
     first = profiles[cluster.devices[0].kind]
     graph = of_layers(first)
@@ -95,14 +101,15 @@ def explore_throughput(
         has_all_downsets=has_all_downsets,
         minibatch_size=minibatch_size,
     )
-    solutions = [search.solve(size, limits, progress) for size in microbatch_sizes]
+    solutions = [search.solve(size, limits, progress, deadline) for size in microbatch_sizes]
     feasible = [solution for solution in solutions if solution.stages]
     if not feasible:
+        deadline.check()
         raise Infeasible(_shortfall(search, microbatch_sizes, limits))
     # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
     best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
     if not has_all_downsets and max_neighbours:
-        best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress)
+        best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress, deadline)
     bound_ns = min(best.load_ns, *(solution.bound_ns for solution in solutions))
     space = _searched_space(search, limits, microbatch_sizes, max_downsets)
     return solution_of(search, best, bound_ns, space, limits)
@@ -126,6 +133,7 @@ def _improve(
     limits: Sequence[int],
     max_neighbours: int,
     progress: LoadProgress | None,
+    deadline: Deadline,
 ) -> LoadSolution:
     """Returns a local optimum: the exact search repeated among the downsets next to the best cuts so far."""
     node_of = {layer: node for node, layers in enumerate(layers_of_node) for layer in layers}
@@ -135,7 +143,7 @@ def _improve(
         near = Boundaries(
             neighbouring_downsets(graph, cuts, max_neighbours), layers_of_node, search.boundaries.num_layers
         )
-        better = replace(search, boundaries=near).solve(solution.microbatch_size, limits, progress)
+        better = replace(search, boundaries=near).solve(solution.microbatch_size, limits, progress, deadline)
         if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
             return solution
         solution = better

@@ -1,0 +1,86 @@
+"""When a search must end: one object, made where planning begins and asked by every long loop of every phase."""
+
+import time
+from collections.abc import Callable
+
+from bapipe.errors import BapipeError
+
+DEFAULT_LIMIT_S = 50.0
+"""Compute seconds after which planning ends if no time limit is given and its fixed amount of work is not done yet."""
+
+
+class OutOfTime(BapipeError):
+    """The deadline has passed; who has a plan and a bound by then returns them.
+
+    Attributes:
+        lower_bound_ns: on every plan of the space, as far as it was searched.
+    """
+
+    def __init__(self, message: str, lower_bound_ns: int = 0) -> None:
+        super().__init__(message)
+        self.lower_bound_ns = lower_bound_ns
+
+
+class Deadline:
+    """A moment of a clock, or none; it can also be asked to be over at once, as Ctrl-C does.
+
+    Attributes:
+        is_given: whether a user chose it: a search then goes on until it is over, instead of doing a fixed amount of
+            work.
+    """
+
+    def __init__(
+        self,
+        limit_s: float | None,
+        *,
+        is_given: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        within: "Deadline | None" = None,
+    ) -> None:
+        """`within` is a longer deadline that also ends this one."""
+        self.is_given, self._clock, self._within, self._is_stopped = is_given, clock, within, False
+        self._end_s = None if limit_s is None else clock() + limit_s
+
+    @property
+    def is_over(self) -> bool:
+        if self._is_stopped or (self._end_s is not None and self._clock() >= self._end_s):
+            return True
+        return self._within is not None and self._within.is_over
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The seconds of its clock that are left, None if they are not limited."""
+        if self._is_stopped:
+            return 0.0
+        own_s = None if self._end_s is None else max(0.0, self._end_s - self._clock())
+        within_s = None if self._within is None else self._within.remaining_s
+        return min((left_s for left_s in (own_s, within_s) if left_s is not None), default=None)
+
+    def check(self) -> None:
+        """Raises OutOfTime if the deadline has passed."""
+        if self.is_over:
+            raise OutOfTime("the search ended before it had a plan that fits: choose a longer `time_limit_s`")
+
+    def stop(self) -> None:
+        """Makes the deadline be over now."""
+        self._is_stopped = True
+
+    def share(self, num_parts: int) -> "Deadline":
+        """Returns a deadline after an equal share of the time that remains, for the first of so many searches."""
+        left_s = self.remaining_s
+        share_s = None if left_s is None else left_s / num_parts
+        return Deadline(share_s, is_given=self.is_given, clock=self._clock, within=self)
+
+
+def deadline_of(time_limit_s: float | None) -> Deadline:
+    """Returns the deadline of a time limit, from now on; without one, `DEFAULT_LIMIT_S` of this thread's compute time.
+
+    Compute time, so that other programs do not change the result.
+    """
+    if time_limit_s is None:
+        return Deadline(DEFAULT_LIMIT_S, is_given=False, clock=time.thread_time)
+    return Deadline(time_limit_s)
+
+
+UNLIMITED = Deadline(None, is_given=False)
+"""For callers that bound the work in another way."""

@@ -1,0 +1,6 @@
+"""Plans whose stages take consecutive devices of the cluster: made from few numbers, and timed by the simulator alone.
+
+The other searches keep tables of intervals and placements, which grow with the square of the layers and the devices.
+`line.py` evaluates a plan without any, and `naive.py` makes the plans that everybody would try first; they are what is
+left when the time is over before a search has found a plan.
+"""

@@ -1,0 +1,176 @@
+"""The devices of a cluster in its order, and the step time and memory of plans whose stages take consecutive ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import StagePlan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.chain import Chain, stage_on
+from bapipe.planner.branch_and_bound.devices import device_classes
+from bapipe.planner.branch_and_bound.problem import step_ns_of
+from bapipe.planner.branch_and_bound.space import ns_per_sample
+from bapipe.planner.constraints import parse_constraints
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.searched_space import SearchedSpace
+from bapipe.planner.solution import Solution
+from bapipe.schedules import ALL, SCHEDULES
+from bapipe.schedules.placement import merge_stages, permute_ranks
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
+from bapipe.simulator.memory import rank_memory
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import Stage
+
+MAX_CACHED_TABLES = 4
+"""Compiled orders that are kept: plans that differ in their cuts alone share one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinePlan:
+    """Stages on the first devices of a cluster.
+
+    Attributes:
+        cuts: stage s holds the layers cuts[s] to cuts[s + 1], the last one left out.
+        counts: how many devices each stage has; of a schedule with several stages per device, 1 for each device.
+    """
+
+    cuts: tuple[int, ...]
+    counts: tuple[int, ...]
+    schedule: str
+    microbatch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedPlan:
+    """A plan that fits: which of its stages recompute, and its step time."""
+
+    plan: LinePlan
+    recompute: tuple[bool, ...]
+    step_ns: int
+
+
+class DeviceLine:
+    """Times plans for given profiles, cluster and options.
+
+    Attributes:
+        cuts: where the layers may be cut, with the start and the end.
+    """
+
+    def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+        self.profiles, self.cluster, self.options = profiles, cluster, options
+        self.constraints = parse_constraints(options.constraints)
+        self.limits = options.limits(cluster)
+        classes = device_classes(
+            cluster, self.limits, self.constraints.allowed_layers(cluster), ns_per_sample(profiles, cluster)
+        )
+        self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
+        self.names = [layer.name for layer in next(iter(profiles.values())).layers]
+        self._chains: dict[tuple[str, float, int], Chain] = {}
+        self._orders: dict[tuple[str, tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
+        first = next(iter(profiles.values()))
+        self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
+
+    def chain(self, rank: int, microbatch_size: int) -> Chain:
+        """Returns the layers as a device runs them."""
+        device = self.cluster.devices[rank]
+        key = device.kind, device.speed, microbatch_size
+        if key not in self._chains:
+            self._chains[key] = Chain(self.profiles[device.kind], microbatch_size, device.speed)
+        return self._chains[key]
+
+    def time(self, plan: LinePlan) -> TimedPlan | None:
+        """Returns the step time of a plan, None if it does not fit or breaks a constraint.
+
+        Stages that do not fit without recompute, if the options allow it and each device has one stage.
+        """
+        order, compiled = self._order(plan)
+        if not self._is_allowed(plan, order.devices):
+            return None
+        recompute = (False,) * (len(plan.cuts) - 1)
+        stages = self._stages(plan, order.devices, recompute)
+        short = self._short_ranks(order, compiled, stages)
+        if short and self.options.recompute and plan.schedule in SCHEDULES:
+            recompute = tuple(bool(short & set(ranks)) for ranks in order.devices)
+            stages = self._stages(plan, order.devices, recompute)
+            short = self._short_ranks(order, compiled, stages)
+        if short:
+            return None
+        step_ns = step_ns_of(order, compiled, stages, self.cluster)
+        return TimedPlan(plan=plan, recompute=recompute, step_ns=step_ns)
+
+    def solution(self, timed: TimedPlan, lower_bound_ns: int, space: SearchedSpace) -> Solution:
+        """Returns a plan as a solution, without alternatives."""
+        plan = timed.plan
+        order, _ = self._order(plan)
+        stages = self._stages(plan, order.devices, timed.recompute)
+        return Solution(
+            profiles=self.profiles,
+            cluster=self.cluster,
+            minibatch_size=self.options.minibatch_size,
+            microbatch_size=plan.microbatch_size,
+            schedule=plan.schedule,
+            table=order,
+            stages=tuple(
+                StagePlan(
+                    layers=tuple(self.names[begin:end]),
+                    devices=tuple(self.cluster.devices[rank].name for rank in ranks),
+                    recompute=recompute,
+                )
+                for (begin, end), ranks, recompute in zip(
+                    pairwise(plan.cuts), order.devices, timed.recompute, strict=True
+                )
+            ),
+            prediction=simulate_schedule(order, stages, self.cluster).prediction(self.options.minibatch_size),
+            lower_bound_ns=min(lower_bound_ns, timed.step_ns),
+            space=space,
+        )
+
+    def _order(self, plan: LinePlan) -> tuple[Schedule, CompiledSchedule]:
+        """The schedule on the cluster's ranks, and its compiled form."""
+        num_microbatches = self.options.minibatch_size // plan.microbatch_size
+        key = plan.schedule, plan.counts, num_microbatches
+        if key not in self._orders:
+            while len(self._orders) >= MAX_CACHED_TABLES:
+                self._orders.pop(next(iter(self._orders)))
+            num_devices, num_ranks = sum(plan.counts), len(self.cluster.devices)
+            table = ALL[plan.schedule](num_devices, num_microbatches)
+            order = (
+                merge_stages(table, self._groups(plan.counts), num_ranks)
+                if plan.schedule in SCHEDULES
+                else permute_ranks(table, range(num_devices), num_ranks)
+            )
+            self._orders[key] = order, compile_schedule.__wrapped__(order)
+        return self._orders[key]
+
+    def _groups(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """The ranks of each stage, the fastest first."""
+        firsts = accumulate(counts, initial=0)
+        return [tuple(sorted(range(a, b), key=lambda rank: (self.class_of[rank], rank))) for a, b in pairwise(firsts)]
+
+    def _stages(
+        self, plan: LinePlan, devices: Sequence[tuple[int, ...]], recompute: Sequence[bool]
+    ) -> tuple[Stage, ...]:
+        return tuple(
+            stage_on([self.chain(rank, plan.microbatch_size) for rank in ranks], begin, end, recompute=flag)
+            for (begin, end), ranks, flag in zip(pairwise(plan.cuts), devices, recompute, strict=True)
+        )
+
+    def _short_ranks(self, order: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage]) -> set[int]:
+        """The ranks that need more memory than they may hold."""
+        memory = rank_memory(order, stages, compiled)
+        return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
+
+    def _is_allowed(self, plan: LinePlan, devices: Sequence[tuple[int, ...]]) -> bool:
+        """Whether layers that must be apart are, and every layer is on devices that may run it."""
+        rules = self.constraints
+        stage_of = (
+            {name: s for s, (begin, end) in enumerate(pairwise(plan.cuts)) for name in self.names[begin:end]}
+            if rules.separate or rules.on
+            else {}
+        )
+        return all(stage_of[a] != stage_of[b] for a, b in rules.separate) and all(
+            {self.cluster.devices[rank].name for rank in devices[stage_of[layer]]} <= set(allowed)
+            for layer, allowed in rules.on
+        )

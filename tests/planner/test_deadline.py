@@ -1,0 +1,173 @@
+"""Deadlines: wherever one passes, a search has a plan that fits and a bound that holds, or says that it has none."""
+
+import signal
+from collections.abc import Sequence
+from itertools import count
+from random import Random
+
+import pytest
+
+import bapipe
+from bapipe.cli.progress import stops_on_interrupt
+from bapipe.errors import BapipeError
+from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.branch_and_bound.search import best_first
+from bapipe.planner.compare import compare
+from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import pareto
+from bapipe.planner.plan_step import plan_step_time, unsearched_space
+from bapipe.planner.throughput.search import explore_throughput
+from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
+from tests.oracles.exhaustive_layouts import exhaustive
+from tests.problems import random_problems
+from tests.random_profiles import random_cluster, random_profile
+
+PROFILES = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6], param_bytes=10**5, output_bytes=10**5)}
+
+
+def passing_after(num_looks: int) -> Deadline:
+    """A deadline whose clock ticks when it is read, so that it passes at a certain place of a search."""
+    ticks = count()
+    return Deadline(num_looks, clock=lambda: next(ticks))
+
+
+def test_a_deadline_passes_with_its_time_when_stopped_and_with_a_longer_one() -> None:
+    now = 0.0
+    whole = Deadline(8.0, clock=lambda: now)
+    half, unlimited = whole.share(2), Deadline(None).share(3)
+    now = 4.0
+    assert (whole.is_over, half.is_over, unlimited.is_over) == (False, True, False)
+    assert (whole.remaining_s, half.remaining_s, unlimited.remaining_s) == (4.0, 0.0, None)
+    third = whole.share(1)
+    whole.stop()
+    assert third.is_over
+    assert whole.remaining_s == 0.0
+    with pytest.raises(OutOfTime):
+        third.check()
+
+
+def test_wherever_a_search_is_ended_its_bound_holds() -> None:
+    ended = 0
+    for seed in range(12):
+        best = exhaustive(random_problems(seed))
+        for num_looks in (1, 4, 16, 64):
+            step_ns, bound_ns = ended_search(random_problems(seed), num_looks)
+            if best is not None:
+                assert bound_ns <= best.step_ns
+                assert step_ns is None or best.step_ns <= step_ns
+            ended += step_ns is None or bound_ns < step_ns
+    assert ended > 12
+
+
+def ended_search(problems: Sequence[Problem], num_looks: int) -> tuple[int | None, int]:
+    """The step time of the plan of a search that is ended, if it has one by then, and its bound."""
+    try:
+        found = best_first(problems, deadline=passing_after(num_looks))
+    except OutOfTime as error:
+        return None, error.lower_bound_ns
+    return (None, 0) if found is None else (found.step_ns, found.lower_bound_ns)
+
+
+@pytest.mark.parametrize("num_layers", [8, 310])
+def test_wherever_planning_is_ended_there_is_a_plan_and_its_bound_holds(num_layers: int) -> None:
+    random = Random(0)
+    profiles = {"a": chain([random.randint(1, 9) for _ in range(num_layers)], output_bytes=10**4)}
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b"], replicas=False)
+    patient = plan_step_time(profiles, devices(3), options)
+    for num_looks in (1, 9, 30, 100):
+        hurried = plan_step_time(profiles, devices(3), options, deadline=passing_after(num_looks))
+        assert hurried.certificate.lower_bound_ns <= patient.prediction.step_ns <= hurried.prediction.step_ns
+        assert simulate(hurried, profiles).step_ns == hurried.prediction.step_ns
+
+
+def test_wherever_a_search_for_throughput_is_ended_its_bound_holds() -> None:
+    found = 0
+    for seed in range(12):
+        random = Random(seed)
+        profile, cluster = random_profile(random, 6), random_cluster(random, 3)
+        given = {"minibatch_size": 4, "microbatch_sizes": [1, 2], "limits": [2**40] * 3}
+        best = explore_throughput({"a": profile}, cluster, **given).objective_ns  # type: ignore[arg-type]
+        for num_looks in (2, 10, 50):
+            deadline = passing_after(num_looks)
+            try:
+                hurried = explore_throughput({"a": profile}, cluster, **given, deadline=deadline)  # type: ignore[arg-type]
+            except OutOfTime:
+                continue
+            found += 1
+            assert hurried.lower_bound_ns <= best <= hurried.objective_ns
+    assert found > 5
+
+
+def test_a_limit_of_no_time_gives_a_plan_of_many_layers_on_many_devices() -> None:
+    profile, cluster = chain([1] * 100, output_bytes=10**4), devices(64)
+    made = bapipe.plan({"a": profile}, cluster, minibatch_size=64, time_limit_s=0.0)
+    work_ns = 64 * sum(m.forward_ns + m.whole_backward_ns for m in profile.at(1))
+    assert work_ns // 64 - 10**6 <= made.certificate.lower_bound_ns <= made.prediction.step_ns
+
+
+def test_a_limit_of_no_time_says_that_nothing_was_found_if_no_naive_plan_fits() -> None:
+    options = PlanOptions(minibatch_size=1, schedules=["1f1b"], constraints=["l0 on d2"])
+    assert plan_step_time(PROFILES, devices(3), options).stages[0].devices == ("d2",)
+    with pytest.raises(OutOfTime, match="does not prove that there is none: choose a longer `time_limit_s`"):
+        plan_step_time(PROFILES, devices(3), options, deadline=Deadline(0.0))
+
+
+def test_naive_plans_are_cut_evenly_and_timed_as_the_simulator_times_them() -> None:
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b", "interleaved-1f1b"])
+    line = DeviceLine(PROFILES, devices(4), options)
+    plans = list(naive_plans(line, options.schedules, [1]))
+    shapes = {(plan.schedule, plan.counts, len(plan.cuts) - 1) for plan in plans}
+    assert {("1f1b", (4,), 1), ("1f1b", (1, 1, 1, 1), 4), ("1f1b", (2, 2), 2)} <= shapes
+    assert ("interleaved-1f1b", (1, 1), 4) in shapes
+    assert (0, 5, 8) in {plan.cuts for plan in plans}  # 3 + 1 + 4 + 1 + 5 and 9 + 2 + 6, of 31
+    for plan in plans:
+        timed = line.time(plan)
+        assert timed is not None
+        solution = line.solution(timed, 0, unsearched_space(PROFILES, devices(4), options))
+        assert solution.prediction.step_ns == timed.step_ns
+
+
+def test_a_comparison_and_a_front_end_with_their_deadline() -> None:
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b", "gpipe", "interleaved-1f1b"])
+    compared = compare(PROFILES, devices(3), options, deadline=Deadline(0.0))
+    assert set(compared.plans) | set(compared.failed) == {*options.schedules, "any of them, with replicas"}
+    assert pareto(PROFILES, devices(3), options, deadline=Deadline(0.0)) == ()
+
+
+def test_a_deadline_ends_the_search_for_an_order() -> None:
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b", "search"])
+    made = plan_step_time(PROFILES, devices(3), options, deadline=Deadline(0.0))
+    assert made.certificate.lower_bound_ns <= plan_step_time(PROFILES, devices(3), options).prediction.step_ns
+
+
+def test_throughput_says_that_it_had_no_time() -> None:
+    with pytest.raises(BapipeError, match="choose a longer `time_limit_s`"):
+        bapipe.plan(PROFILES, devices(3), minibatch_size=4, objective="throughput", time_limit_s=0.0)
+
+
+def test_the_first_interrupt_stops_the_deadline_and_the_second_one_interrupts() -> None:
+    deadline, before = Deadline(None), signal.getsignal(signal.SIGINT)
+    with stops_on_interrupt(deadline):
+        signal.raise_signal(signal.SIGINT)
+        assert deadline.is_over
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_tight_memory_that_dives_miss_is_met_by_the_layout_with_the_least() -> None:
+    """With no budget for dives the search begins with that layout."""
+    fitting = 0
+    for seed in range(12):
+        problems = random_problems(seed, limit=300)
+        found, best = best_first(problems, max_nodes=0), exhaustive(problems)
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            assert found.lower_bound_ns <= best.step_ns <= found.step_ns
+            assert all(shortfall <= 0 for shortfall in found.problem.shortfall_bytes(found.layout).values())
+            fitting += 1
+    assert 3 < fitting < 12
