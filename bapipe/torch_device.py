@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from bapipe.errors import BapipeError
 from bapipe.formats.profile import DeviceKind
 from bapipe.hardware import cpu_name, memory_bytes, num_cores
 
@@ -36,6 +37,22 @@ def num_devices(kind: str) -> int:
     if kind == "cuda":
         return torch.cuda.device_count()
     return num_cores()
+
+
+def local_device(name: str) -> torch.device:
+    """Returns the device of this machine with a name such as cpu, cuda or cuda:1.
+
+    Raises:
+        BapipeError: another kind of device, or one that this machine, or its torch, does not have.
+    """
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise BapipeError(f"`device` is '{name}': want cpu or cuda")
+    if kind == "cuda" and torch.cuda.device_count() <= int(index or 0):
+        raise BapipeError(
+            f"torch finds no device '{name}' on this machine: choose `device` cpu, or install torch for CUDA"
+        )
+    return torch.device(name)
 
 
 def describe(device: torch.device) -> DeviceKind:

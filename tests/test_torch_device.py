@@ -1,9 +1,11 @@
 """Devices of this machine."""
 
+import pytest
 import torch
 
+from bapipe.errors import BapipeError
 from bapipe.hardware import memory_bytes, num_cores
-from bapipe.torch_device import describe, environment, framework_bytes, num_devices
+from bapipe.torch_device import describe, environment, framework_bytes, local_device, num_devices
 
 
 def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None:
@@ -11,6 +13,19 @@ def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None
     assert (device.kind, device.memory_bytes) == ("cpu", memory_bytes())
     assert num_devices("cpu") == num_cores()
     assert framework_bytes(torch.device("cpu")) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu", "`device` is 'gpu': want cpu or cuda"),
+        ("cuda:x", "want cpu or cuda"),
+        ("cuda:99", "torch finds no device 'cuda:99' on this machine: choose `device` cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_in_a_line(name: str, message: str) -> None:
+    with pytest.raises(BapipeError, match=message):
+        local_device(name)
 
 
 def test_the_environment_names_versions() -> None:

@@ -1,5 +1,7 @@
 """Options that several commands share, and how their texts are parsed."""
 
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +34,27 @@ ClusterFile = Annotated[
 Microbatch = Annotated[
     int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size, in samples.")
 ]
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+"""Bytes in each unit that a size may have."""
+
+
+def num_bytes(text: str) -> int:
+    """Returns the bytes in a text such as 2000000000, 2GB or 1.5 GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmg]i?b|b?)", text.strip(), flags=re.IGNORECASE)
+    size = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2].lower()])
+    if size < 1:
+        raise typer.BadParameter(f"'{text}' is not a size: want bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+    return size
+
+
 MemoryLimit = Annotated[
-    int | None, typer.Option("--memory-limit", min=1, help="Maximum number of bytes that any device may use.")
+    int | None,
+    typer.Option(
+        "--memory-limit",
+        parser=num_bytes,
+        metavar="BYTES",
+        help="Maximum number of bytes that any device may use, such as 2000000000 or 2GB.",
+    ),
 ]
 Replicas = Annotated[
     bool, typer.Option("--replicas/--no-replicas", help="Whether a stage may be replicated over several devices.")

@@ -52,20 +52,17 @@ from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.make import judge
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
 from bapipe.report.chrome_trace import read_trace
 from bapipe.report.html import plan_page, profile_page
 from bapipe.report.profile_diff import render_profile_diff
-from bapipe.schedules import ALL, SIDE_BY_SIDE
+from bapipe.schedules import ALL
 
 if TYPE_CHECKING:
     from bapipe.planner.analysis.pareto import ParetoPoint
-
-RUNNABLE = ",".join(name for name in ALL if name not in SIDE_BY_SIDE)
-"""The schedules that torch can run."""
 
 
 def plan(
@@ -76,7 +73,9 @@ def plan(
     microbatch_size: Microbatch = None,
     schedule: Annotated[
         str,
-        typer.Option("--schedule", help=f"Schedules to try: {', '.join(ALL)}; or 'search', which searches an order."),
+        typer.Option(
+            "--schedule", help=f"Schedules to try: {', '.join(ALL)}, or all; 'search' also searches an order."
+        ),
     ] = "1f1b,gpipe",
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
     memory_limit: MemoryLimit = None,
@@ -122,6 +121,8 @@ def plan(
     if objective != "step" and (pin is not None or explain or pareto):
         raise BapipeError("--pin, --explain and --pareto need --objective step: leave out either them or --objective")
     check_writable(output)
+    if pin is not None and output.resolve() == pin.resolve():
+        raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
     measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,))
     options = PlanOptions(
         minibatch_size=minibatch_size,
@@ -217,7 +218,9 @@ def compare(
     devices: Devices = None,
     minibatch_size: Minibatch = 32,
     microbatch_size: Microbatch = None,
-    schedule: Annotated[str, typer.Option("--schedule", help=f"Schedules to compare: {', '.join(ALL)}.")] = RUNNABLE,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help=f"Schedules to compare: {', '.join(ALL)}, or all.")
+    ] = EVERY_SCHEDULE,
     memory_limit: MemoryLimit = None,
     replicas: Replicas = True,
     recompute: Recompute = True,
@@ -322,6 +325,9 @@ def _show_plan(plan: Plan, html: Path | None, traces: Iterable[Path]) -> None:
     if not timelines:
         title = "order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)"
         timelines = [(title, unit_cost_timeline(plan))]
+    for title, timeline in timelines:
+        if not report.is_step_of(timeline, plan):
+            raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
     show_parts(report.render_plan(plan))
     for title, timeline in timelines:
         show_line(f"{title}:")

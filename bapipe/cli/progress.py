@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from bapipe import report
 from bapipe.planner.deadline import Deadline
@@ -28,9 +29,15 @@ out = Console(width=_width or (None if sys.stdout.isatty() else 120), markup=Fal
 err = Console(stderr=True, markup=False, emoji=False)
 
 
+IN_ASCII = str.maketrans("░▓▒█", ".#-%")
+"""What stands for the shades of a Gantt chart where they cannot be printed."""
+
+
 def show_parts(parts: Iterable[Any]) -> None:
     """Prints tables and texts, each followed by an empty line."""
     for part in parts:
+        if isinstance(part, Table):
+            part = report.fit_table(part, out.width)
         out.print(part, "", highlight=False, sep="\n")
 
 
@@ -46,7 +53,10 @@ def show_written(path: Path) -> None:
 
 def show_timeline(timeline: Timeline) -> None:
     """Prints a timeline as a Gantt chart as wide as the terminal."""
-    out.print(report.gantt(timeline, out.width), highlight=False, no_wrap=True)
+    chart = report.gantt(timeline, out.width)
+    if not out.encoding.startswith("utf"):
+        chart = chart.translate(IN_ASCII)
+    out.print(chart, highlight=False, no_wrap=True)
 
 
 def note(text: str) -> None:

@@ -8,7 +8,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.report.layer_diagram import layer_rows
 from bapipe.simulator.interval_costs import cut_bytes
-from bapipe.simulator.timeline import Span, Timeline
+from bapipe.simulator.timeline import Span, Timeline, Update
 
 Json = dict[str, object]
 
@@ -60,7 +60,8 @@ def _fixed(memory: Memory) -> int:
 
 def path_json(timeline: Timeline) -> Json:
     """Returns the critical path: the times of its events by rank, and what it consists of."""
-    path = [(event.rank, event.start_ns, event.end_ns) for event in critical_path(timeline) if hasattr(event, "rank")]
+    events = [event for event in critical_path(timeline) if isinstance(event, Span | Update)]
+    path = [(event.rank, event.start_ns, event.end_ns) for event in events]
     shares = time_shares(timeline)
     total_ns = sum(ns for _, ns in shares) or 1
     return {"events": path, "shares": [[name, ns / total_ns] for name, ns in shares[:MAX_SHARES]]}

@@ -69,8 +69,9 @@ def read_any(path: Path) -> File:
         return decode(read_limited(path))
 
 
-def read(path: Path, want: type[T]) -> T:
+def read(path: Path | str, want: type[T]) -> T:
     """Returns the value of type `want` in the file at `path`; errors begin with the path."""
+    path = Path(path)
     with naming_file(path):
         return decode_as(read_limited(path), want)
 
@@ -83,9 +84,9 @@ def read_text(path: Path) -> str:
         raise BapipeError(f"{path}: not a text file") from None
 
 
-def write(path: Path, value: File) -> None:
+def write(path: Path | str, value: File) -> None:
     """Writes `value` to `path`; if that fails, leaves the old file unchanged."""
-    write_bytes(path, encode(value))
+    write_bytes(Path(path), encode(value))
 
 
 def check_writable(path: Path) -> None:

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Objective
+from bapipe.schedules import ALL, SIDE_BY_SIDE
+
+RUNNABLE = tuple(name for name in ALL if name not in SIDE_BY_SIDE)
+"""The schedules that torch can run."""
+
+EVERY_SCHEDULE = "all"
+"""In place of the names in `RUNNABLE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,9 +19,9 @@ class PlanOptions:
     """What a user fixes or allows, besides the profiles and the cluster.
 
     Attributes:
-        schedules: names in `bapipe.schedules`; with `search` among them, the order of the best plan's stages is then
-            improved by a search that starts from the other named schedules (if there are none, from all with one stage
-            per device); stages then have one device each.
+        schedules: names in `bapipe.schedules`, or a single one; `all` is all that torch can run. With `search` among
+            them, the order of the best plan's stages is then improved by a search that starts from the other named
+            schedules (if there are none, from all with one stage per device); stages then have one device each.
         num_stages, microbatch_size: None to search them.
         memory_limit_bytes: a limit on the bytes of every device, besides its memory.
         memory_margin: the fraction of each device's memory to leave free.
@@ -40,6 +47,11 @@ class PlanOptions:
     objective: Objective = "step"
     time_limit_s: float | None = None
     search_effort: float = 10.0
+
+    def __post_init__(self) -> None:
+        given = (self.schedules,) if isinstance(self.schedules, str) else self.schedules
+        names = [name for one in given for name in (RUNNABLE if one == EVERY_SCHEDULE else (one,))]
+        object.__setattr__(self, "schedules", tuple(dict.fromkeys(names)))
 
     def limits(self, cluster: Cluster) -> list[int]:
         """Returns the bytes that each device may hold."""

@@ -39,8 +39,8 @@ def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int,
     # Times are rounded once per stage and phase, so each action may be half a nanosecond shorter than its layers.
     lost_ns = Fraction(PHASES_PER_MICROBATCH * num_microbatches * len(next(iter(times_ns.values()))), 2)
     rounded = max((price[key] for key, d in devices.items() if d.speed != 1.0), default=Fraction(0)) * lost_ns
-    total_price = sum((price[device.kind, device.speed] for device in cluster.devices), start=Fraction(0))
-    work = sum((min(of_layer) for of_layer in zip(*priced, strict=True)), start=Fraction(0))
+    total_price: Fraction = sum((price[device.kind, device.speed] for device in cluster.devices), start=Fraction(0))
+    work: Fraction = sum((min(of_layer) for of_layer in zip(*priced, strict=True)), start=Fraction(0))
     return (work - rounded) / total_price
 
 

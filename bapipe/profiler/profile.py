@@ -53,8 +53,9 @@ def profile(
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails.
     """
-    torch = require_torch()
+    require_torch()
     from bapipe.profiler.measure import measure_model
+    from bapipe.torch_device import local_device
 
     return measure_model(
         module,
@@ -63,7 +64,7 @@ def profile(
         loss,
         microbatch_sizes=microbatch_sizes,
         name=name or type(module).__name__,
-        device=torch.device(device),
+        device=local_device(device),
         settings=settings,
         leaf_modules=leaf_modules,
         operator_layers=operator_layers,
@@ -97,8 +98,9 @@ def profile_model(
             share its memory bandwidth, so each computes more slowly than one alone, and the profile should show it.
     """
     factory = resolve(model)
-    torch = require_torch()
+    require_torch()
     from bapipe.profiler.measure import measure_model
+    from bapipe.torch_device import local_device
     from bapipe.zoo.factory import build
 
     example = build(factory, arguments)
@@ -119,7 +121,7 @@ def profile_model(
                 example.loss,
                 microbatch_sizes=microbatch_sizes,
                 name=model.rpartition(":")[2],
-                device=torch.device(device),
+                device=local_device(device),
                 factory=factory,
                 arguments=arguments,
                 settings=settings,
@@ -174,14 +176,14 @@ def profile_model_cached(
 
 def _cache_key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
     """Returns the key of a cached profile: everything that it depends on."""
-    torch = require_torch()
-    from bapipe.torch_device import describe, environment
+    require_torch()
+    from bapipe.torch_device import describe, environment, local_device
     from bapipe.zoo.factory import source_digest
 
     return {
         "factory": factory,
         "arguments": dict(arguments),
-        "device": describe(torch.device(device)).name,
+        "device": describe(local_device(device)).name,
         "environment": environment(),
         "settings": msgspec.to_builtins(settings),
         "source": source_digest(factory),

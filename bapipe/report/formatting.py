@@ -1,13 +1,30 @@
 """Numbers with units, and tables whose cells are plain text."""
 
+import re
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from html import escape
 from math import floor, log10
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.cells import cell_len
+from rich.table import Column, Table
 from rich.text import Text
 
 from bapipe.printable import printable
+
+MAX_WORD = 32
+"""Characters of a word that a narrow table shows in full."""
+
+MIN_WORD = 8
+"""Characters of a word that even the narrowest table shows."""
+
+MIN_NUMBERS = 2
+"""Columns of numbers that even the narrowest table keeps."""
+
+COLUMN_GAP = 3
+"""Characters between two columns."""
 
 
 def number(value: float) -> str:
@@ -38,6 +55,67 @@ def empty_table(title: str, *columns: str) -> Table:
         else:
             table.add_column(column, overflow="fold", min_width=min(len(column), 6))
     return table
+
+
+def fit_table(table: Table, width: int) -> Table:
+    """Returns a table that is at most about `width` characters wide, without folding a name.
+
+    Columns of texts keep their longest word; one longer than `MAX_WORD` loses its middle. If that is too wide, the last
+    columns of numbers are left out, and the caption says which; then words are cut down further.
+    """
+    columns = list(table.columns)
+    if _width([_longest(column, str.splitlines) for column in columns]) <= width:
+        return table
+    left_out: list[str] = []
+    numbers = [column for column in columns if column.justify == "right"]
+    while _min_table_width(columns, MAX_WORD) > width and len(numbers) > MIN_NUMBERS:
+        left_out.insert(0, str(numbers[-1].header))
+        columns.remove(numbers.pop())
+    words = range(MAX_WORD, MIN_WORD, -1)
+    max_word = next((word for word in words if _min_table_width(columns, word) <= width), MIN_WORD)
+    fitted = copy(table)
+    fitted.columns = [_kept(column, index, max_word) for index, column in enumerate(columns)]
+    if left_out:
+        fitted.caption = f"left out at this width: {', '.join(left_out)}"
+        fitted.caption_justify = "left"
+    return fitted
+
+
+def _width(widths: Sequence[int]) -> int:
+    """Returns the width of a table with columns of these widths."""
+    return sum(widths) + COLUMN_GAP * (len(widths) - 1)
+
+
+def _longest(column: Column, parts: Callable[[str], list[str]]) -> int:
+    """Returns the width of the longest part of a column's cells."""
+    texts = [str(column.header), *map(str, column.cells)]
+    return max((cell_len(part) for text in texts for part in parts(text)), default=0)
+
+
+def _min_table_width(columns: Sequence[Column], max_word: int) -> int:
+    return _width([_min_width(column, max_word) for column in columns])
+
+
+def _min_width(column: Column, max_word: int) -> int:
+    if column.justify == "right":
+        return _longest(column, str.splitlines)
+    return min(_longest(column, str.split), max_word)
+
+
+def _kept(column: Column, index: int, max_word: int) -> Column:
+    """Returns a column at another place of its table, as narrow as its longest word."""
+    cells = [_crop(cell, max_word) if isinstance(cell, str) else cell for cell in column.cells]
+    return replace(column, min_width=_min_width(column, max_word), _index=index, _cells=cells)
+
+
+def _crop(text: str, max_word: int) -> str:
+    """Returns a text whose words are cut down to some characters in their middle."""
+    end = max_word // 2
+
+    def crop(match: re.Match[str]) -> str:
+        return f"{match[0][: max_word - end - 1]}…{match[0][-end:]}"
+
+    return re.sub(rf"\S{{{max_word + 1},}}", crop, text)
 
 
 def add_row(table: Table, *cells: str | Text) -> None:

@@ -33,6 +33,16 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         yield alternatives_table(plan)
 
 
+def is_step_of(timeline: Timeline, plan: Plan) -> bool:
+    """Returns whether every action of a timeline is one that the plan has its device run."""
+    planned = {
+        (device.name, action)
+        for device, actions in zip(plan.cluster.devices, plan.order, strict=True)
+        for action in actions
+    }
+    return all((timeline.devices[span.rank], str(span.action)) in planned for span in timeline.spans)
+
+
 def proof(certificate: Certificate) -> str:
     """Returns in words how good a plan is proven to be."""
     if certificate.proven_optimal:

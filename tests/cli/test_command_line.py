@@ -137,6 +137,60 @@ def test_edit_needs_the_profile_of_the_plan(folder: Path) -> None:
     assert named.returncode == 0, named.stderr
 
 
+@pytest.mark.parametrize("file", ["profile.json", "plan.json"])
+def test_names_are_whole_at_80_columns(folder: Path, file: str) -> None:
+    profile = random_profile(Random(5), 6)
+    names = {layer.name: f"encoder.block.{i}.attention" for i, layer in enumerate(profile.layers)}
+    layers = tuple(msgspec.structs.replace(layer, name=names[layer.name]) for layer in profile.layers)
+    write(folder / "profile.json", msgspec.structs.replace(profile, layers=layers))
+    planned(folder)
+    shown = bapipe(folder, "show", file, COLUMNS="80").stdout
+    assert "encoder.block.0.attention" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_terminal_without_shades_shows_the_timeline_in_ascii(folder: Path) -> None:
+    planned(folder)
+    done = bapipe(folder, "show", "plan.json", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert ". forward  # backward" in done.stdout
+
+
+def test_all_schedules_are_searched_at_once(folder: Path) -> None:
+    plan = planned(folder, "--schedule", "all")
+    assert "interleaved-1f1b" in plan.certificate.space
+    assert "fbp-as" not in plan.certificate.space
+
+
+def test_a_memory_limit_has_units(folder: Path) -> None:
+    where = "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "-o", "x.json"
+    limits = [bapipe(folder, *where, "--memory-limit", text).stderr for text in ("1", "1B", "0.001KB")]
+    assert "lack" in limits[0]
+    assert limits[1] == limits[0] == limits[2]
+    refused = bapipe(folder, *where, "--memory-limit", "2 GX")
+    assert refused.returncode == 2
+    assert "'2 GX' is not a size" in refused.stderr
+
+
+def test_a_trace_of_another_plan_is_refused(folder: Path) -> None:
+    planned(folder, "--stages", "2", "--no-replicas")
+    assert bapipe(folder, "simulate", "plan.json", "profile.json", "--trace", "trace.json").returncode == 0
+    assert bapipe(folder, "show", "plan.json", "--trace", "trace.json").returncode == 0
+    planned(folder, "--stages", "1", "--no-replicas")
+    done = bapipe(folder, "show", "plan.json", "--trace", "trace.json")
+    assert done.returncode == 1
+    assert "is not of this plan" in done.stderr
+
+
+def test_a_pinned_plan_is_not_overwritten(folder: Path) -> None:
+    planned(folder)
+    before = (folder / "plan.json").read_bytes()
+    done = bapipe(folder, "plan", "profile.json", "--pin", "plan.json")
+    assert done.returncode == 1
+    assert "plan.json would be overwritten" in done.stderr
+    assert (folder / "plan.json").read_bytes() == before
+
+
 def test_a_plan_changed_by_hand_is_shown_without_proof(folder: Path) -> None:
     planned(folder, "--stages", "2", "--no-replicas")
     content = json.loads((folder / "plan.json").read_text())

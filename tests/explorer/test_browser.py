@@ -32,12 +32,12 @@ SHOWN_STEP = "Number(document.getElementById('figures').dataset.step)"
 
 
 @contextmanager
-def opened(folder: Path, session: Session, **settings: int) -> Iterator[Browser]:
+def opened(folder: Path, session: Session, width: int = 1400) -> Iterator[Browser]:
     with Server(session) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            with Browser(folder, allowed=server.address, **settings) as browser:
+            with Browser(folder, allowed=server.address, width=width) as browser:
                 browser.open(server.address)
                 yield browser
         finally:

@@ -275,7 +275,8 @@ def test_the_server_refuses_what_its_page_does_not_send(server: Server) -> None:
     assert ask(server, "POST", "x", {})[0] == 404
     assert ask(server, "GET", "x")[0] == 404
     assert ask(server, "GET", "", Host=f"localhost:{server.server_port}")[0] == 200
-    for body in ({}, {"state": {}}, {"state": state, "more": 1}, {"state": state | {"cuts": ["x"]}}):
+    bodies: list[dict[str, Any]] = [{}, {"state": {}}, {"state": state, "more": 1}, {"state": state | {"cuts": ["x"]}}]
+    for body in bodies:
         assert "error" in json.loads(ask(server, "POST", "judge", body)[1])
 
 

@@ -319,3 +319,15 @@ def test_faster_links_more_memory_and_more_devices_never_hurt() -> None:
     assert counts == sorted(counts, reverse=True)
     slow_link = Link(source="d0", target="d1", bytes_per_s=10**6, latency_ns=10**6)
     assert step_ns(replace(devices(3), links=(slow_link,))) >= step_ns(devices(3))
+
+
+def test_schedules_are_given_by_one_name_or_all_at_once(tmp_path: Path) -> None:
+    assert PlanOptions(minibatch_size=4, schedules="gpipe").schedules == ("gpipe",)
+    every = PlanOptions(minibatch_size=4, schedules=["search", "all", "1f1b"]).schedules
+    assert every[0] == "search"
+    assert {"1f1b", "zb-v", "dualpipe-v"} < set(every)
+    assert "fbp-as" not in every
+    assert len(set(every)) == len(every)
+    plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, schedules="gpipe")
+    bapipe.write(str(tmp_path / "plan.json"), plan)
+    assert bapipe.read(str(tmp_path / "plan.json"), Plan) == plan
