@@ -32,6 +32,7 @@ FLAGS = {
     "recompute": "--recompute",
     "schedules": "--schedule",
     "swap": "--swap",
+    "skip_unreadable": "--skip-unreadable",
     "tensorboard": "--tensorboard",
     "threads": "--threads",
     "time_limit_s": "--time-limit",

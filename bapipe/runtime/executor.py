@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, LayerFailed
+from bapipe.processes import one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs, check_stages
 from bapipe.runtime.loss_weights import LossWeights
@@ -300,11 +301,26 @@ class ScheduleExecutor:
 
     def _loss_share(self, output: Any, target: Tensor) -> Tensor:
         """Returns a micro-batch's part of the mean loss, scaled."""
-        loss = self._loss(output, target)
+        try:
+            loss = self._loss(output, target)
+        except BapipeError:
+            raise
+        except Exception as error:  # whatever the loss raises, such as for labels that the model has no output for
+            action = self._ran[-1].action
+            raise LayerFailed(
+                f"the loss of micro-batch {action.microbatch} fails: {one_line(error)[:200]}{_range(target)}"
+            ) from error
         if loss.dim():
             raise BapipeError(f"the loss must be a scalar, the mean over the batch; it has shape {tuple(loss.shape)}")
         share = self._weights.weighted(loss, target) / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
+
+
+def _range(target: Tensor) -> str:
+    """Says which labels a target on the CPU holds; a GPU cannot be asked after its kernel has failed."""
+    if target.is_floating_point() or not target.numel() or target.device.type != "cpu":
+        return ""
+    return f"; its targets are {int(target.min())} to {int(target.max())}"
 
 
 def _is_never_split(stage: LocalStage) -> bool:

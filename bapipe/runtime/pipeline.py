@@ -162,6 +162,11 @@ class Pipeline:
         return len(self._plan.stages) - 1 in self.stages
 
     @property
+    def microbatch_size(self) -> int:
+        """The number of samples in a micro-batch."""
+        return self._plan.microbatch_size
+
+    @property
     def microbatches(self) -> tuple[int, ...]:
         """The micro-batches that this rank runs; of the tensors that it loads, only their samples are used."""
         return tuple(sorted({action.microbatch for action in self._layout.schedule.order[self.rank]}))

@@ -28,6 +28,8 @@ class TrainConfig:
         buckets: number of lengths that sentences are padded to, so that those of similar lengths are trained on
             together; the longest is the plan's.
         augment: train on random crops of a folder's images, mirrored half of the time.
+        skip_unreadable: leave out images that cannot be read, and say how many; every file is read once before
+            training. By default the first one ends the run.
         steps: optimizer steps in total, including those before the checkpoint that training resumes from.
         learning_rate: learning rate after the warm-up; by default the model's own.
         learning_rate_schedule: learning rate after the warm-up: constant, linear or cosine.
@@ -64,6 +66,7 @@ class TrainConfig:
     data_workers: int | None = None
     buckets: int = 1
     augment: bool = False
+    skip_unreadable: bool = False
 
     steps: int = 20
     learning_rate: float | None = None

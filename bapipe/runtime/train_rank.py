@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import RunFailed, Stopped
+from bapipe.errors import Stopped
 from bapipe.formats.codec import encode
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint, set_damaged_aside
@@ -24,6 +24,7 @@ from bapipe.runtime.data.loader import Batch, batches
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.launch.worker import Rank
+from bapipe.runtime.not_finite import check_parameters, loss_not_finite
 from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
@@ -158,6 +159,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
             if rank.index == 0:
                 rank.report(report)
             if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
+                check_parameters(pipeline, job.devices, step)
                 manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
                 writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_state())
             if stop_signal and step + 1 < config.steps:
@@ -239,18 +241,8 @@ def _step(
         peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
     )
     if not isfinite(report.loss):
-        raise RunFailed(_why_not_finite(pipeline, names, report))
+        raise loss_not_finite(pipeline, names, batch, report.loss, step)
     return report, int(max(row[5] for row in rows))
-
-
-def _why_not_finite(pipeline: Pipeline, names: tuple[str, ...], report: StepReport) -> str:
-    """Says on which rank weights are no numbers any more; every rank calls it together."""
-    broken = [name for name, p in pipeline.named_parameters().items() if not bool(torch.isfinite(p).all())]
-    everyone: list[list[str]] = [[] for _ in names]
-    dist.all_gather_object(everyone, broken)
-    where = [f"rank {r} ({names[r]}) has {len(b)}, '{b[0]}' first" for r, b in enumerate(everyone) if b]
-    weights = f"; parameters that are not finite after it: {', '.join(where)}" if where else ""
-    return f"the loss is {report.loss} at step {report.step}{weights}: lower the learning rate or look at the data"
 
 
 def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], reports: list[StepReport]) -> TrainResult:

@@ -287,6 +287,26 @@ def not_a_number(folder: Path) -> list[str]:
     return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, TrainConfig(steps=20, timeout_s=20.0), data=data).wait()
 
 
+def broken_update(folder: Path) -> list[str]:
+    """An update that makes weights infinite, at a loss that is finite, right before a checkpoint."""
+    training = TrainConfig(
+        steps=1, learning_rate=1e3, optimizer="sgd", optimizer_arguments={"weight_decay": 1e38}, timeout_s=20.0,
+        checkpoint=folder / "broken",
+    )  # fmt: skip
+    said = Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, training).wait()
+    return [*said, *(path.name for path in (folder / "broken").glob("step-*"))]
+
+
+def labels_out_of_range(folder: Path) -> list[str]:
+    """Labels that a model with three classes has no output for."""
+
+    def data() -> Dataset[tuple[Tensor, ...]]:
+        return TensorDataset(torch.zeros(50, 4), torch.full((50,), 7))
+
+    training = TrainConfig(steps=20, timeout_s=20.0)
+    return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, training, data=data).wait()
+
+
 def raised(folder: Path) -> list[str]:
     """Rank 1's forward raises."""
 
@@ -305,7 +325,18 @@ def raised(folder: Path) -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {}
-    for case in (killed, replanned, full_disk, frozen, cut_off, slow_and_lossy, not_a_number, raised):
+    for case in (
+        killed,
+        replanned,
+        full_disk,
+        frozen,
+        cut_off,
+        slow_and_lossy,
+        not_a_number,
+        broken_update,
+        labels_out_of_range,
+        raised,
+    ):
         place = Path(sys.argv[1]) / case.__name__
         place.mkdir()
         start_s = time.monotonic()

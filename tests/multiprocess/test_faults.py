@@ -99,10 +99,24 @@ def test_a_slow_and_lossy_link_changes_nothing(seen: dict[str, Any]) -> None:
 
 def test_a_loss_that_is_not_finite_ends_every_rank(seen: dict[str, Any]) -> None:
     said = (
-        "the loss is nan at step 0; parameters that are not finite after it: rank 0 (cpu0) has 2, '0.weight' first, "
-        "rank 1 (cpu1) has 5, '2.weight' first: lower the learning rate or look at the data"
+        "the loss is nan at step 0, and that began in the data: input 0 holds values that are not finite in 1 of 12 "
+        "samples, on rank 0 (cpu0)"
     )
     assert [text.partition(": ")[2] for text in seen["not_a_number"]] == [said, said]
+
+
+def test_weights_that_are_not_finite_reach_no_checkpoint(seen: dict[str, Any]) -> None:
+    said = (
+        "the loss of step 0 is finite, but not the weights after its update; parameters that are not finite: rank 0 "
+        "(cpu0) has 2, '0.weight' first, rank 1 (cpu1) has 5, '2.weight' first: no checkpoint is written of them, "
+        "continue from the one before with a lower learning rate"
+    )
+    assert [text.partition(": ")[2] for text in seen["broken_update"]] == [said, said]
+
+
+def test_labels_out_of_range_are_named(seen: dict[str, Any]) -> None:
+    wanted = "the loss of micro-batch 0 fails: IndexError: Target 7 is out of bounds.; its targets are 7 to 7"
+    assert any(wanted in said for said in seen["labels_out_of_range"]), seen["labels_out_of_range"]
 
 
 def test_one_rank_of_a_job_reports_the_cause(seen: dict[str, Any]) -> None:

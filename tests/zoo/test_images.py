@@ -1,5 +1,6 @@
 """Pieces of images: where they lie, that they are the same whenever an epoch is, and that they are what the image shows."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from PIL import Image
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import batches
+from bapipe.zoo.data import image_io
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset
 from bapipe.zoo.data.image_io import random_box, read_image
 from bapipe.zoo.data.images import images
-from bapipe.zoo.data.open_dataset import augmented
+from bapipe.zoo.data.open_dataset import augmented, without_unreadable
 from tests.models.loading import Needs
 
 
@@ -90,3 +92,30 @@ def test_other_data_is_refused() -> None:
     with pytest.raises(BapipeError) as error:
         augmented(made_up, True, "synthetic")
     assert str(error.value) == "data 'synthetic' is no folder of images, so `augment` cannot draw pieces of them"
+
+
+def test_images_that_cannot_be_read_are_left_out_if_wanted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 100)
+    (folder / "a" / "3.png").write_bytes((folder / "a" / "0.png").read_bytes()[:300])
+    whole = images(str(folder), image_size=32, num_classes=1)
+    assert without_unreadable(whole, False, "x") is whole
+    with caplog.at_level(logging.INFO, "bapipe.zoo"):
+        readable = without_unreadable(whole, True, "x")
+    assert len(readable) == 2
+    assert torch.equal(readable[1][0], read_image(folder / "a" / "2.png", 32))
+    assert f"2 of 4 images are left out; the first: {folder / 'a' / '1.png'}: cannot be read as" in caplog.text
+    made_up = images("synthetic", image_size=32, num_classes=3)
+    with pytest.raises(
+        BapipeError, match=r"^data 'x' is no folder of images, so `skip_unreadable` has no file to leave"
+    ):
+        without_unreadable(made_up, True, "x")
+    for path in (folder / "a").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(BapipeError, match=r"^none of 4 images can be read; the first: "):
+        without_unreadable(whole, True, "x")
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_io, "MAX_PIXELS", 31_999)
+    with pytest.raises(BapipeError, match=r"cannot be read as an image: 200 x 160 pixels; want at most 31,999; mend"):
+        read_image(folder / "a" / "0.png", 32)

@@ -6,15 +6,16 @@ position that a run resumes from.
 """
 
 import random
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, first_line
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
@@ -25,6 +26,8 @@ from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 PREFETCH = 2
 """Mini-batches that each worker process loads ahead."""
+
+T = TypeVar("T")
 
 _RngState = tuple[Tensor, Any]
 """States of the global random number generators of torch and of Python."""
@@ -108,8 +111,11 @@ class RankParts:
     def _columns(self, dataset: PipelineDataset[Any], indices: Sequence[int]) -> dict[int, list[Any]]:
         """Returns the values of each part that the rank uses; loads no other part if the data can do so."""
         if dataset.provides("part"):
-            return {place: [dataset.part(index, place) for index in indices] for place in self.places}
-        items = [item_parts(dataset[index]) for index in indices]
+            return {
+                place: [_loaded(index, partial(dataset.part, index, place)) for index in indices]
+                for place in self.places
+            }
+        items = [_loaded(index, partial(_parts, dataset, index)) for index in indices]
         if any(len(item) != self.num_inputs + 1 for item in items):
             raise BapipeError(
                 f"the model takes {self.num_inputs} inputs; the data gives {len(items[0]) - 1} inputs per sample"
@@ -239,9 +245,29 @@ def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
         )
 
 
+def _parts(dataset: PipelineDataset[Any], index: int) -> tuple[Any, ...]:
+    return item_parts(dataset[index])
+
+
+def _loaded(index: int, load: Callable[[], T]) -> T:
+    """Returns what `load` returns; raises BapipeError with the number of the sample for whatever the data raise."""
+    try:
+        return load()
+    except BapipeError:
+        raise
+    except Exception as error:  # whatever the data set's own code raises
+        raise BapipeError(f"the data fail at sample {index}: {type(error).__name__}: {error}") from error
+
+
 def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
     """Returns a tensor [num_samples, ...] with values in some rows and anything in the others."""
-    batch = default_collate(values)
+    try:
+        batch = default_collate(values)
+    except (RuntimeError, TypeError) as error:  # samples of different shapes, or of no type that can be stacked
+        shapes = sorted({str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in values})
+        raise BapipeError(
+            f"samples of a mini-batch cannot be stacked, they are {', '.join(shapes[:5])}: {first_line(error)}"
+        ) from error
     if not isinstance(batch, Tensor):
         raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
     if len(rows) == num_samples:

@@ -35,6 +35,7 @@ def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> P
         factory_name(build.factory),
         buckets=config.buckets,
         augment=config.augment,
+        skip_unreadable=config.skip_unreadable,
         synthetic=synthetic,
     )
     check_items(dataset, example.tensors, config.data)

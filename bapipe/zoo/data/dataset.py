@@ -63,6 +63,10 @@ class PipelineDataset(Dataset[Item]):
         """Returns the data with random augmentation; None if it has none."""
         return None
 
+    def readable(self) -> "PipelineDataset[Item] | None":
+        """Returns the data without items whose files cannot be read; None if it reads no file for each item."""
+        return None
+
     @property
     def is_slow_to_load(self) -> bool:
         """Whether items are slow to load, such as images to decode, so that worker processes load them by default."""
@@ -110,6 +114,9 @@ class WrappedDataset(PipelineDataset[Any]):
 
     def augmented(self) -> PipelineDataset[Any] | None:
         return self.dataset.augmented()
+
+    def readable(self) -> PipelineDataset[Any] | None:
+        return self.dataset.readable()
 
     @property
     def is_slow_to_load(self) -> bool:
@@ -195,6 +202,9 @@ class _Adapted(PipelineDataset[Any]):
 
     def augmented(self) -> PipelineDataset[Any] | None:
         return as_pipeline_dataset(self.dataset.augmented()) if self.provides("augmented") else None
+
+    def readable(self) -> PipelineDataset[Any] | None:
+        return as_pipeline_dataset(self.dataset.readable()) if self.provides("readable") else None
 
     @property
     def is_slow_to_load(self) -> bool:

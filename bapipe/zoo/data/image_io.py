@@ -2,12 +2,19 @@
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from torch import Tensor
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, first_line
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+MAX_PIXELS = 2**26
+"""Largest image that is decoded; it takes 200 MB."""
 
 _MAX_DRAWS = 10
 _MIN_AREA_SHARE = 0.08
@@ -22,18 +29,9 @@ def read_image(path: Path, image_size: int, generator: torch.Generator | None = 
     Raises:
         BapipeError: it cannot be read.
     """
-    try:
-        from PIL import Image, ImageOps  # optional: other data sets do not need it
-    except ImportError:
-        raise BapipeError(
-            "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
-        ) from None
-    shape = (image_size, image_size)
-    try:
-        with Image.open(path) as image:
-            whole = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # from pillow's readers
-        raise BapipeError(f"{path}: cannot be read as an image: {error}; mend or remove it") from None
+    whole, shape = _decoded(path), (image_size, image_size)
+    from PIL import Image, ImageOps  # after `_decoded`, whose error says what to do without pillow
+
     if generator is None:
         piece = ImageOps.fit(whole, shape, Image.Resampling.BILINEAR)
     else:
@@ -42,6 +40,33 @@ def read_image(path: Path, image_size: int, generator: torch.Generator | None = 
     pixels = torch.from_numpy(numpy.array(piece)).permute(2, 0, 1) / 255
     mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return ((pixels - mean[:, None, None]) / deviation[:, None, None]).contiguous()
+
+
+def why_unreadable(path: Path) -> str:
+    """Returns why a file cannot be read as an image; empty if it can be."""
+    try:
+        _decoded(path)
+    except BapipeError as error:
+        return str(error)
+    return ""
+
+
+def _decoded(path: Path) -> "PIL.Image.Image":
+    """Returns an image of pillow in RGB."""
+    try:
+        from PIL import Image  # optional: other data sets do not need it
+    except ImportError:
+        raise BapipeError(
+            "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
+        ) from None
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(f"{width} x {height} pixels; want at most {MAX_PIXELS:,}")
+            return image.convert("RGB")
+    except Exception as error:  # pillow's readers of damaged files raise errors of many types
+        raise BapipeError(f"{path}: cannot be read as an image: {first_line(error)}; mend or remove it") from None
 
 
 def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:

@@ -1,6 +1,8 @@
 """Labelled images to train on: MNIST digits, synthetic images, or those of a folder."""
 
 import gzip
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from bapipe.errors import BapipeError
+from bapipe.hardware import num_cores
 from bapipe.zoo.data.dataset import PipelineDataset
-from bapipe.zoo.data.image_io import read_image
+from bapipe.zoo.data.image_io import read_image, why_unreadable
+
+_log = logging.getLogger(__name__)
 
 NUM_SYNTHETIC = 10_000
 """Length of the `synthetic` data set."""
@@ -138,6 +143,18 @@ class _Folder(Images):
 
     def augmented(self) -> "_Augmented":
         return _Augmented(folder=self)
+
+    def readable(self) -> "_Folder":
+        """Returns the folder without files that cannot be read as images; every file is read once."""
+        with ThreadPoolExecutor(num_cores()) as threads:
+            reasons = list(threads.map(lambda file: why_unreadable(Path(file[0])), self.files))
+        left_out = [reason for reason in reasons if reason]
+        kept = tuple(file for file, reason in zip(self.files, reasons, strict=True) if not reason)
+        if left_out:
+            _log.info(f"{len(left_out):,} of {len(reasons):,} images are left out; the first: {left_out[0]}")
+        if not kept:
+            raise BapipeError(f"none of {len(reasons):,} images can be read; the first: {left_out[0]}")
+        return replace(self, files=kept, others=None if self.others is None else self.others.readable())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,12 @@ def open_dataset(
     *,
     buckets: int,
     augment: bool,
+    skip_unreadable: bool = False,
     synthetic: Callable[[], Dataset[Any]] | None = None,
 ) -> PipelineDataset[Any]:
     """Returns the data set that `spec` names, see `open_data`, in buckets of lengths and with random augmentation."""
     dataset = as_pipeline_dataset(open_data(spec, opener, factory, synthetic))
-    return augmented(bucketed(dataset, buckets, spec), augment, spec)
+    return augmented(bucketed(without_unreadable(dataset, skip_unreadable, spec), buckets, spec), augment, spec)
 
 
 def open_data(
@@ -58,6 +59,20 @@ def open_data(
         if spec != SYNTHETIC or synthetic is None:
             raise
         return synthetic()
+
+
+def without_unreadable(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:
+    """Returns the data without files that cannot be read if `wanted`, else the data itself.
+
+    Raises:
+        BapipeError: the data is no folder of images, or none of them can be read.
+    """
+    if not wanted:
+        return data
+    readable = data.readable()
+    if readable is None:
+        raise BapipeError(f"data '{spec}' is no folder of images, so `skip_unreadable` has no file to leave out")
+    return readable
 
 
 def augmented(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:

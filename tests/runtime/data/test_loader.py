@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.loader import batches
+from bapipe.runtime.data.loader import RankParts, batches
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.rng import seed_step
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
@@ -124,6 +124,33 @@ def test_an_error_keeps_its_text(num_workers: int) -> None:
         closing(batches(asked, asked, data, 3, Position(), num_workers=num_workers)) as loader,
     ):
         next(loader)
+
+
+class Odd(Items):
+    """Items of which one has another shape and one raises an error."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 8:
+            raise KeyError("label")
+        return (torch.zeros(2 if index == 4 else 1), 0.0), torch.tensor(index)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (8, "the data fail at sample 8: KeyError: 'label'"),
+        (
+            4,
+            "samples of a mini-batch cannot be stacked, they are (1,), (2,): stack expects each tensor to be equal size",
+        ),
+    ],
+)
+def test_items_that_do_not_fit_are_named(index: int, message: str) -> None:
+    asked: Any = Needs(needs=("left",), needs_target=True)
+    data = as_pipeline_dataset(Odd(9))
+    with pytest.raises(BapipeError) as caught:
+        RankParts.of(asked, asked).load(data, [0, 1, 2, index])
+    assert str(caught.value).startswith(message)
 
 
 def test_the_default_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
