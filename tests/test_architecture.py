@@ -239,6 +239,7 @@ def test_command_line_options() -> None:
             "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--output", "--place",
             "--profile", "--recompute", "--schedule", "--swap",
         ],
+        "doctor": ["--json"],
         "explore": [
             "--arg", "--browser", "--cluster", "--devices", "--minibatch-size", "--port", "--profile",
         ],

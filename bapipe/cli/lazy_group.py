@@ -24,6 +24,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("bapipe.cli.plan:simulate", "Predict the time and memory of one step of a plan."),
     "show": ("bapipe.cli.plan:show", "Show a profile, a cluster or a plan, or the difference of two profiles."),
     "run": ("bapipe.cli.run:run", "Train a model exactly as its plan says, with one process per device."),
+    "doctor": (
+        "bapipe.cli.doctor:doctor",
+        "Say what this machine has for planning and training, and what will not work here.",
+    ),
     "export": ("bapipe.cli.run:export", "Write the weights of a checkpoint as a safetensors file."),
     "convert-checkpoint": (
         "bapipe.cli.run:convert_checkpoint",

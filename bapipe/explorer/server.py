@@ -18,6 +18,7 @@ from bapipe.explorer.document import live_page, standalone_page
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.codec import encode
+from bapipe.formats.strict_json import decode_json
 from bapipe.report.timeline_svg import gantt_svg, svg_file
 
 HOST = "127.0.0.1"
@@ -104,8 +105,8 @@ class Routes:
             return None
         kind, function = self._routes[name]
         try:
-            found = function(msgspec.json.decode(body or b"{}", type=kind))
-        except (BapipeError, msgspec.DecodeError) as error:
+            found = function(decode_json(body or b"{}", kind))
+        except BapipeError as error:
             return {"error": str(error).replace("`", "")}
         return {} if found is None else found
 

@@ -48,7 +48,7 @@ def store_plan(path: Path, plan: Plan) -> None:
 def load_bytes(name: str) -> bytes | None:
     """Returns the bytes that were stored under a name, None if there are none."""
     try:
-        return (_root() / name).read_bytes()
+        return (cache_folder() / name).read_bytes()
     except OSError:
         return None
 
@@ -56,8 +56,8 @@ def load_bytes(name: str) -> bytes | None:
 def store_bytes(name: str, content: bytes) -> None:
     """Writes bytes where `load_bytes` reads them; only warns if that fails."""
     try:
-        _make(_root())
-        write_bytes(_root() / name, content)
+        _make(cache_folder())
+        write_bytes(cache_folder() / name, content)
     except BapipeError as error:
         logging.getLogger(__name__).warning("%s is not cached: %s", name, error)
 
@@ -82,10 +82,11 @@ def load_profile_by_fingerprint(known_as: str) -> ModelProfile | None:
 
 def _path(key: Mapping[str, object], kind: str) -> Path:
     digest = hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:16]
-    return _root() / f"{digest}.{kind}.json"
+    return cache_folder() / f"{digest}.{kind}.json"
 
 
-def _root() -> Path:
+def cache_folder() -> Path:
+    """Returns the folder of the cache, which may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bapipe"
 
 

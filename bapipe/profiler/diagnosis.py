@@ -1,0 +1,120 @@
+"""What this machine has for planning, profiling and training, and what will not work here."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from bapipe.formats.cache import cache_folder
+from bapipe.hardware import cpu_name, memory_bytes, num_cores
+
+OPTIONAL = {
+    "torch": "to profile and train: install bapipe with its extra 'run'",
+    "safetensors": "for checkpoints and weights: install bapipe with its extra 'run'",
+    "PIL": "for image data: install bapipe with its extra 'run'",
+    "ortools": "to improve searched orders: install bapipe with its extra 'search'",
+    "tensorboard": "to log for TensorBoard: install bapipe with its extra 'tensorboard'",
+    "sentencepiece": "for text data: install bapipe with its extra 'text'",
+    "transformers": "for models named hf:CLASS: install transformers",
+}
+"""Packages that bapipe works without, by module name, and what they are for."""
+
+MIN_SHARED_MEMORY = 2**28
+"""Bytes of /dev/shm below which processes of one machine may fail to exchange tensors."""
+
+MIN_DISK = 2**30
+"""Bytes free for the cache below which profiles and plans may not be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact about this machine.
+
+    Attributes:
+        advice: what does not work, and what to do; empty if there is nothing to do.
+    """
+
+    name: str
+    value: str
+    advice: str = ""
+
+
+def diagnose() -> Iterator[Finding]:
+    """Yields the facts, in the order in which a user needs them: software, devices, memory, disk."""
+    yield Finding(name="bapipe", value=version("bapipe"))
+    yield Finding(name="python", value=f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield from _packages()
+    yield Finding(name="cpu", value=f"{cpu_name()}, {num_cores()} cores for this process")
+    yield _load()
+    yield Finding(name="memory", value=f"{memory_bytes() / 2**30:.1f} GiB")
+    yield _threads()
+    if find_spec("torch") is not None:
+        yield from _torch()
+    yield from _disk()
+
+
+def _packages() -> Iterator[Finding]:
+    for module, purpose in OPTIONAL.items():
+        if find_spec(module) is None:
+            yield Finding(name=module, value="not installed", advice=purpose)
+            continue
+        try:
+            yield Finding(name=module, value=version("pillow" if module == "PIL" else module))
+        except PackageNotFoundError:
+            yield Finding(name=module, value="installed, version unknown")
+
+
+def _load() -> Finding:
+    load = os.getloadavg()[0]
+    busy = load > 0.5 * num_cores()
+    advice = "other programs are running: profile when the machine is idle, or times will be too long" if busy else ""
+    return Finding(name="load", value=f"{load:.1f} on average in the last minute", advice=advice)
+
+
+def _threads() -> Finding:
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None or threads == "1":
+        return Finding(name="OMP_NUM_THREADS", value=threads or "not set")
+    advice = "each rank sets its own number of threads; the variable changes libraries that torch calls: unset it"
+    return Finding(name="OMP_NUM_THREADS", value=threads, advice=advice)
+
+
+def _torch() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    count = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+    advice = "" if count else "models are profiled and trained on the CPU"
+    yield Finding(name="cuda devices", value=f"{count}: {names}" if count else f"none; {built}", advice=advice)
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Finding(
+        name="gloo",
+        value="available" if gloo else "not available",
+        advice="" if gloo else "ranks on CPUs cannot communicate: install a torch that has it",
+    )
+    nccl = dist.is_available() and dist.is_nccl_available()
+    missing = "GPUs cannot communicate: install a torch that has it" if count > 1 and not nccl else ""
+    yield Finding(name="nccl", value="available" if nccl else "not available", advice=missing)
+
+
+def _disk() -> Iterator[Finding]:
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        advice = "ranks of one machine may fail to exchange tensors: make it larger" if free < MIN_SHARED_MEMORY else ""
+        yield Finding(name="/dev/shm", value=f"{free / 2**30:.1f} GiB free", advice=advice)
+    folder = cache_folder()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        yield Finding(
+            name="cache", value=f"{folder}: not writable", advice="set XDG_CACHE_HOME to a folder that can be written"
+        )
+        return
+    free, used = shutil.disk_usage(existing).free, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    advice = "profiles and plans may not be kept: free some space" if free < MIN_DISK else ""
+    value = f"{folder}: {used / 2**20:.0f} MiB used, {free / 2**30:.1f} GiB free"
+    yield Finding(name="cache", value=value, advice=advice)
