@@ -241,7 +241,8 @@ def test_command_line_options() -> None:
         ],
         "doctor": ["--json"],
         "explore": [
-            "--arg", "--browser", "--cluster", "--devices", "--minibatch-size", "--port", "--profile",
+            "--arg", "--browser", "--cluster", "--csv", "--devices", "--json", "--markdown", "--minibatch-size", "--port",
+            "--profile", "--schedule", "--vary",
         ],
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--trace"],

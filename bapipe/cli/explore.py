@@ -15,13 +15,15 @@ from bapipe.cli.inputs import (
     profiles_of_plan,
     read_or_assume_cluster,
 )
-from bapipe.cli.options import Arguments, ClusterFile, Devices
+from bapipe.cli.options import Arguments, AsJson, ClusterFile, Devices
 from bapipe.cli.progress import note, out
+from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import read, read_any
 from bapipe.formats.plan import Plan
+from bapipe.schedules import ALL
 
 DEFAULT_SOURCES = "plan.json", "profile.json"
 DEFAULT_MINIBATCH_SIZE = 32
@@ -47,12 +49,33 @@ def explore(
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page. Default: a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Whether to open the page.")] = True,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            help="Instead of the page, print the best plan at each of some values: link=0.5,1,2 or latency=1,10 "
+            "(factors), devices=2..8, memory=8GB,16GB, minibatch=32,64. May be repeated.",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help=f"With --vary: schedules to try, of {', '.join(ALL)}, or all.")
+    ] = "1f1b,gpipe",
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="With --vary: print CSV.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --vary: print a table in Markdown.")] = False,
     arg: Arguments = None,
 ) -> None:
     """Show a plan on a page of this machine, change it with the mouse, and see what happens."""
     check_one_source_of_devices(cluster, devices)
     sources = sources or _default_sources()
     session = _session(sources, cluster, devices, minibatch_size, profile or [], arg)
+    layouts = [name for name, wanted in (("json", as_json), ("csv", as_csv), ("markdown", as_markdown)) if wanted]
+    if len(layouts) > 1 or (layouts and not vary):
+        raise BapipeError(f"--{layouts[-1]} goes with --vary, and with no other format")
+    if vary:
+        names = tuple(name.strip() for name in schedule.split(","))
+        show_points(session, vary, names, layouts[0] if layouts else "table")
+        return
     with Server(session, port) as server:
         out.print(server.address, highlight=False, soft_wrap=True)
         note("the page is for this machine alone; press Ctrl-C to end")

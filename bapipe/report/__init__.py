@@ -19,6 +19,7 @@ from bapipe.report.plans import is_step_of, pareto_table, plan_json, render_plan
 from bapipe.report.profiles import render_cluster, render_profile
 from bapipe.report.runs import evaluation_words, render_run, run_json
 from bapipe.report.text_gantt import PHASE_NAMES, gantt
+from bapipe.report.variations import variations_table
 
 __all__ = [
     "PHASE_NAMES",
@@ -41,4 +42,5 @@ __all__ = [
     "render_profile",
     "render_run",
     "run_json",
+    "variations_table",
 ]

@@ -1,0 +1,73 @@
+"""The best plan at each point of a grid."""
+
+import csv
+import json
+from io import StringIO
+
+import msgspec
+import pytest
+
+import bapipe
+from bapipe.cli.vary import parse_axis, show_points
+from bapipe.errors import BapipeError
+from bapipe.explorer.session import Session
+from bapipe.explorer.vary import Axis, vary
+from tests.builders import chain, devices
+
+PROFILE = chain([1, 2, 3, 4], param_bytes=100, stash_bytes=10, output_bytes=1000)
+CLUSTER = devices(2, bytes_per_s=10**6)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def test_every_point_has_the_best_plan_of_its_cluster() -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    axes = [Axis(name="devices", values=(1, 2)), Axis(name="link", values=(0.5, 2.0))]
+    points = list(vary(session, axes, ["1f1b"], lambda done, total: None))
+    assert [point.values for point in points] == [{"devices": d, "link": link} for d in (1, 2) for link in (0.5, 2.0)]
+    assert [point.is_new_kind for point in points][:2] == [True, False]
+    for point in points:
+        link = msgspec.structs.replace(CLUSTER.intra_host, bytes_per_s=round(10**6 * point.values["link"]))
+        cluster = msgspec.structs.replace(
+            CLUSTER, devices=CLUSTER.devices[: int(point.values["devices"])], intra_host=link, inter_host=link
+        )
+        best = bapipe.plan(PROFILE, cluster, minibatch_size=8, schedules=["1f1b"])
+        assert point.row["step_ns"] == best.prediction.step_ns
+
+
+def test_a_point_where_nothing_fits_says_so() -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    (point,) = vary(session, [Axis(name="memory", values=(1,))], ["1f1b"], lambda done, total: None)
+    assert "no plan fits" in str(point.row["why_not"])
+
+
+def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    printed = {}
+    for layout in ("json", "csv", "markdown"):
+        show_points(session, ["devices=1..2", "memory=1,1GB"], ["1f1b"], layout)
+        printed[layout] = capsys.readouterr().out
+    rows = json.loads(printed["json"])
+    assert [row["devices"] for row in rows] == [1, 1, 2, 2]
+    assert "no plan fits" in rows[0]["why_not"]
+    read = list(csv.DictReader(StringIO(printed["csv"])))
+    assert [row["step_ns"] for row in read] == [str(row.get("step_ns", "")) for row in rows]
+    assert printed["markdown"].splitlines()[1].startswith("| --- | --- |")
+    assert len(printed["markdown"].splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("link=0.5,1,2", (0.5, 1, 2)), ("devices=2..4,8", (2, 3, 4, 8)), ("memory=1KB,2 GiB", (1000, 2**31))],
+)
+def test_axes_are_read(text: str, values: tuple[float, ...]) -> None:
+    assert parse_axis(text).values == values
+
+
+@pytest.mark.parametrize("text", ["links=1", "link", "link=x", "link=0", "devices=0..2", "devices=999", "devices=1.5"])
+def test_other_axes_are_refused(text: str) -> None:
+    with pytest.raises(BapipeError, match=f"--vary {text}: want"):
+        parse_axis(text)
