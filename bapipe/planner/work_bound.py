@@ -33,7 +33,7 @@ def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int,
     devices = {(device.kind, device.speed): device for device in cluster.devices}  # the distinct ones
     times_ns = {key: _layer_times_ns(profiles[d.kind], d, size, num_microbatches) for key, d in devices.items()}
     price: dict[tuple[str, float], Fraction] = {
-        key: 1 / max(sum(times), Fraction(1)) for key, times in times_ns.items()
+        key: 1 / max(sum(times, start=Fraction(0)), Fraction(1)) for key, times in times_ns.items()
     }
     priced = [[price[key] * time_ns for time_ns in times] for key, times in times_ns.items()]
     # Times are rounded once per stage and phase, so each action may be half a nanosecond shorter than its layers.

@@ -15,7 +15,7 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     Args:
         names: of the axes, which are the first columns.
     """
-    columns = "ms per step>", "against the first>", "samples/s>", "peak MiB>", "gap at most>", "plan", "micro-batch>"
+    columns = "step ms>", "change>", "samples/s>", "peak MiB>", "gap>", "plan", "micro-batch>"
     table = empty_table("the best plan at each point; *: of another kind", *(f"{name}>" for name in names), *columns)
     first = next((row["step_ns"] for row in rows if "step_ns" in row), 0)
     for row in rows:

@@ -1,5 +1,6 @@
 """What is said of a machine, and what is advised."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_every_fact_has_a_value_and_every_missing_package_a_purpose(
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
-    monkeypatch.setattr(diagnosis.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = {finding.name: finding for finding in diagnose()}
     assert found["cache"].advice == "set XDG_CACHE_HOME to a folder that can be written"
 
