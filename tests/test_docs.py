@@ -20,7 +20,7 @@ PAGES = [
 ]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#\s]+)[^)]*\)")
 CODE = re.compile(r"`([\w./-]+/[\w./-]*|[\w-]+\.py)`")
-NOT_FILES = re.compile(r"(profile|cluster|plan)/\d|locale/.*|.*/x\.py|x\.py")
+NOT_FILES = re.compile(r"(profile|cluster|plan|checkpoint)/\d|locale/.*|.*/x\.py|x\.py")
 """Format versions, and the names of files that a reader is to write."""
 
 
