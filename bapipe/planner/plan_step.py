@@ -90,6 +90,12 @@ def solve_partition(
     progress: SearchProgress | None = None,
 ) -> Solution:
     """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
+    from bapipe.planner.device_line.search import has_many_devices
+
+    if has_many_devices(cluster, named_schedules(options)):
+        solution = _solve_many_devices(profiles, cluster, options, deadline, progress)
+        if solution is not None:
+            return solution
     try:
         space, result = find_best_layout(profiles, cluster, options, deadline=deadline, progress=progress)
         return solution_of(profiles, result, options.minibatch_size, space)
@@ -145,6 +151,32 @@ def find_best_layout(
         device_order=space.order,
     )
     return searched, result
+
+
+def _solve_many_devices(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+    progress: SearchProgress | None,
+) -> Solution | None:
+    """Returns the solution of the search for many devices, None if it has found no plan that fits."""
+    from bapipe.planner.device_line.line import DeviceLine
+    from bapipe.planner.device_line.search import LineSearch
+
+    line = DeviceLine(profiles, cluster, options)
+    search = LineSearch(
+        line,
+        named_schedules(options),
+        microbatch_sizes(profiles, cluster, options),
+        bound_ns=work_bound_ns(profiles, cluster, options.minibatch_size),
+        deadline=deadline,
+        progress=progress,
+    )
+    search.run()
+    if search.best is None:
+        return None
+    return line.solution(search.best, search.bound_ns, unsearched_space(profiles, cluster, options))
 
 
 def _naive_solution(

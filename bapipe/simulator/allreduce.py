@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bapipe.formats.cluster import Cluster
+from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.schedules.table import Phase
 from bapipe.simulator.stage_cost import Stage
 
@@ -17,10 +17,19 @@ def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
     with their own compute, a message takes no less than that.
     """
     message_bytes, host_sum = -(-num_bytes // len(ranks)), cluster.host_sum_link(ranks)
-    slowest_ns = max(cluster.link(a, b).transfer_ns(message_bytes) for a in ranks for b in ranks if a != b)
+    slowest_ns = max(link.transfer_ns(message_bytes) for link in _links_among(ranks, cluster))
     if host_sum is not None:
         slowest_ns = max(slowest_ns, host_sum.transfer_ns(message_bytes))
     return 2 * (len(ranks) - 1) * slowest_ns
+
+
+def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[Bandwidth]:
+    """Returns the distinct links between any two of some ranks. O(ranks) if no two devices have a link of their own."""
+    if cluster.links:
+        return [*{cluster.link(a, b) for a in ranks for b in ranks if a != b}]
+    hosts = {cluster.devices[rank].host for rank in ranks}
+    within = [cluster.intra_host] if len(hosts) < len(ranks) else []
+    return within + ([cluster.inter_host] if len(hosts) > 1 else [])
 
 
 def reduce_buckets(

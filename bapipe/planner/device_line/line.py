@@ -163,7 +163,9 @@ class DeviceLine:
         return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
 
     def _is_allowed(self, plan: LinePlan, devices: Sequence[tuple[int, ...]]) -> bool:
-        """Whether layers that must be apart are, and every layer is on devices that may run it."""
+        """Whether the stages are as many as asked for, layers apart that must be, and on devices that may run them."""
+        if self.options.num_stages not in (None, len(plan.cuts) - 1):
+            return False
         rules = self.constraints
         stage_of = (
             {name: s for s, (begin, end) in enumerate(pairwise(plan.cuts)) for name in self.names[begin:end]}

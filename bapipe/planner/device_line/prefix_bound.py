@@ -1,0 +1,280 @@
+"""Decides whether any plan on the first devices of a cluster, in its order, can be within a step time.
+
+For a limit T, let furthest(p, c) be the last boundary such that the first p devices can run all layers before it, in
+stages that are within T, with c cuts between them. A stage of fewer layers, begun later, is within T whenever a longer
+one is, so nothing else of what lies before matters: a dynamic programme over p, c and the number of devices of the next
+stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if (docs/algorithm.md,
+Many devices)
+
+    work         A + n (F + B) <= T
+    return       D + n (F + r) <= T
+    round trip   the round trip of one micro-batch + (n - 1) r + u F <= T
+    all-reduce   A + n F + (n - 1) B + the ring of all its gradients <= T
+    memory       parameters, gradients, optimizer state and the stash of one micro-batch fit
+
+with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from bapipe.formats.profile import LayerMeasurement
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+
+MAX_ALL_GROUPS = 32
+"""Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
+
+GROUP_GROWTH = 1.03
+
+ROUNDING_NS = 2.0
+"""By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Numbers of devices of a stage, in classes: fewest[g] to most[g] devices count as one choice. [groups]"""
+
+    fewest: IntArray
+    most: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where the last stage of a prefix begins: its first device, the cuts up to it, and its first boundary."""
+
+    position: int
+    num_cuts: int
+    boundary: int
+
+
+class PrefixBound:
+    """The problem of one schedule, micro-batch size and number of devices."""
+
+    def __init__(
+        self,
+        line: DeviceLine,
+        schedule: str,
+        size: int,
+        num_devices: int,
+        last_replicas: tuple[int, int] | None = None,
+        only_replicas: int | None = None,
+    ) -> None:
+        """`last_replicas` restricts the last stage's devices to a range; `only_replicas` fixes those of all stages."""
+        self._last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
+        self.line, self.schedule, self.size, self.num_devices = line, schedule, size, num_devices
+        self.num_microbatches = line.options.minibatch_size // size
+        self.bound_ns = 0  # what is proven of every plan of this problem
+        devices = line.cluster.devices[:num_devices]
+        self._speeds = np.array([device.speed for device in devices])
+        self._max_speed = float(self._speeds.max())
+        self._limit = max(line.limits[:num_devices])
+        self._sum_layers()
+        self._groups = self._group_classes()
+        self._weigh_groups()
+        self._transfers()
+
+    def _sum_layers(self) -> None:
+        """Prefix sums at the boundaries, each layer on the kind of device where it takes the least. [boundaries]"""
+        profiles = [self.line.profiles[kind] for kind in {d.kind for d in self.line.cluster.devices}]
+        measured = [profile.at(self.size) for profile in profiles]
+        splits = self.schedule not in ("1f1b", "gpipe")
+
+        def least(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
+            rows = [[value(m) for m in of_kind] for of_kind in measured]
+            return prefix_sums(np.min(rows, axis=0).tolist())[self.line.cuts].astype(float)
+
+        self._forward = least(lambda m: m.forward_ns)
+        self._backward = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
+        self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self._backward
+        self._stash = least(lambda m: m.stash_bytes)
+        layers = profiles[0].layers
+        state = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in layers]
+        self._static = prefix_sums(state)[self.line.cuts].astype(float)
+        self._gradients = prefix_sums([layer.gradient_bytes for layer in layers])[self.line.cuts].astype(float)
+        self._work, self._trip = self._forward + self._backward, self._forward + self._critical
+
+    def _group_classes(self) -> Groups:
+        """Alike devices: the fewest devices for each number of micro-batches of a replica."""
+        if self._only_replicas is not None:
+            return Groups(fewest=np.array([self._only_replicas]), most=np.array([self._only_replicas]))
+        every = min(self.num_devices, self.num_microbatches) if self.line.options.replicas else 1
+        if len(set(self._speeds)) == 1:
+            num = self.num_microbatches
+            fewest = sorted({-(-num // -(-num // replicas)) for replicas in range(1, every + 1)})
+        else:
+            fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
+            while fewest[-1] < every:
+                fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * GROUP_GROWTH))))
+        most = [*(after - 1 for after in fewest[1:]), every]
+        return Groups(fewest=np.array(fewest), most=np.array(most))
+
+    def _weigh_groups(self) -> None:
+        """For each position and class of groups: micro-batches per unit of speed of the busiest replica.
+
+        And of the slowest replica, how many it has and how fast it is. All [positions, groups]
+        """
+        num, groups, v = self.num_microbatches, self._groups, self._speeds
+        slowest = np.full((self.num_devices, len(groups.fewest)), np.inf)
+        total = np.zeros_like(slowest)
+        sums = np.concatenate([[0.0], np.cumsum(v)])
+        for g, (few, most) in enumerate(zip(groups.fewest.tolist(), groups.most.tolist(), strict=True)):
+            windows = np.lib.stride_tricks.sliding_window_view(v, few).min(axis=1) if few <= len(v) else v[:0]
+            slowest[: len(windows), g] = windows
+            ends = np.minimum(np.arange(self.num_devices) + most, self.num_devices)
+            total[:, g] = sums[ends] - sums[:-1]
+        alike = len(set(v.tolist())) == 1
+        self._counts = -(-num // groups.most) if alike else num // groups.most  # of the slowest replica. [groups]
+        self._slowest = np.where(np.isfinite(slowest), slowest, v.min())
+        busiest = np.maximum(self._counts / self._slowest, -(-num // groups.most) / self._max_speed)
+        self._busiest = np.maximum(busiest, num / total)
+
+    def _transfers(self) -> None:
+        """Lower bounds of the transfers of 0, 1, 2 ... cuts, one way and both ways; and host boundaries. [cuts]"""
+        cluster, interior = self.line.cluster, self.line.cuts[1:-1]
+        names = {device.kind for device in cluster.devices}
+        sizes = [cut_bytes(self.line.profiles[kind], self.size) for kind in names]
+        send = np.min([np.array(forward)[interior] for forward, _ in sizes], axis=0)
+        grad = np.min([np.array(back)[interior] for _, back in sizes], axis=0)
+        links = [cluster.intra_host, cluster.inter_host, *cluster.links]
+        rate, latency = max(link.bytes_per_s for link in links), min(link.latency_ns for link in links)
+
+        def times(num_bytes: IntArray) -> "NDArray[np.float64]":
+            return np.where(num_bytes > 0, latency + num_bytes * 1e9 / rate, 0.0)
+
+        zero = [0.0]
+        self._one_way = np.concatenate([zero, np.cumsum(np.sort(times(send)))])
+        self._both_ways = np.concatenate([zero, np.cumsum(np.sort(times(send) + times(grad)))])
+        # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
+        hosts = [device.host for device in cluster.devices[: self.num_devices]]
+        crossings = [a != b for a, b in pairwise(hosts)]
+        in_a_row = sum(crossings) + 1 == len(set(hosts)) and not cluster.links
+        self._boundaries_before = np.concatenate([[0], np.cumsum(crossings)]) * in_a_row
+        slower = max(cluster.inter_host.latency_ns - latency, 0) if send.size and send.min() > 0 else 0.0
+        extra_rate = max(1e9 / cluster.inter_host.bytes_per_s - 1e9 / rate, 0.0)
+        self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0
+        self._extra_both = 2 * slower + float((send + grad).min()) * extra_rate if send.size else 0.0
+        per_host = max(hosts.count(host) for host in set(hosts))
+        fastest = max(links, key=lambda link: link.bytes_per_s)
+        ring = [cluster.inter_host if few > per_host else fastest for few in self._groups.fewest.tolist()]
+        counted = cluster.intra_host_sum is UNSET and not cluster.links
+        steps = 2 * (self._groups.fewest - 1)
+        self._ring_latency = np.array([link.latency_ns for link in ring]) * steps * counted
+        self._ring_rate = np.array([1e9 / link.bytes_per_s for link in ring]) * steps / self._groups.fewest * counted
+
+    def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
+        """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
+        last, num = len(self.line.cuts) - 1, self.num_devices
+        max_cuts = min(num, last)
+        limit = limit_ns * (1 + 1e-12)
+        furthest = np.full((num + 1, max_cuts + 1), -1, dtype=np.int64)  # the last column: cuts of a whole plan
+        furthest[0, 0] = 0
+        before: dict[tuple[int, int], _State] = {}
+        fewest = self._groups.fewest
+        for position in range(num):
+            deadline.check()
+            row = furthest[position]
+            # Only states that reach further than those with fewer cuts.
+            reached = np.maximum.accumulate(np.concatenate([[-1], row[:-1]]))
+            cuts = np.flatnonzero(row > reached)
+            if cuts.size == 0:
+                continue
+            if row[cuts[-1]] == last:
+                return self._trace(before, position, int(cuts[-1]))
+            for c in cuts.tolist():  # devices may stay idle
+                if row[c] > furthest[position + 1, c]:
+                    furthest[position + 1, c] = row[c]
+                    before[position + 1, c] = before.get((position, c), _State(0, 0, 0))
+            groups = np.flatnonzero(fewest <= num - position)
+            ends = self._last_ends(position, cuts, row[cuts], groups, limit)  # [cuts, groups]
+            for g, few in zip(range(groups.size), fewest[groups].tolist(), strict=True):
+                target = furthest[position + few]
+                into = np.minimum(cuts + 1, max_cuts)
+                better = ends[:, g] > np.maximum(target[into], row[cuts])
+                for k in np.flatnonzero(better).tolist():
+                    c = int(cuts[k])
+                    if ends[k, g] > target[into[k]]:
+                        target[into[k]] = ends[k, g]
+                        before[position + few, int(into[k])] = _State(position, c, int(row[c]))
+        row = furthest[num]
+        done = np.flatnonzero(row == last)
+        return self._trace(before, num, int(done[0])) if done.size else None
+
+    def _last_ends(self, position: int, cuts: IntArray, begins: IntArray, groups: IntArray, limit: float) -> IntArray:
+        """The last end of a stage within the limits, per state and group; the begin if there is none. [cuts, groups]"""
+        i, g = begins[:, None], groups[None, :]
+        n, v, w = self._counts[g], self._slowest[position, g], self._busiest[position, g]
+        most, few = self._groups.most[g], self._groups.fewest[g]
+        d = self.num_devices - position if self.schedule == "1f1b" else self.num_microbatches
+        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
+        arrival = self._forward[begins] / self._max_speed + self._one_way[cuts] + forced * self._extra_one_way
+        return_ns = self._trip[begins] / self._max_speed + self._both_ways[cuts] + forced * self._extra_both
+        arrival, return_ns = arrival[:, None], return_ns[:, None]
+        rest = self._trip[-1] / self._max_speed
+        if self.schedule == "gpipe":
+            u = np.maximum(0, (self.num_microbatches - np.maximum(self._last_replicas[1], few)) // most)
+        else:
+            u = np.maximum(0, n - -(-d // few)) if self.schedule == "1f1b" else np.zeros_like(n)
+        slack = ROUNDING_NS * n
+
+        def is_within(j: IntArray) -> "NDArray[np.bool_]":
+            f, r, b = (sums[j] - sums[i] for sums in (self._forward, self._critical, self._backward))
+            work = arrival + w * (f + b)
+            returned = return_ns + w * (f + r)
+            own = (f + r) * (1 / v - 1 / self._max_speed) + ((n - 1) * r + u * f) / v
+            trip = rest + self._both_ways[cuts][:, None] + forced[:, None] * self._extra_both + own
+            gradients = self._gradients[j] - self._gradients[i]
+            ring = np.where(gradients > 0, self._ring_latency[g] + self._ring_rate[g] * gradients, 0.0)
+            synced = arrival + (n * f + (n - 1) * b) / v + ring
+            held = self._static[j] - self._static[i] + self._stash[j] - self._stash[i]
+            longest = np.maximum(np.maximum(work, returned), np.maximum(trip, synced))
+            return (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)
+
+        low = np.broadcast_to(i, (begins.size, groups.size)).copy()
+        high = np.full_like(low, len(self.line.cuts) - 1)
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            within = is_within(middle)
+            low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
+        if self.schedule == "1f1b":
+            # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
+            rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
+            low = np.where(return_ns + rounds * (rest - self._trip[i] / self._max_speed) <= limit, low, i)
+        may_end = (few <= self._last_replicas[1]) & (most >= self._last_replicas[0])
+        return np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
+
+    def _max_in_flight(self, depth: int) -> IntArray:
+        """The micro-batches of a stage in flight: a multiple of its devices, the largest of each class. [groups]"""
+        if self._only_replicas is not None:
+            return self._groups.fewest * -(-depth // self._groups.fewest)
+        sizes = np.arange(1, int(self._groups.most[-1]) + 1)
+        largest: IntArray = np.maximum.reduceat(sizes * -(-depth // sizes), self._groups.fewest - 1)
+        return largest
+
+    def _trace(self, before: dict[tuple[int, int], _State], position: int, num_cuts: int) -> LinePlan:
+        """The stages of a path; devices that it leaves idle join the stage before them."""
+        boundaries, begins = [len(self.line.cuts) - 1], []
+        at = position, num_cuts
+        while at in before:
+            state = before[at]
+            begins.append(state.position)
+            boundaries.append(state.boundary)
+            at = state.position, state.num_cuts
+        boundaries.reverse()
+        firsts = [0, *begins[::-1][1:], self.num_devices]
+        alike = len(set(self._speeds.tolist())) == 1
+        firsts[-1] = position if alike else self.num_devices
+        counts = tuple(min(b - a, self.num_microbatches) for a, b in pairwise(firsts))
+        return LinePlan(
+            cuts=tuple(self.line.cuts[boundary] for boundary in boundaries),
+            counts=counts,
+            schedule=self.schedule,
+            microbatch_size=self.size,
+        )

@@ -1,0 +1,206 @@
+"""Plans for many devices: a lower bound by bisection over prefixes of the devices, and the best of the plans near it.
+
+    1. naive plans       equal groups of devices, cut evenly
+    2. raise_bound       bisection; the stages that the relaxation chooses are timed, too
+    3. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
+    4. hill_climb        the best plan moves its cuts for as long as the simulator says that this helps
+
+The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from bapipe.formats.cluster import Cluster
+from bapipe.planner.branch_and_bound.intervals import INF
+from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.device_line.naive import MIN_TRIED, naive_plans
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.progress import SearchProgress
+from bapipe.schedules import SCHEDULES
+
+MIN_DEVICES = 33
+"""From so many devices on this search is used."""
+
+MAX_ACTIONS = 1_500_000
+"""Budget of simulated actions, without a time limit: some twenty seconds with the tables of their orders."""
+
+MAX_BOUND_WORK = 25 * 512**2
+"""Budget of the bisection, without a time limit, in squared devices for each limit that is decided."""
+
+LAST_STAGE_GROWTH = 4
+"""GPipe: the replicas of the last stage are told apart by powers of this."""
+
+BOUND_PRECISION = 200
+"""Bisection ends at one part in so many."""
+
+NUM_CLIMBED = 3
+"""The number of plans whose cuts are moved."""
+
+CUT_MOVES = (8, 4, 2, 1)
+"""By how many boundaries a cut is moved at once."""
+
+
+def has_many_devices(cluster: Cluster, schedules: Sequence[str]) -> bool:
+    """Returns whether the devices are too many for tables of placements, and every stage has devices of its own."""
+    return len(cluster.devices) >= MIN_DEVICES and all(name in SCHEDULES for name in schedules)
+
+
+class LineSearch:
+    """The plans timed, and the bound so far.
+
+    Attributes:
+        best: the fastest plan that fits, None before there is one.
+        bound_ns: a time that no step beats.
+    """
+
+    def __init__(
+        self,
+        line: DeviceLine,
+        schedules: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        bound_ns: int,
+        deadline: Deadline,
+        progress: SearchProgress | None = None,
+    ) -> None:
+        """`bound_ns` is a time that no step beats."""
+        self.line, self.schedules, self.sizes = line, schedules, sizes
+        self.deadline, self.progress = deadline, progress
+        self.best: TimedPlan | None = None
+        self.bound_ns = bound_ns
+        self._timed: dict[LinePlan, TimedPlan | None] = {}
+        self._num_actions = 0
+        self._max_actions = 10**15 if deadline.is_given else MAX_ACTIONS
+
+    def run(self) -> None:
+        """Searches until the budget or the time is over, or the best plan attains the bound."""
+        with suppress(OutOfTime):
+            first = self.deadline.share(4)
+            for number, plan in enumerate(naive_plans(self.line, self.schedules, self.sizes)):
+                is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
+                if number >= MIN_TRIED and is_over:
+                    break
+                self._time(plan)
+            self._raise_bound(self.deadline.share(2) if self.deadline.is_given else self.deadline)
+            self._equal_groups()
+            for timed in self._fastest(NUM_CLIMBED):
+                self._hill_climb(timed)
+
+    def _fastest(self, count: int) -> list[TimedPlan]:
+        """The fastest plans so far, of different groups of devices."""
+        of_groups: dict[tuple[str, int, tuple[int, ...]], TimedPlan] = {}
+        for timed in sorted((each for each in self._timed.values() if each), key=lambda each: each.step_ns):
+            plan = timed.plan
+            of_groups.setdefault((plan.schedule, plan.microbatch_size, plan.counts), timed)
+        return list(of_groups.values())[:count]
+
+    def _time(self, plan: LinePlan) -> TimedPlan | None:
+        """Times a plan, once."""
+        if plan not in self._timed:
+            self.deadline.check()
+            self._num_actions += 2 * len(plan.counts) * (self.line.options.minibatch_size // plan.microbatch_size)
+            timed = self._timed[plan] = self.line.time(plan)
+            if timed is not None and (self.best is None or timed.step_ns < self.best.step_ns):
+                self.best = timed
+            if self.progress and self.best is not None:
+                best_ns = self.best.step_ns
+                self.progress(len(self._timed), best_ns, min(self.bound_ns, best_ns))
+        return self._timed[plan]
+
+    @property
+    def _is_over(self) -> bool:
+        return self.best is not None and (self.best.step_ns <= self.bound_ns or self._num_actions > self._max_actions)
+
+    def _raise_bound(self, deadline: Deadline) -> None:
+        """Step 2: the bound is the smallest over the problems, so the problem with the smallest is always the next.
+
+        Invariant: no plan of a problem is faster than its `bound_ns`.
+        """
+        problems = list(self._problems())
+        high_ns = [INF] * len(problems)
+        num_left = MAX_BOUND_WORK // len(self.line.cluster.devices) ** 2
+        with suppress(OutOfTime):
+            while self.best is not None and (num_left > 0 or self.deadline.is_given):
+                deadline.check()
+                lowest = min(range(len(problems)), key=lambda i: problems[i].bound_ns)
+                low_ns = problems[lowest].bound_ns
+                high = min(high_ns[lowest], self.best.step_ns)
+                if high - low_ns <= low_ns // BOUND_PRECISION:
+                    break
+                # Most limits below the best plan are infeasible, so the limit is nearer to that.
+                limit_ns = (low_ns + 3 * high) // 4
+                if self._path(problems[lowest], limit_ns, deadline) is not None:
+                    high_ns[lowest] = limit_ns
+                self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
+                num_left -= 1
+
+    def _problems(self) -> Iterator[PrefixBound]:
+        """The relaxations; several for GPipe, whose bound depends on the replicas of the last stage."""
+        num_devices = len(self.line.cluster.devices)
+        for size in self.sizes:
+            most = min(num_devices, self.line.options.minibatch_size // size) if self.line.options.replicas else 1
+            for schedule in self.schedules:
+                ranges = [(1, most)]
+                if schedule == "gpipe":
+                    powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
+                    ranges = [(fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)) for fewest in powers]
+                for replicas in ranges:
+                    problem = PrefixBound(self.line, schedule, size, num_devices, last_replicas=replicas)
+                    problem.bound_ns = self.bound_ns
+                    yield problem
+
+    def _path(self, problem: PrefixBound, limit_ns: int, deadline: Deadline) -> LinePlan | None:
+        """The stages of the relaxation within a step time, which are timed; without any the bound rises."""
+        path = problem.path(limit_ns, deadline)
+        if path is None:
+            problem.bound_ns = max(problem.bound_ns, limit_ns + 1)
+        elif not self._is_over:
+            self._time(path)
+        return path
+
+    def _equal_groups(self) -> None:
+        """Step 3: bisection over plans with equal groups, beginning with those of the best naive plans."""
+        num_devices = len(self.line.cluster.devices)
+        for timed in self._fastest(2 * NUM_CLIMBED):
+            plan, replicas = timed.plan, timed.plan.counts[0]
+            if set(plan.counts) != {replicas} or sum(plan.counts) != num_devices:
+                continue
+            problem = PrefixBound(self.line, plan.schedule, plan.microbatch_size, num_devices, only_replicas=replicas)
+            low_ns, high_ns = self.bound_ns, timed.step_ns
+            while high_ns - low_ns > low_ns // BOUND_PRECISION and not self._is_over:
+                middle_ns = (low_ns + high_ns) // 2
+                if self._path(problem, middle_ns, self.deadline) is None:
+                    low_ns = middle_ns
+                else:
+                    high_ns = middle_ns
+
+    def _hill_climb(self, timed: TimedPlan) -> None:
+        """Step 4: moves one cut at a time wherever that helps, until no move does."""
+        index = {cut: boundary for boundary, cut in enumerate(self.line.cuts)}
+        improved = True
+        while improved and not self._is_over:
+            improved = False
+            for s in range(1, len(timed.plan.cuts) - 1):
+                for move in [sign * size for size in CUT_MOVES for sign in (-1, 1)]:
+                    moved = self._moved(timed.plan, s, index[timed.plan.cuts[s]] + move)
+                    if moved is None or self._is_over:
+                        continue
+                    other = self._time(moved)
+                    if other is not None and other.step_ns < timed.step_ns:
+                        timed, improved = other, True
+
+    def _moved(self, plan: LinePlan, s: int, boundary: int) -> LinePlan | None:
+        """The plan with one cut at another boundary, None if a stage would be empty."""
+        if not 0 < boundary < len(self.line.cuts) - 1:
+            return None
+        cut = self.line.cuts[boundary]
+        if not plan.cuts[s - 1] < cut < plan.cuts[s + 1]:
+            return None
+        return LinePlan(
+            cuts=(*plan.cuts[:s], cut, *plan.cuts[s + 1 :]),
+            counts=plan.counts,
+            schedule=plan.schedule,
+            microbatch_size=plan.microbatch_size,
+        )

@@ -1,0 +1,109 @@
+"""The relaxation of many devices: every plan on consecutive devices is feasible in it at its own step time."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from random import Random
+
+import pytest
+
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.search import LineSearch
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.work_bound import work_bound_ns
+from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
+from tests.random_profiles import random_profile
+
+
+def random_line(seed: int, schedule: str) -> DeviceLine:
+    """Two to six layers on two to four devices, half of the clusters with unlike ones, some on two hosts."""
+    random = Random(seed)
+    num_layers, num_devices = random.randint(2, 6), random.randint(2, 4)
+    num_hosts, alike = random.choice([1, 2]), random.random() < 0.5
+    cluster = Cluster(
+        devices=tuple(
+            Device(
+                name=f"d{i}",
+                host=f"h{i * num_hosts // num_devices}",
+                kind="a",
+                memory_bytes=2**40,
+                speed=1.0 if alike else random.choice([1.0, 0.5, 0.75]),
+                overlaps_transfers=random.random() < 0.8,
+            )
+            for i in range(num_devices)
+        ),
+        intra_host=Bandwidth(bytes_per_s=10**9, latency_ns=0),
+        inter_host=Bandwidth(bytes_per_s=random.choice([10**6, 10**8, 10**9]), latency_ns=random.choice([0, 5, 1000])),
+    )
+    options = PlanOptions(minibatch_size=random.choice([2, 4, 8]), schedules=[schedule])
+    return DeviceLine({"a": random_profile(random, num_layers)}, cluster, options)
+
+
+def plans(line: DeviceLine, schedule: str) -> Iterator[LinePlan]:
+    """Every plan on the first devices of a line, with micro-batches of one sample."""
+    for counts in compositions(len(line.cluster.devices)):
+        for inner in combinations(line.cuts[1:-1], len(counts) - 1):
+            if max(counts) <= line.options.minibatch_size:
+                cuts = (0, *inner, line.cuts[-1])
+                yield LinePlan(cuts=cuts, counts=counts, schedule=schedule, microbatch_size=1)
+
+
+def compositions(most: int) -> Iterator[tuple[int, ...]]:
+    for first in range(1, most + 1):
+        yield (first,)
+        yield from ((first, *rest) for rest in compositions(most - first))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_every_plan_is_feasible_at_its_step_time_and_far_below_the_best_nothing_is(schedule: str) -> None:
+    infeasible = checked = 0
+    for seed in range(6):
+        line = random_line(seed, schedule)
+        num_devices = len(line.cluster.devices)
+        every = PrefixBound(line, schedule, 1, num_devices)
+        steps_ns = []
+        for plan in plans(line, schedule):
+            timed = line.time(plan)
+            assert timed is not None
+            last = plan.counts[-1]
+            of_last = PrefixBound(line, schedule, 1, num_devices, last_replicas=(last, last))
+            assert every.path(timed.step_ns, UNLIMITED) is not None, plan
+            assert of_last.path(timed.step_ns, UNLIMITED) is not None, plan
+            steps_ns.append(timed.step_ns)
+        checked += len(steps_ns)
+        infeasible += every.path(min(steps_ns) * 3 // 4, UNLIMITED) is None
+    assert checked > 60
+    assert infeasible >= 3
+
+
+def test_the_search_for_many_devices_finds_a_plan_near_its_bound_and_nothing_below_it() -> None:
+    profiles = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6] * 5, param_bytes=10**6, output_bytes=10**5)}
+    cluster = devices(36, memory_bytes=10**12)
+    made = plan_step_time(profiles, cluster, PlanOptions(minibatch_size=16))
+    bound_ns = made.certificate.lower_bound_ns
+    assert work_bound_ns(profiles, cluster, 16) < bound_ns <= made.prediction.step_ns < 1.3 * bound_ns
+    assert simulate(made, profiles).step_ns == made.prediction.step_ns
+    assert made == plan_step_time(profiles, cluster, PlanOptions(minibatch_size=16))
+
+
+def test_wherever_the_search_for_many_devices_is_ended_its_bound_holds() -> None:
+    for seed in range(4):
+        line = random_line(seed, "1f1b")
+        best_ns = min(timed.step_ns for timed in map(line.time, plans(line, "1f1b")) if timed is not None)
+        for num_looks in (1, 10, 40):
+            ticks = iter(range(10**9))
+            deadline = Deadline(num_looks, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
+            search = LineSearch(line, ["1f1b"], [1], bound_ns=0, deadline=deadline)
+            search.run()
+            assert search.bound_ns <= best_ns
+            assert search.best is None or search.best.step_ns >= best_ns
+
+
+def test_the_relaxation_ends_at_the_deadline() -> None:
+    line = random_line(0, "1f1b")
+    with pytest.raises(OutOfTime):
+        PrefixBound(line, "1f1b", 1, len(line.cluster.devices)).path(10**12, Deadline(0.0))
