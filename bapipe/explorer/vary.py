@@ -13,6 +13,7 @@ from bapipe.explorer.state import cluster_of
 from bapipe.formats.plan import Plan
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
+from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
 
 FIELDS = {
@@ -87,7 +88,7 @@ def vary(
         try:
             plan = _best(session, named, schedules)
         except BapipeError as error:
-            yield Point(values=named, plan=None, why_not=str(error).replace("`", ""))
+            yield Point(values=named, plan=None, why_not=printable(str(error).replace("`", ""), MAX_LINE))
             continue
         kind = f"{replica_counts(plan)}, {plan.schedule}"
         yield Point(values=named, plan=plan, kind=kind, is_new_kind=kind != before)

@@ -227,6 +227,12 @@ class Plan(
         for name, value in (("prediction", NOT_PREDICTED), ("certificate", certificate), ("alternatives", ())):
             msgspec.structs.force_setattr(self, name, value)
 
+    def __repr__(self) -> str:
+        """Returns the decisions in one line: the whole plan would fill a notebook."""
+        sizes = f"{self.num_microbatches} x {self.microbatch_size}"
+        step = f"{self.prediction.step_ns / 1e6:,.4g} ms" if self.is_judged else "not judged"
+        return f"Plan({self.model!r}, {len(self.stages)} stages, {self.schedule!r}, {sizes}, {step})"
+
     @property
     def is_judged(self) -> bool:
         """Whether the plan holds a prediction."""

@@ -167,6 +167,12 @@ class ModelProfile(
         _check_layers(self.layers)
         _check_measurements(self.layers, self.measurements)
 
+    def __repr__(self) -> str:
+        """Returns what was measured in one line: the whole profile would fill a notebook."""
+        sizes = ", ".join(map(str, self.microbatch_sizes))
+        what = f"{self.model!r} on {self.device.kind!r}"
+        return f"ModelProfile({what}, {len(self.layers)} layers, micro-batches of {sizes})"
+
     @property
     def threads(self) -> int:
         """The number of compute threads in the measurement, 1 if the profile does not record it."""

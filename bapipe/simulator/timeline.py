@@ -73,6 +73,10 @@ class Timeline:
     memory: tuple[Memory, ...]
     usage: tuple[tuple[tuple[int, int], ...], ...] = ()
 
+    def __repr__(self) -> str:
+        """Returns the size of the step in one line: all actions would fill a notebook."""
+        return f"Timeline({len(self.devices)} devices, {len(self.spans)} actions, {self.step_ns / 1e6:,.4g} ms)"
+
     @property
     def step_ns(self) -> int:
         """When the last device is done."""

@@ -251,3 +251,14 @@ def test_a_prediction_with_other_times_loses_the_certificate() -> None:
     assert not other.certificate.proven_optimal
     assert other.alternatives == ()
     assert other.certificate.lower_bound_ns == work_bound_ns({"a": slower}, plan.cluster, 12)
+
+
+def test_values_show_themselves_in_one_line() -> None:
+    plan = planned()
+    sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
+    step = f"{plan.prediction.step_ns / 1e6:,.4g} ms"
+    assert repr(plan) == f"Plan('chain', 3 stages, {plan.schedule!r}, {sizes}, {step})"
+    assert repr(PROFILE) == "ModelProfile('chain' on 'a', 8 layers, micro-batches of 1)"
+    timeline = simulate(plan, {"a": PROFILE})
+    assert repr(timeline) == f"Timeline(3 devices, {len(timeline.spans)} actions, {step})"
+    assert repr(changed_file(plan, prediction=LEFT_OUT)).endswith("not judged)")
