@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from mmap import ACCESS_READ, mmap
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FunctionType
 from typing import Any
 
@@ -32,8 +34,6 @@ from bapipe.errors import BapipeError
 from bapipe.stop_signals import ENDING
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-
-_JOB = "job"
 
 _CHILD = "from bapipe.processes import run_child; run_child()"
 
@@ -104,12 +104,15 @@ def local_processes(
     and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context is left without an
     exception they have `grace_s` to end by themselves. If this process dies, however, the kernel ends them.
     """
-    _write_job(folder / _JOB, function, arguments)
     processes: list[LocalProcess] = []
     try:
-        with _blocked(signal.SIGINT):  # inherited: only this process reacts to Ctrl-C, and ends the others
-            for index in range(num_processes):
-                processes.append(_start(index, folder, dict(environment or {}), quiet))
+        # A file without a name: no other process can put a job of its own in the place of this one.
+        with TemporaryFile(dir=folder) as job:
+            job.write(_encoded_job(function, arguments))
+            job.flush()
+            with _blocked(signal.SIGINT):  # inherited: only this process reacts to Ctrl-C, and ends the others
+                for index in range(num_processes):
+                    processes.append(_start(index, job.fileno(), folder, dict(environment or {}), quiet))
         yield tuple(processes)
     except BaseException:
         grace_s = 0.0
@@ -142,7 +145,7 @@ def receive(processes: Sequence[LocalProcess], timeout_s: float) -> list[tuple[L
 
 def run_child() -> None:
     """Runs the function in a process that `local_processes` has started; never returns."""
-    folder, index, pipe_fd, parent = sys.argv[1:]
+    index, job_fd, pipe_fd, parent = sys.argv[1:]
     _die_with(int(parent))
     pipe = Connection(int(pipe_fd), readable=False)
     code = 0
@@ -152,7 +155,9 @@ def run_child() -> None:
         pipe.send_bytes(pickle.dumps(message))
 
     try:
-        path, argv, main, pickled = pickle.loads(Path(folder, _JOB).read_bytes())
+        with mmap(int(job_fd), 0, access=ACCESS_READ) as job:  # not read: the processes share the place in the file
+            path, argv, main, pickled = pickle.loads(job)
+        os.close(int(job_fd))
         sys.path[:], sys.argv[:] = path, argv
         if main is not None:
             multiprocessing.spawn.prepare(main)
@@ -176,14 +181,14 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _write_job(file: Path, function: Callable[..., object], arguments: Sequence[object]) -> None:
+def _encoded_job(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
     pickled, needs_script = _pickled((function, tuple(arguments)))
     main: dict[str, Any] | None = None
     if needs_script:
         main = multiprocessing.spawn.get_preparation_data(multiprocessing.current_process().name)
         del main["authkey"]  # cannot be pickled, and is not needed
     path = [folder or os.getcwd() for folder in sys.path]
-    file.write_bytes(pickle.dumps((path, sys.argv, main, pickled)))
+    return pickle.dumps((path, sys.argv, main, pickled))
 
 
 class _JobPickler(pickle.Pickler):
@@ -231,18 +236,18 @@ def _has_script() -> bool:
     return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
 
-def _start(index: int, folder: Path, environment: dict[str, str], quiet: bool) -> LocalProcess:
+def _start(index: int, job_fd: int, folder: Path, environment: dict[str, str], quiet: bool) -> LocalProcess:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = folder / f"log{index}" if quiet else None
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     with open(log or os.devnull, "wb") as stderr:
         popen = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(folder), str(index), str(sender.fileno()), str(os.getpid())],
+            [sys.executable, "-c", _CHILD, *map(str, (index, job_fd, sender.fileno(), os.getpid()))],
             env=os.environ | {"PYTHONPATH": path} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if quiet else None,
             stderr=stderr if quiet else None,
-            pass_fds=[sender.fileno()],
+            pass_fds=[job_fd, sender.fileno()],
         )
     sender.close()  # so that the pipe ends with the process
     return LocalProcess(index, popen, receiver, log)

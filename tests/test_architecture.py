@@ -249,7 +249,7 @@ def test_command_line_options() -> None:
         "run": [
             "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers",
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
-            "--replan", "--resume", "--seed", "--skip-unreadable", "--steps", "--tensorboard", "--timeout", "--trace", "--warmup", "--weights", "--without",
+            "--replan", "--resume", "--seed", "--skip-unreadable", "--steps", "--tensorboard", "--timeout", "--trace", "--trust-factory", "--warmup", "--weights", "--without",
         ],
         "export": ["--output"],
         "convert-checkpoint": [],

@@ -37,6 +37,7 @@ FLAGS = {
     "threads": "--threads",
     "time_limit_s": "--time-limit",
     "trace": "--trace",
+    "trust_factory": "--trust-factory",
     "without": "--without",
 }
 """The flag of each argument that an error text of the library may name."""

@@ -68,6 +68,9 @@ def run(
     seed: Annotated[int, typer.Option("--seed", min=-MAX_INT, max=MAX_INT, help=_HELP["seed"])] = 0,
     weights: Annotated[Path | None, typer.Option("--weights", help=_HELP["weights"])] = None,
     arg: Arguments = None,
+    trust_factory: Annotated[
+        str | None, typer.Option("--trust-factory", metavar="MODULE.PATH:FUNCTION", help=_HELP["trust_factory"])
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the last step's measured timeline as a Chrome trace.")
     ] = None,
@@ -83,6 +86,7 @@ def run(
     if profile and not replan:
         raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
     config = TrainConfig(
+        trust_factory=trust_factory if is_file(source) else resolve(source),  # what the user names is trusted
         data=data,
         data_workers=data_workers,
         buckets=buckets,

@@ -58,6 +58,10 @@ def run(
             "module.path:function, or use bapipe.Pipeline in a script of your own"
         )
     require_torch()
+    from bapipe.zoo.trust import check_trusted
+
+    if config.factory is None:
+        check_trusted(factory, config.trust_factory)
     settings = plan.compute_settings
     if not config.replan:
         _check_devices(plan, settings.threads)

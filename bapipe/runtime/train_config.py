@@ -20,6 +20,8 @@ class TrainConfig:
         factory: function that returns a `bapipe.Example`, or its name as `module.path:function`; by default the plan's
             own.
         arguments: arguments of the factory; by default the plan's own.
+        trust_factory: the plan's factory, if it is neither of the zoo nor a function of a module in the current folder:
+            calling a function that a file names may do anything.
         data: what to train on: synthetic, what the README lists for the model such as mnist or a folder, or
             `module.path:function` that returns a data set.
         data_workers: processes per rank that load data in the background; 0 loads it between steps. By default 0, or
@@ -61,6 +63,7 @@ class TrainConfig:
 
     factory: str | Callable[..., object] | None = None
     arguments: Mapping[str, object] | None = None
+    trust_factory: str | None = None
 
     data: str = "synthetic"
     data_workers: int | None = None

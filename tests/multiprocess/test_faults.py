@@ -22,7 +22,7 @@ from bapipe.runtime.run import export
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.zoo.example import Example
-from tests import ROOT
+from tests import PYTHONPATH
 from tests.multiprocess.fault_cases import noisy, plan_of, points, quiet
 from tests.multiprocess.launch_cases import classifier
 
@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Any]:
-    script, root = Path(__file__).with_name("fault_cases.py"), ROOT
+    script = Path(__file__).with_name("fault_cases.py")
     done = subprocess.run(
         [sys.executable, str(script), str(folder)],
         capture_output=True,
         text=True,
         timeout=150,
-        env=os.environ | {"PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "FATAL"},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "TORCH_CPP_LOG_LEVEL": "FATAL"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     results: dict[str, Any] = json.loads(done.stdout)
@@ -129,14 +129,14 @@ def test_one_rank_of_a_job_reports_the_cause(seen: dict[str, Any]) -> None:
 
 
 def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
-    script, root = Path(__file__).with_name("torchrun_case.py"), ROOT
+    script = Path(__file__).with_name("torchrun_case.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--max-restarts", "1", str(script), str(tmp_path / "kept")],
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "BAPIPE_JOB_SECRET": "of this test"},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "GLOO_SOCKET_IFNAME": "lo", "BAPIPE_JOB_SECRET": "of this test"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     first = [f"0:{step}" for step in range(5)]

@@ -11,7 +11,7 @@ import pytest
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link
 from bapipe.formats.codec import decode, encode, read
 from bapipe.profiler import probe
-from tests import ROOT
+from tests import PYTHONPATH
 
 
 def devices(*hosts: str) -> list[Device]:
@@ -82,7 +82,7 @@ def test_a_job_of_torchrun_is_probed(tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
          sys.executable, "-c", "from bapipe.cli import main; main()", "cluster", "--probe", "-o", "cluster.json"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=180,

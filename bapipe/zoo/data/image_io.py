@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MAX_PIXELS = 2**26
 """Largest image that is decoded; it takes 200 MB."""
 
+_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""What a file may hold, whatever its name is: pillow would hand PostScript to an interpreter."""
+
 _MAX_DRAWS = 10
 _MIN_AREA_SHARE = 0.08
 _MAX_ASPECT = 4 / 3
@@ -60,7 +63,7 @@ def _decoded(path: Path) -> "PIL.Image.Image":
             "a folder's images are read with pillow, which is not installed: run `pip install pillow`"
         ) from None
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=_FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"{width} x {height} pixels; want at most {MAX_PIXELS:,}")

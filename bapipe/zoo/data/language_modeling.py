@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.data.file_check import check_can_be_read_whole
 
 PAD, MASK = 0, 1
 """The first words of the vocabulary of masked texts: marks."""
@@ -168,6 +169,8 @@ def _content(spec: str) -> bytes:
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise BapipeError(f"data '{spec}' holds no .txt files: want a folder with some")
+    for file in files:
+        check_can_be_read_whole(file)
     try:
         return b"".join(file.read_bytes() for file in files)
     except OSError as error:

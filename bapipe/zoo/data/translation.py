@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bapipe.errors import BapipeError
 from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.data.file_check import check_can_be_read_whole
 from bapipe.zoo.data.gettext_corpus import ROOT, catalogue_pairs
 from bapipe.zoo.data.subwords import trained
 
@@ -250,6 +251,7 @@ def _folder(root: Path) -> Texts:
 
 
 def _lines(path: Path) -> list[str]:
+    check_can_be_read_whole(path)
     try:
         text = path.read_text(encoding="utf-8")
         # `splitlines` would also split at Unicode's other line separators.
