@@ -16,17 +16,17 @@ from torch.nn import Linear
 import bapipe
 from bapipe.processes import local_processes, receive
 from tests import PYTHONPATH
+from tests.no_unpickling.probe import try_to_unpickle
 
 PACKAGE = Path(bapipe.__file__).parent
 
 PICKLE_READERS = {"processes.py", "runtime/checkpoint/old_index.py", "runtime/launch/worker.py"}
 """The first reads pipes and an unnamed file of its parent, the second imports nothing, the third only writes."""
 
+MAKES_A_FUNCTION = "tracing/bound_inputs.py"
+"""It makes one with the names of the arguments that the model's own code has."""
+
 NEVER = {"eval", "exec", "compile", "__import__", "marshal", "shelve", "dill", "joblib", "yaml", "zipfile", "tarfile"}
-
-
-def refused(error: BaseException) -> bool:
-    return type(error).__name__ == "UnpickledFile"
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -42,7 +42,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_unpickling_a_file_is_impossible_while_the_tests_run(reader: str, tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
     if reader == "torch.load":
-        torch.save(Linear(1, 1), path)
+        with path.open("wb") as file:
+            torch.save(Linear(1, 1), file)
     elif reader == "numpy.load":
         with path.open("wb") as file:
             numpy.save(file, numpy.array([Path("x")], dtype=object))
@@ -50,27 +51,20 @@ def test_unpickling_a_file_is_impossible_while_the_tests_run(reader: str, tmp_pa
         path.write_bytes(pickle.dumps(Path("x")))
     with pytest.raises(BaseException) as caught:  # noqa: PT011  # its class is in a module of no package
         READERS[reader](path)
-    assert refused(caught.value)
+    assert type(caught.value).__name__ == "UnpickledFile"
 
 
 def test_pickles_in_memory_are_read() -> None:
     assert pickle.loads(pickle.dumps(Path("x"))) == Path("x")
 
 
-def in_child(index: int, send: Callable[[object], None], path: Path) -> None:
-    try:
-        pickle.load(path.open("rb"))
-    except BaseException as error:
-        send(refused(error))
-
-
 def test_nor_in_the_processes_that_tests_start(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(pickle.dumps(Path("x")))
     (tmp_path / "job").mkdir()
-    with local_processes(in_child, 1, (path,), folder=tmp_path / "job", grace_s=1.0) as processes:
+    with local_processes(try_to_unpickle, 1, (path,), folder=tmp_path / "job", grace_s=1.0) as processes:
         messages = [message for _, message in receive(processes, 60.0)]
-    assert messages == [True]
+    assert messages == ["UnpickledFile"]
     code = f"import pickle; pickle.load(open({str(path)!r}, 'rb'))"
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": PYTHONPATH}, capture_output=True, text=True)
     assert "UnpickledFile" in done.stderr
@@ -89,7 +83,7 @@ def test_the_package_reads_no_pickle_and_evaluates_nothing() -> None:
             assert not any(part.startswith("torch.distributed.checkpoint") for part in imported), name
             assert "pickle" not in imported or name in PICKLE_READERS, name
             if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in NEVER, name
+                assert ast.unparse(node.func) not in NEVER or name == MAKES_A_FUNCTION, name
                 if ast.unparse(node.func) == "torch.load":
                     assert "weights_only=True" in ast.unparse(node), name
                 assert "allow_pickle" not in ast.unparse(node), name
