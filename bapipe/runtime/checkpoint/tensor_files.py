@@ -79,6 +79,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     Raises:
         OSError: it cannot be written.
     """
+    path.touch()
+    mode = path.stat().st_mode  # as the user's other files; the library makes one that only the user can read
     try:
         save_file({name: _to_stored(tensor) for name, tensor in tensors.items()}, path)
     except SafetensorError as error:
@@ -87,6 +89,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+    path.chmod(mode)
     sync(path)
     return file_digest(path)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 2**26
 """Largest image that is decoded; it takes 200 MB."""
 
-_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """What a file may hold, whatever its name is: pillow would hand PostScript to an interpreter."""
 
 _MAX_DRAWS = 10

@@ -180,6 +180,8 @@ def test_a_file_keeps_every_dtype_and_shape(tmp_path: Path) -> None:
     tensors["transposed"] = torch.randn(3, 5).t()
     digest = write_tensors(tmp_path / "x", tensors)
     assert digest.num_bytes == (tmp_path / "x").stat().st_size
+    (tmp_path / "other").touch()
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "other").stat().st_mode
     again = dict(read_tensors([tmp_path / "x"], tensor_specs(tensors)))
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
