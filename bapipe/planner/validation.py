@@ -15,6 +15,15 @@ from bapipe.schedules import ALL, SCHEDULES
 MAX_MICROBATCHES = 1024
 """Maximum number of micro-batches in a step; larger schedules are too large to be useful."""
 
+MAX_DEVICES = 4096
+"""Maximum number of devices of a cluster."""
+
+MAX_LAYERS = 20_000
+"""Maximum number of layers of a model."""
+
+MAX_ACTIONS = 2**21
+"""Maximum number of stages times micro-batches in a step."""
+
 MAX_SAMPLES = 2**31
 """Maximum number of samples in a step."""
 
@@ -38,6 +47,14 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
                 f"no profile for device '{device.name}' of kind '{device.kind}'; given: "
                 f"{', '.join(sorted(profiles)) or 'none'}"
             )
+    if len(cluster.devices) > MAX_DEVICES:
+        raise BapipeError(f"{len(cluster.devices):,} devices: want at most {MAX_DEVICES:,}; plan for a part of them")
+    num_layers = max(len(profile.layers) for profile in profiles.values())
+    if num_layers > MAX_LAYERS:
+        raise BapipeError(
+            f"{num_layers:,} layers: want at most {MAX_LAYERS:,}; profile with larger layers, such as whole blocks as "
+            "`leaf_modules`"
+        )
     if options.minibatch_size > MAX_SAMPLES:
         raise BapipeError(f"a mini-batch of {options.minibatch_size:,}: want at most {MAX_SAMPLES:,} samples")
     first = next(iter(profiles.values()))
@@ -172,6 +189,12 @@ def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
             f"no micro-batch size divides the mini-batch of {minibatch_size} and lies within those profiled ({known}): "
             "change `minibatch_size`, or profile more sizes",
             "$.measurements",
+        )
+    num_microbatches = minibatch_size // sizes[-1]
+    if (options.num_stages or 1) * num_microbatches > MAX_ACTIONS:
+        raise BapipeError(
+            f"{options.num_stages:,} stages of {num_microbatches:,} micro-batches: want at most {MAX_ACTIONS:,} "
+            "forwards in a step; choose fewer stages, or larger micro-batches"
         )
     return sizes
 

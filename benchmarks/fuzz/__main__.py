@@ -145,8 +145,19 @@ def run(chosen: list[Kind], num_files: int, first_seed: int) -> int:
     return num_failures
 
 
+def all_kinds(folder: Path) -> tuple[Kind, ...]:
+    """Returns every kind, with intact files for some of them in a folder."""
+    from benchmarks.fuzz.torch_kinds import torch_kinds  # loads torch, which the other kinds must not need
+
+    return (*kinds(), *torch_kinds(folder))
+
+
 def main() -> None:
-    known = kinds()
+    with tempfile.TemporaryDirectory() as folder:
+        _main(all_kinds(Path(folder)))
+
+
+def _main(known: tuple[Kind, ...]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -104,7 +104,7 @@ def _value(content: bytes, random: Random) -> bytes:
             at[key] = random.choice(list(at.values()) if isinstance(at, dict) else at)
         elif damage == 2 and isinstance(at, dict):
             at[random.choice(_NAMES)] = child
-        elif damage == 2:
+        elif damage == 2 and isinstance(at, list):
             at.insert(random.randrange(len(at)), child)
         else:
             at[key] = random.choice(_VALUES)

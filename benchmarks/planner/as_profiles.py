@@ -56,7 +56,7 @@ def _pipedream(path: Path) -> ModelProfile:
 
 def _dnn_partitioning(path: Path) -> ModelProfile:
     workload = placement_workload.read(path)
-    content = decode_json(read_limited(path), Any)
+    content: Any = decode_json(read_limited(path), Any)
     nodes = {node["id"]: node for node in content["nodes"]}
     part = {node: i for i, members in enumerate(workload.nodes) for node in members}
     bytes_per_ms = 1e9 if path.parent.name == "LayerGraphs" else 1e6
@@ -86,7 +86,7 @@ def _dnn_partitioning(path: Path) -> ModelProfile:
 
 
 def _piper(path: Path) -> ModelProfile:
-    content = decode_json(read_limited(path), Any)
+    content: Any = decode_json(read_limited(path), Any)
     workload = piper.Workload(path)
     rows = []
     for i in topological_order(workload.graph):

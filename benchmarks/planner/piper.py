@@ -63,7 +63,7 @@ class Workload:
     """A graph of nodes with two options for each tensor-parallel degree; the second recomputes."""
 
     def __init__(self, path: Path) -> None:
-        content = decode_json(read_limited(path), Any)
+        content: Any = decode_json(read_limited(path), Any)
         nodes = content["nodes"]
         index = {node["id"]: i for i, node in enumerate(nodes)}
         self.ids = [node["id"] for node in nodes]

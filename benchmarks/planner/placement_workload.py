@@ -35,7 +35,7 @@ class Workload:
 
 def read(path: Path) -> Workload:
     """Returns the workload of a file: one graph node per colour, cycles contracted."""
-    content = decode_json(read_limited(path), Any)
+    content: Any = decode_json(read_limited(path), Any)
     number: dict[object, int] = {}
     colour_of = {}
     for node in content["nodes"]:

@@ -294,6 +294,37 @@ def test_absurd_sizes_are_named() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "num_layers", "options", "message"),
+    [
+        (4097, 1, {}, "4,097 devices: want at most 4,096; plan for a part of them"),
+        (
+            1,
+            20_001,
+            {},
+            "20,001 layers: want at most 20,000; profile with larger layers, such as whole blocks as `leaf_modules`",
+        ),
+        (
+            1,
+            1,
+            {"num_stages": 10**6},
+            "1,000,000 stages of 16 micro-batches: want at most 2,097,152 forwards in a step; choose fewer stages, or "
+            "larger micro-batches",
+        ),
+    ],
+)
+def test_too_many_devices_layers_or_stages_are_refused(
+    num_devices: int, num_layers: int, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(BapipeError) as caught:
+        plan_step_time(
+            {"a": chain([1] * num_layers)},
+            devices(num_devices),
+            PlanOptions(minibatch_size=16, **options),  # type: ignore[arg-type]
+        )
+    assert str(caught.value) == message
+
+
 def test_a_time_limit_returns_the_best_so_far_with_its_gap() -> None:
     profiles = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], param_bytes=10**5, output_bytes=10**5)}
     cluster = devices(5, bytes_per_s=10**8)
