@@ -6,6 +6,7 @@ from dataclasses import replace
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
 from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
 from bapipe.progress import SearchProgress
@@ -19,6 +20,9 @@ MAX_CUT_NODES = 30_000
 
 MAX_PROOF_NODES = 2_000
 """The budget of the branch and bound that comes first, in which it solves small problems."""
+
+MAX_IMPROVING_ACTIONS = 3_000_000
+"""The budget of the local search that follows a search which leaves a gap."""
 
 MAX_BRANCHED_BOUNDARIES = 100
 """Up to so many boundaries fixed placements are searched by the branch and bound as well."""
@@ -53,7 +57,7 @@ def search_layouts(
     nodes = min(max_nodes, MAX_CUT_NODES) if is_branched or others else max_nodes
     max_actions = ACTIONS_PER_NODE * nodes
     raised, best = search_fixed_placements(
-        fixed, max_actions=max_actions, stop=lambda: deadline.is_over, progress=progress, incumbent=best
+        fixed, max_actions=max_actions, deadline=deadline, progress=progress, incumbent=best
     )
     if best is None or is_branched:
         # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.
@@ -73,13 +77,18 @@ def _search(
     progress: SearchProgress | None,
     incumbent: SearchResult | None,
 ) -> SearchResult | None:
-    """By the length of the chain."""
-    if not is_long_chain(problems):
-        return best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=incumbent)
+    """The search for the length of the chain; what it leaves open is held against naive plans."""
     max_actions = ACTIONS_PER_NODE * max_nodes
-    try:
-        return solve_long_chain(problems, max_actions=max_actions, deadline=deadline, progress=progress)
-    except OutOfTime as error:
-        if incumbent is None:
-            raise
-        return replace(incumbent, lower_bound_ns=min(incumbent.step_ns, error.lower_bound_ns))
+    found: SearchResult | None
+    if is_long_chain(problems):
+        try:
+            found = solve_long_chain(problems, max_actions=max_actions, deadline=deadline, progress=progress)
+        except OutOfTime as error:
+            if incumbent is None:
+                raise
+            return replace(incumbent, lower_bound_ns=min(incumbent.step_ns, error.lower_bound_ns))
+    else:
+        found = best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=incumbent)
+    if found is None or found.lower_bound_ns == found.step_ns:
+        return found
+    return improve(problems, found, max_actions=min(max_actions, MAX_IMPROVING_ACTIONS), deadline=deadline)

@@ -1,7 +1,7 @@
 """Looks for plans that beat the lower bound of a certificate, or the plan itself, where problems are large.
 
     python -m benchmarks.planner.certificates [--problems 20] [--seed 0] [--layers 300 380] [--devices 4 10]
-        [--seconds 20]
+        [--seconds 20] [--schedules 1f1b gpipe] [--alike]
 
 Random chains of that many layers on devices of unequal speed, half of them with a slow first device; tensors of 1 KB to
 32 MB on links of 1 to 100 GB/s, parameters of 4 to 40 MB, 8 to 64 micro-batches. Each is planned with the default
@@ -14,7 +14,7 @@ the given seconds. Prints a line per problem: the gap, and by how much a plan so
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -24,8 +24,9 @@ import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.schedules import SCHEDULES
-from bapipe.schedules.placement import distribute_replicas
+from bapipe.schedules import ALL
+from bapipe.schedules.placement import permute_ranks
+from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
 
@@ -77,10 +78,10 @@ def random_chain(random: Random, num_layers: int) -> ModelProfile:
     )
 
 
-def random_cluster(random: Random, num_devices: int) -> Cluster:
-    """Devices of unequal speed on one host; in half of the clusters the first is slow."""
-    speeds = [round(random.uniform(0.6, 1.0), 2) for _ in range(num_devices)]
-    if random.random() < 0.5:
+def random_cluster(random: Random, num_devices: int, *, alike: bool) -> Cluster:
+    """Devices on one host, alike or of unequal speed; in half of the clusters of unequal ones the first is slow."""
+    speeds = [1.0 if alike else round(random.uniform(0.6, 1.0), 2) for _ in range(num_devices)]
+    if not alike and random.random() < 0.5:
         speeds[0] = round(random.uniform(0.2, 0.5), 2)
     link = Bandwidth(bytes_per_s=round(10 ** random.uniform(9, 11)), latency_ns=10_000)
     device = Device(name="d", host="h", kind="gpu", memory_bytes=2**40)
@@ -98,35 +99,39 @@ class Challenger:
         self.profile, self.cluster, self.num_microbatches = profile, cluster, num_microbatches
         self.names = [layer.name for layer in profile.layers]
 
-    def step_ns(self, cuts: Cuts, schedule: str) -> int:
-        """Returns the step time with one stage per device, on the first devices of the cluster."""
-        stages = tuple(
-            StagePlan(layers=tuple(self.names[begin:end]), devices=(device.name,))
-            for (begin, end), device in zip(pairwise(cuts), self.cluster.devices, strict=False)
+    def table(self, schedule: str, num_devices: int) -> Schedule:
+        """Returns a schedule on the first devices of the cluster."""
+        return permute_ranks(
+            ALL[schedule](num_devices, self.num_microbatches), range(num_devices), len(self.cluster.devices)
         )
-        table = SCHEDULES[schedule](len(stages), self.num_microbatches)
-        table = distribute_replicas(table, tuple((s,) for s in range(len(stages))), len(self.cluster.devices))
+
+    def step_ns(self, cuts: Cuts, table: Schedule) -> int:
+        """Returns the step time of cuts into the stages of a schedule."""
+        stages = tuple(
+            StagePlan(layers=tuple(self.names[begin:end]), devices=(self.cluster.devices[rank].name,))
+            for (begin, end), (rank,) in zip(pairwise(cuts), table.devices, strict=True)
+        )
         costs = build_stages(stages, {"gpu": self.profile}, self.cluster, 1)
         return simulate_schedule(table, costs, self.cluster).step_ns
 
-    def proportional_cuts(self, num_devices: int, shares: Callable[[int], float] = lambda device: 1.0) -> Cuts:
-        """Returns cuts that give each device work in proportion to its speed times a share."""
+    def proportional_cuts(self, table: Schedule, shares: Callable[[int], float] = lambda stage: 1.0) -> Cuts:
+        """Returns cuts that give each stage work in proportion to its device's speed times a share."""
         times = [layer.forward_ns for layer in self.profile.measurements[0].layers]
-        rates = [device.speed * shares(i) for i, device in enumerate(self.cluster.devices[:num_devices])]
+        rates = [self.cluster.devices[rank].speed * shares(s) for s, (rank,) in enumerate(table.devices)]
         cuts, done, target = [0], 0, 0.0
         for s, rate in enumerate(rates[:-1]):
             target += rate / sum(rates) * sum(times)
             end = cuts[-1]
-            last = len(times) - (num_devices - 1 - s)
+            last = len(times) - (len(rates) - 1 - s)
             while end < last and (end == cuts[-1] or done + times[end] / 2 < target):
                 done += times[end]
                 end += 1
             cuts.append(end)
         return (*cuts, len(times))
 
-    def climb(self, cuts: Cuts, schedule: str, deadline: float) -> int:
+    def climb(self, cuts: Cuts, table: Schedule, deadline: float) -> int:
         """Returns the step time after moving cuts, one at a time, as long as that helps and time is left."""
-        best = self.step_ns(cuts, schedule)
+        best = self.step_ns(cuts, table)
         improved = True
         while improved:
             improved = False
@@ -137,29 +142,24 @@ class Challenger:
                         continue
                     if time.monotonic() > deadline:
                         return best
-                    step_ns = self.step_ns(moved, schedule)
+                    step_ns = self.step_ns(moved, table)
                     if step_ns < best:
                         best, cuts, improved = step_ns, moved, True
         return best
 
-    def best_step_ns(self, seconds: float) -> int:
+    def best_step_ns(self, schedules: Sequence[str], seconds: float) -> int:
         """Returns the shortest step time found: of proportional cuts, then by hill climbing."""
         deadline = time.monotonic() + seconds
-        numbers = range(2, len(self.cluster.devices) + 1)
-        tried = sorted(
-            (self.step_ns(cuts, schedule), schedule, cuts)
-            for schedule in ("1f1b", "gpipe")
-            for cuts in map(self.proportional_cuts, numbers)
-        )
-        best, schedule, cuts = tried[0]
-        num_devices = len(cuts) - 1
+        tables = [self.table(name, n) for name in schedules for n in range(2, len(self.cluster.devices) + 1)]
+        tried = [(self.step_ns(self.proportional_cuts(table), table), table) for table in tables]
+        best, table = min(tried, key=lambda each: each[0])
         # Early stages have more micro-batches in flight and wait less, so both slopes are worth a start.
-        starts = [cuts, *(self.proportional_cuts(num_devices, _one_plus(slope)) for slope in (-0.02, 0.02))]
-        return min(best, *(self.climb(start, schedule, deadline) for start in starts))
+        starts = [self.proportional_cuts(table, _one_plus(slope)) for slope in (0, -0.02, 0.02)]
+        return min(best, *(self.climb(start, table, deadline) for start in starts))
 
 
 def _one_plus(slope: float) -> Callable[[int], float]:
-    return lambda i: 1 + slope * i
+    return lambda stage: 1 + slope * stage
 
 
 def main() -> None:
@@ -169,17 +169,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs=2, default=(300, 380))
     parser.add_argument("--devices", type=int, nargs=2, default=(4, 10))
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"], choices=list(ALL))
+    parser.add_argument("--alike", action="store_true", help="devices of equal speed")
     arguments = parser.parse_args()
     gaps, better, num_false = [], [], 0
     for seed in range(arguments.seed, arguments.seed + arguments.problems):
         random = Random(seed)
         profile = random_chain(random, random.randint(*arguments.layers))
-        cluster = random_cluster(random, random.randint(*arguments.devices))
+        cluster = random_cluster(random, random.randint(*arguments.devices), alike=arguments.alike)
         num_microbatches = random.choice([8, 16, 32, 64])
         began = time.process_time()
-        plan = bapipe.plan(profile, cluster, minibatch_size=num_microbatches, replicas=False)
+        options = bapipe.PlanOptions(minibatch_size=num_microbatches, schedules=arguments.schedules, replicas=False)
+        plan = bapipe.plan(profile, cluster, options)
         seconds = time.process_time() - began
-        found = Challenger(profile, cluster, num_microbatches).best_step_ns(arguments.seconds)
+        found = Challenger(profile, cluster, num_microbatches).best_step_ns(arguments.schedules, arguments.seconds)
         step_ns, bound_ns = plan.prediction.step_ns, plan.certificate.lower_bound_ns
         gaps.append(step_ns / bound_ns - 1)
         better.append(max(step_ns / found - 1, 0.0))

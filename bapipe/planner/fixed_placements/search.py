@@ -6,7 +6,7 @@ is raised, some rounds at a time. By turns with that, the cuts of the best pipel
 changed cuts. All work is counted, so that the result does not depend on the speed of the machine.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from random import Random
@@ -14,6 +14,7 @@ from random import Random
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend, perturbed
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
@@ -43,7 +44,7 @@ def search_fixed_placements(
     problems: Sequence[Problem],
     *,
     max_actions: int = DEFAULT_MAX_ACTIONS,
-    stop: Callable[[], bool] = lambda: False,
+    deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
     incumbent: SearchResult | None = None,
 ) -> tuple[tuple[Problem, ...], SearchResult | None]:
@@ -52,10 +53,10 @@ def search_fixed_placements(
     Args:
         problems: those that `has_fixed_placements` accepts.
         max_actions: the budget.
-        stop: ends the search with the best layout so far.
+        deadline: ends the search with the best layout so far.
         incumbent: a layout to begin with, maybe of another problem.
     """
-    search = _Search(problems, Budget(max_actions, stop), progress)
+    search = _Search(problems, Budget(max_actions, deadline), progress)
     if incumbent is not None:
         search.begin_with(incumbent)
     search.run()
@@ -150,8 +151,8 @@ class _Search:
                 self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.bound_ns))
 
     def _is_over(self) -> bool:
-        """Whether the search ends: not before something fits."""
-        return self.best_ns < INF and self.budget.is_over()
+        """Whether the search ends: not before one pipeline is known."""
+        return bool(self._started) and self.budget.is_over()
 
     def _can_raise(self) -> bool:
         """Whether a turn may raise the smallest bound of all."""

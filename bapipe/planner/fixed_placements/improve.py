@@ -1,0 +1,95 @@
+"""Improves the result of any search: holds it against naive plans, and moves the cuts of the better one.
+
+Naive plans have one stage per device on the first devices of the cluster, or one stage on all of them; their cuts give
+equal times or equal numbers of layers. A search that ends early may miss them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
+
+from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
+from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.fixed_placements.budget import Budget
+from bapipe.planner.fixed_placements.local_search import descend
+from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
+from bapipe.planner.fixed_placements.path_bound import PathBound
+from bapipe.planner.fixed_placements.pipeline import Pipeline
+
+MAX_ENTRIES = 20_000_000
+"""Local search moves the cuts of a pipeline if the times of its replicas with all intervals are at most so many."""
+
+
+def improve(
+    problems: Sequence[Problem], found: SearchResult, *, max_actions: int, deadline: Deadline = UNLIMITED
+) -> SearchResult:
+    """Returns the layout found, or a faster one made from naive plans and by moving cuts, with the same bound.
+
+    Args:
+        problems: those that were searched.
+        max_actions: how many actions may be simulated.
+        deadline: ends it with the best layout so far.
+    """
+    budget = Budget(max_actions, deadline)
+    best = found
+    for problem in problems:
+        for placements in _naive_pipelines(problem):
+            for cuts in naive_cuts(problem, placements):
+                if budget.is_over():
+                    break
+                budget.spend(2 * problem.num_microbatches * len(placements))
+                best = _better_of(best, problem, cuts, placements)
+    return _with_moved_cuts(best, budget)
+
+
+def _naive_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
+    """Yields one stage per device, then one stage on all devices, each on as many devices as can be."""
+    roots = sorted((root for root in problem.roots if not root.num_positions), key=lambda root: -root.num_devices)
+    for on_all in (False, True):
+        paths = (_path_with(root, root.num_devices if on_all else 1) for root in roots)
+        yield from islice((path for path in paths if 0 < len(path) < len(problem.cuts)), 1)
+
+
+def _path_with(root: Root, num_replicas: int) -> tuple[StagePlacement, ...]:
+    """The first pipeline of a root whose stages have so many replicas each, () if there is none."""
+    path: list[StagePlacement] = []
+    choices: Sequence[StagePlacement] = root.first_placements
+    while choices:
+        match = next((each for each in choices if each.num_replicas == num_replicas), None)
+        if match is None:
+            return ()
+        path.append(match)
+        choices = match.successors
+    return tuple(path) if path and path[-1].is_last else ()
+
+
+def _better_of(
+    best: SearchResult, problem: Problem, cuts: Cuts, placements: tuple[StagePlacement, ...]
+) -> SearchResult:
+    costs = problem.lower_bound.costs
+    for placement, (begin, end) in zip(placements, pairwise(cuts), strict=True):
+        if not costs.candidates_from(placement, begin).fits[end - begin - 1]:
+            return best
+    layout = problem.layout(cuts, placements)
+    if not problem.fits(layout):
+        return best
+    step_ns = problem.step_ns(layout)
+    return replace(best, problem=problem, layout=layout, step_ns=step_ns) if step_ns < best.step_ns else best
+
+
+def _with_moved_cuts(best: SearchResult, budget: Budget) -> SearchResult:
+    """Local search from the cuts of a layout, and from the naive cuts of its pipeline."""
+    problem, placements = best.problem, best.layout.placements
+    num_intervals = len(problem.lower_bound.costs.intervals.begins)
+    if num_intervals * sum(placement.num_replicas for placement in placements) > MAX_ENTRIES:
+        return best
+    game = PathBound(Pipeline(problem, placements), {})
+    own = tuple(problem.cuts.index(cut) for cut in best.layout.cuts)
+    for start in dict.fromkeys((own, *naive_cuts(problem, placements))):
+        step_ns = game.pipeline.step_ns(start)
+        if step_ns is not None and len(start) > 2:
+            game.add_cuts(start)
+            _, cuts = descend(game, start, step_ns, budget)
+            best = _better_of(best, problem, cuts, placements)
+    return best
