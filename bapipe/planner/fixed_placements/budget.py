@@ -18,6 +18,11 @@ class Budget:
         """Counts work that takes as long as the simulation of so many actions."""
         self.spent += num_actions
 
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._deadline.is_over
+
     def is_over(self) -> bool:
         """Returns whether all the work is done, or the deadline has passed."""
-        return self.spent >= self._max_actions or self._deadline.is_over
+        return self.spent >= self._max_actions or self.is_out_of_time

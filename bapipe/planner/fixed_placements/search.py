@@ -151,8 +151,8 @@ class _Search:
                 self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.bound_ns))
 
     def _is_over(self) -> bool:
-        """Whether the search ends: not before one pipeline is known."""
-        return bool(self._started) and self.budget.is_over()
+        """Whether the search ends; without a plan that fits only the deadline ends it."""
+        return self.budget.is_over() if self.best_ns < INF else self.budget.is_out_of_time
 
     def _can_raise(self) -> bool:
         """Whether a turn may raise the smallest bound of all."""
