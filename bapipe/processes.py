@@ -173,10 +173,16 @@ def run_child() -> None:
     os._exit(code)  # torch's destructors would complain about peers that have ended
 
 
-def one_line(error: BaseException) -> str:
-    """Returns type and first line of the root cause of an error, which torch wraps in a long list of its arguments."""
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the error that an error came from, through all those in between."""
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """Returns type and first line of the root cause of an error, which torch wraps in a long list of its arguments."""
+    error = root_cause(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

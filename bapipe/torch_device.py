@@ -63,6 +63,14 @@ def describe(device: torch.device) -> DeviceKind:
     return DeviceKind(kind="cpu", name=cpu_name(), memory_bytes=memory_bytes())
 
 
+_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that there is not enough memory, on the device or of the process."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
 def framework_bytes(device: torch.device) -> int:
     """Returns the memory of a CUDA device in use for anything but torch's tensors, other processes' too; 0 on a CPU."""
     if device.type != "cuda":

@@ -49,9 +49,13 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def watch(run: "subprocess.Popen[bytes]", duration_s: float, every_s: float) -> dict[str, list[Sample]]:
-    """Returns the samples of the parent and of each rank."""
+def watch(
+    run: "subprocess.Popen[bytes]", checkpoints: Path, duration_s: float, every_s: float
+) -> dict[str, list[Sample]]:
+    """Returns the samples of the parent and of each rank, from the first checkpoint on."""
     samples: dict[str, list[Sample]] = {}
+    while run.poll() is None and not list(checkpoints.glob("step-*")):
+        time.sleep(1)
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:
         time.sleep(every_s)
@@ -100,7 +104,7 @@ def main() -> None:
     options += ["--eval-every", "100", "--eval-samples", "16", "--data-workers", "1", "--resume"]
     run = subprocess.Popen([*CLI, "run", str(plan), *options], stderr=(given.folder / "log").open("wb"))
     try:
-        samples = watch(run, 60 * given.minutes, given.every)
+        samples = watch(run, given.folder / "kept", 60 * given.minutes, given.every)
         ranks = children(run.pid)
         run.send_signal(signal.SIGTERM)
         code = run.wait(120)

@@ -18,7 +18,7 @@ PACKAGE = Path(bapipe.__file__).parent
 LAYERS = [
     {"errors"},
     {"stop_signals"},
-    {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "_optional"},
+    {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "user_folders", "_optional"},
     {"schedules"},
     {"formats"},
     {"graph", "torch_device", "torch_private", "job"},

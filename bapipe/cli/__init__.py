@@ -16,6 +16,7 @@ import typer
 
 from bapipe.cli.flags import with_flags
 from bapipe.cli.lazy_group import RENAMED, LazyGroup
+from bapipe.cli.system_errors import system_error_text
 from bapipe.errors import BapipeError, Infeasible, RunFailed, Stopped
 from bapipe.printable import MAX_LINE, printable
 from bapipe.stop_signals import raise_on_signals
@@ -75,8 +76,8 @@ def main() -> None:
         if not (isinstance(error, RunFailed) and error.told):
             _show_error(" ".join(with_flags(str(error)).splitlines()))
         sys.exit(3 if isinstance(error, Infeasible) else 1)
-    except OSError as error:
-        _show_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (OSError, MemoryError) as error:  # of the system, rather than of a fault of this program
+        _show_error(system_error_text(error))
         sys.exit(1)
     except Stopped as stop:
         if is_first_rank():

@@ -13,6 +13,7 @@ from bapipe.equivalence.locate import first_difference
 from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
 from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
+from bapipe.torch_device import is_out_of_memory
 from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
@@ -133,7 +134,7 @@ def _compare(
     try:
         stages, split = run()
     except StageFailed as error:
-        if _is_out_of_memory(error.cause):
+        if is_out_of_memory(error.cause):
             return Unchecked(reason="there is not enough memory for two micro-batches")
         what = f"as a stage of its own, the {error.phase} fails ({first_line(error.cause)})"
         return _difference_at(model, error.layer.partition("#")[0], what)
@@ -242,7 +243,3 @@ def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:
             return (larger,)
         return tuple(name for name, part in modules.items() if type(part) is kind and name)
     return ()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +12,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.codec import fingerprint, read, write, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.user_folders import user_folder
 
 T = TypeVar("T", ModelProfile, Plan)
 
@@ -87,7 +87,7 @@ def _path(key: Mapping[str, object], kind: str) -> Path:
 
 def cache_folder() -> Path:
     """Returns the folder of the cache, which may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bapipe"
+    return user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def _make(folder: Path) -> None:

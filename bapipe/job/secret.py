@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from bapipe.errors import BapipeError
+from bapipe.user_folders import user_folder
 
 VARIABLE = "BAPIPE_JOB_SECRET"
 
@@ -50,8 +51,7 @@ def job_secret() -> bytes:
 
 def secret_path() -> Path:
     """Returns the file of the user's secret."""
-    configuration = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(configuration, "bapipe", "job-secret")
+    return user_folder("XDG_CONFIG_HOME", ".config") / "job-secret"
 
 
 def _create(path: Path) -> None:

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
+from bapipe.torch_device import is_out_of_memory
 from bapipe.tracing import TracedModel, layer_states
 from bapipe.tracing.extract import GradMode
 
@@ -189,7 +190,7 @@ def check_loss(loss: object) -> None:
 def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Exception) -> InvalidModel:
     """Returns the error that says which layer failed in which phase, and what may help."""
     size = training_pass.target.shape[0] if training_pass.target.dim() else 0
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return InvalidModel(
             f"layer '{name}' ran out of memory in its {phase} at micro-batch size {size}: measure smaller "
             "`microbatch_sizes`, or one layer at a time with `layer_by_layer`"

@@ -1,11 +1,12 @@
 """Scalars of a training run for TensorBoard."""
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime.train_result import Evaluation, StepReport
 
 
@@ -36,17 +37,37 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # what could not be written has been reported
+                self._writer.close()
 
     def _write(self, scalars: dict[str, float], steps: int) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        try:
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            # A run resumed from a checkpoint repeats the steps after it: purge what the earlier run wrote of them.
-            self._writer = SummaryWriter(str(self._folder), purge_step=steps)
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, steps)
-        self._writer.flush()
+                # A run resumed from a checkpoint repeats the steps after it: purge what the earlier run wrote of them.
+                self._writer = SummaryWriter(str(self._folder), purge_step=steps)
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, steps)
+            self._writer.flush()
+        except OSError as error:
+            raise RunFailed(f"{self._folder}: TensorBoard's files cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def _quiet_writer_thread() -> Iterator[None]:
+    """Keeps TensorBoard's thread from showing a traceback of an error that it also raises in the one that writes."""
+    before = threading.excepthook
+
+    def show(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            before(failed)
+
+    threading.excepthook = show
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 @contextmanager
@@ -68,6 +89,7 @@ def tensorboard_writer(folder: Path, minibatch_size: int) -> Iterator[TensorBoar
         raise BapipeError(f"{folder}: cannot hold TensorBoard's files: {error.strerror}") from None
     writer = TensorBoardWriter(folder, minibatch_size)
     try:
-        yield writer
+        with _quiet_writer_thread():
+            yield writer
     finally:
         writer.close()

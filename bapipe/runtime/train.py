@@ -101,9 +101,24 @@ def train(
             timeout_s=config.timeout_s,
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,
+            memory_advice=[_memory_advice(plan, name) for name in job.devices],
             facts=job_facts(plan, config, dataset, newest and newest.path) if "RANK" in os.environ else {},
         )
     return results[0]
+
+
+def _memory_advice(plan: Plan, name: str) -> str:
+    """Returns what a rank that has run out of memory was predicted to need, and how to plan for less."""
+    peaks = {rank.device: rank.peak_bytes for rank in plan.prediction.ranks}
+    peak = peaks.get(name)
+    if peak is None:
+        return "plan again with less memory"
+    hosts = {device.name: device.host for device in plan.cluster.devices}
+    on_host = sum(other for device, other in peaks.items() if hosts.get(device) == hosts[name])
+    return (
+        f"its predicted peak is {peak} bytes, that of all ranks of its host {on_host}: plan again with a "
+        f"`memory_limit_bytes` below {peak}, with a smaller `microbatch_size`, or with `recompute`"
+    )
 
 
 def _newest_checkpoint(job: TrainJob, example: Example, *, tell: bool) -> Checkpoint | None:

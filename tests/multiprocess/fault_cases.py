@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Memory, Plan, RankPrediction
 from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
@@ -322,6 +323,23 @@ def raised(folder: Path) -> list[str]:
     return Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, TrainConfig(steps=20, timeout_s=20.0), prepare).wait()
 
 
+def out_of_memory(folder: Path) -> list[str]:
+    """Rank 1's forward wants more memory than any machine has."""
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            nn.Tanh.forward = lambda module, x: x if x.is_meta else torch.empty(10**15)  # type: ignore[method-assign, assignment]
+
+    memory = Memory(params=5000, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
+    ranks = [
+        RankPrediction(device=f"cpu{rank}", busy_ns=0, idle_ns=0, sync_ns=0, peak_bytes=5000, memory=memory)
+        for rank in range(2)
+    ]
+    plan = plan_of(quiet, (2,), (0, 1))
+    predicted = msgspec.structs.replace(plan, prediction=msgspec.structs.replace(plan.prediction, ranks=tuple(ranks)))
+    return Ranks(folder, predicted, quiet, TrainConfig(steps=20, timeout_s=20.0), prepare).wait()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {}
@@ -336,6 +354,7 @@ if __name__ == "__main__":
         broken_update,
         labels_out_of_range,
         raised,
+        out_of_memory,
     ):
         place = Path(sys.argv[1]) / case.__name__
         place.mkdir()

@@ -128,6 +128,18 @@ def test_one_rank_of_a_job_reports_the_cause(seen: dict[str, Any]) -> None:
     assert first.startswith("RunFailed told: rank 0 (cpu0) lost another rank at step 0: ")
 
 
+def test_a_rank_out_of_memory_is_named_with_what_was_predicted(seen: dict[str, Any]) -> None:
+    first, second = seen["out_of_memory"]
+    assert first.startswith("RunFailed told: ")
+    assert re.fullmatch(
+        r"RunFailed: rank 1 \(cpu1\) ran out of memory at step 0: layer '3' \(stage 1\) fails in the forward of "
+        r"micro-batch 0: .*you tried to allocate 4000000000000000 bytes.*; its predicted peak is 5000 bytes, that of "
+        r"all ranks of its host 10000: plan again with a `memory_limit_bytes` below 5000, with a smaller `microbatch_size`, or "
+        r"with `recompute`",
+        second,
+    ), second
+
+
 def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
     script = Path(__file__).with_name("torchrun_case.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,12 +1,14 @@
 """TensorBoard files contain the reported values."""
 
+import errno
 import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.io import gfile
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime.tensorboard import tensorboard_writer
 from bapipe.runtime.train_result import Evaluation, StepReport
 
@@ -55,6 +57,19 @@ def test_repeated_steps_count_once(tmp_path: Path) -> None:
             for step, loss in losses.items():
                 writer.write_step(report(step, loss))
     assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
+
+
+def test_a_full_disk_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gfile.LocalFileSystem, "_write", fill)
+    with pytest.raises(RunFailed) as caught, tensorboard_writer(tmp_path, 32) as writer:
+        writer.write_step(report(0, 4.0))
+    assert str(caught.value) == f"{tmp_path}: TensorBoard's files cannot be written: No space left on device"
+    assert capfd.readouterr().err == ""
 
 
 def test_nothing_is_written_if_nothing_is_reported(tmp_path: Path) -> None:

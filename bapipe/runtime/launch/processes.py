@@ -85,13 +85,15 @@ def launch(
     on_message: Callable[[int, Any], None] | None = None,
     stops_between_steps: bool = False,
     facts: Mapping[str, str] = _NO_FACTS,
+    memory_advice: Sequence[str] = (),
 ) -> list[Result]:
     """Runs `worker(rank, *arguments)` in a process for each of `names`; returns what each returned, in rank order.
 
     Under torchrun it joins that job and runs the worker in this process; the list then holds this rank's result alone,
     and `on_message` sees this rank's messages alone. `kind` is `cpu` (gloo, one thread per process) or `cuda` (NCCL).
     The worker, its arguments and its result must be picklable. `on_message(index, message)` gets the workers' reports,
-    in this process. `facts` are values that must be the same in all ranks of a job, by what they are of.
+    in this process. `facts` are values that must be the same in all ranks of a job, by what they are of;
+    `memory_advice` says for each rank what to do if it runs out of memory.
 
     SIGTERM and SIGHUP end the ranks with this process. A worker that `stops_between_steps` is asked to do so first: it
     looks at `rank.stop_signal`, and raises `Stopped` in every rank. A second signal, or one before the first step, does
@@ -111,6 +113,7 @@ def launch(
         timeout_s=timeout_s,
         stops_between_steps=stops_between_steps,
         facts=facts,
+        memory_advice=tuple(memory_advice),
     )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return [join_job(job, on_message)]
@@ -122,13 +125,13 @@ def launch(
             local_processes(run_rank, len(names), to_every_rank, folder=folder, grace_s=_END_S) as processes,
         ):
             ranks = [_RankState(device, process) for device, process in zip(names, processes, strict=True)]
-            _follow(ranks, timeout_s, on_message, stop)
+            _follow(ranks, job, on_message, stop)
     return [rank.finished.result for rank in ranks if rank.finished is not None]  # type: ignore[misc]
 
 
 def _follow(
     ranks: Sequence[_RankState],
-    timeout_s: float,
+    job: RankJob,
     on_message: Callable[[int, Any], None] | None,
     stop: StopRequest,
 ) -> None:
@@ -141,7 +144,7 @@ def _follow(
         if deadline_s is None and any(rank.broken for rank in ranks):
             deadline_s = now_s + _SETTLE_S
         if deadline_s is not None and (now_s >= deadline_s or all(rank.broken or rank.finished for rank in ranks)):
-            raise _error(ranks, stop)
+            raise _error(ranks, job, stop)
         if stop.number is not None and num_signals < len(stop.numbers):
             num_signals = len(stop.numbers)
             _ask_to_stop(ranks, stop.number, is_first=num_signals == 1)
@@ -149,9 +152,9 @@ def _follow(
         last_s = now_s
         running = [rank for rank in ranks if rank.finished is None and not rank.broken]
         # While one rank still reports, the others may be waiting for it.
-        if deadline_s is None and running and all(rank.silent_s > timeout_s + _END_S for rank in running):
+        if deadline_s is None and running and all(rank.silent_s > job.timeout_s + _END_S for rank in running):
             raise RunFailed(
-                f"{running[0].title} neither ended nor reported anything for {timeout_s:g} s{running[0].at_step}: "
+                f"{running[0].title} neither ended nor reported anything for {job.timeout_s:g} s{running[0].at_step}: "
                 "if a step takes longer, raise the timeout"
             )
 
@@ -198,7 +201,7 @@ def _note_end(rank: _RankState) -> None:
     rank.vanished = rank.killed_by is None
 
 
-def _error(ranks: Sequence[_RankState], stop: StopRequest) -> BapipeError | Stopped:
+def _error(ranks: Sequence[_RankState], job: RankJob, stop: StopRequest) -> BapipeError | Stopped:
     """Returns the error for the user: the cause, rather than a rank that only noticed that another had gone."""
     for rank in ranks:
         if rank.failure is not None and rank.failure.stopped is not None:
@@ -208,7 +211,8 @@ def _error(ranks: Sequence[_RankState], stop: StopRequest) -> BapipeError | Stop
     for rank in ranks:
         if rank.killed_by is not None:
             cause = signal.Signals(rank.killed_by).name
-            hint = "; a system out of memory does that: plan with less memory" if cause == "SIGKILL" else ""
+            advice = job.advice_of(rank.process.index)
+            hint = f"; a system out of memory does that: {advice}" if cause == "SIGKILL" else ""
             return RunFailed(f"{rank.title} was killed by {cause}{rank.at_step}{hint}", lost=gone)
     reported = sorted((rank for rank in ranks if rank.failure is not None), key=_causes_first)
     vanished = [rank for rank in ranks if rank.vanished]
@@ -221,7 +225,7 @@ def _error(ranks: Sequence[_RankState], stop: StopRequest) -> BapipeError | Stop
     if first.failure.timed_out and len(silent) == 1:
         hangs = f"{silent[0].title} hangs{silent[0].at_step}"
         return RunFailed(f"{hangs}: {first.title} {first.failure.text}", lost=(silent[0].name,))
-    return RunFailed(describe_failure(first.failure, first.process.index, first.name, first.at_step))
+    return RunFailed(describe_failure(first.failure, job, first.process.index, first.at_step))
 
 
 def _is_symptom(rank: _RankState) -> bool:

@@ -22,10 +22,10 @@ from bapipe.job.peers import prove_peers
 from bapipe.job.rendezvous import another_rank_reports, open_store, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.sockets import OpenSocket, open_sockets, refuse_newcomers
-from bapipe.processes import one_line
+from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
-from bapipe.torch_device import prepare_cpu
+from bapipe.torch_device import is_out_of_memory, prepare_cpu
 
 _JOIN_S = 300.0
 """The longest time that a rank of a job waits for others to start."""
@@ -86,6 +86,7 @@ class RankJob:
         timeout_s: how long a rank may wait for another.
         stops_between_steps: the worker looks at `rank.stop_signal`; else signals end it at once.
         facts: values that must be the same in all ranks of a job, by what they are of.
+        memory_advice: for each rank, what to say if it runs out of memory; or none.
     """
 
     worker: Callable[..., Any]
@@ -95,6 +96,11 @@ class RankJob:
     timeout_s: float
     stops_between_steps: bool
     facts: Mapping[str, str]
+    memory_advice: tuple[str, ...]
+
+    def advice_of(self, index: int) -> str:
+        """Returns what to say if a rank runs out of memory."""
+        return self.memory_advice[index] if self.memory_advice else "plan with less memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,7 @@ class Failure:
         lost_peer: it only shows that another rank has gone, or is too slow.
         timed_out: the latter.
         stopped: how a signal made all ranks stop; its number is in there.
+        out_of_memory: there was not enough memory, of the machine or by a limit.
     """
 
     text: str
@@ -139,6 +146,7 @@ class Failure:
     lost_peer: bool = False
     timed_out: bool = False
     stopped: tuple[int, str] | None = None
+    out_of_memory: bool = False
 
 
 def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str, secret: bytes) -> None:
@@ -211,6 +219,9 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
     waited = f"waited more than {timeout_s:g} s for another rank"
     if limit is not None and limit.expired:
         return Failure(text=waited, expected=False, lost_peer=True, timed_out=True)
+    if is_out_of_memory(root_cause(error)):
+        text = str(error) if isinstance(error, LayerFailed) else one_line(error)
+        return Failure(text=text, expected=False, out_of_memory=True)
     if isinstance(error, LayerFailed):
         return Failure(text=str(error), expected=False)
     if isinstance(error, BapipeError):
@@ -260,15 +271,18 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
         failure = _failure_of(error, job.timeout_s, limit)
         at = f" at step {steps[0]}" if steps else ""
         told = another_rank_reports(store, failure.lost_peer)
-        raise RunFailed(describe_failure(failure, index, names[index], at), told=told) from None
+        raise RunFailed(describe_failure(failure, job, index, at), told=told) from None
 
 
-def describe_failure(failure: Failure, index: int, name: str, at: str) -> str:
+def describe_failure(failure: Failure, job: RankJob, index: int, at: str) -> str:
     """Returns the message for the user about a rank that failed."""
+    title = f"rank {index} ({job.names[index]})"
     if failure.expected:
         return failure.text
+    if failure.out_of_memory:
+        return f"{title} ran out of memory{at}: {failure.text}; {job.advice_of(index)}"
     if failure.timed_out:
-        return f"rank {index} ({name}) {failure.text}{at}: that one hangs, or the link to it is cut"
+        return f"{title} {failure.text}{at}: that one hangs, or the link to it is cut"
     if failure.lost_peer:
-        return f"rank {index} ({name}) lost another rank{at}: {failure.text}"
-    return f"rank {index} ({name}) failed{at}: {failure.text}"
+        return f"{title} lost another rank{at}: {failure.text}"
+    return f"{title} failed{at}: {failure.text}"
