@@ -62,6 +62,12 @@ def noted_signals() -> Iterator[StopRequest]:
             signal.signal(number, before[number])
 
 
+def ignore_signals(_: int) -> None:
+    """Lets this process, which loads data for a rank, live until the rank ends it: signals go to whole groups."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
     _leave_closed_terminal()
     if _is_importing(frame):

@@ -20,7 +20,8 @@ from bapipe.report.formatting import mib
 
 CLI = [sys.executable, "-m", "bapipe"]
 
-ALLOWED_SHARE, ALLOWED_BYTES = 0.02, 8 * 2**20
+ALLOWED = {"memory_bytes": (1.02, 8 * 2**20), "num_files": (1.0, 2), "num_threads": (1.0, 0)}
+"""How much there may be more: by a factor, and by a number."""
 
 PAGE_BYTES = 4096
 
@@ -72,13 +73,11 @@ def growth(name: str, samples: list[Sample]) -> list[str]:
     quarter = len(samples) // 4
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
     grown = []
-    for what in ("memory_bytes", "num_files", "num_threads"):
+    for what, (factor, extra) in ALLOWED.items():
         before, after = (median(getattr(one, what) for one in part) for part in (early, late))
-        is_memory = what == "memory_bytes"
-        allowed = before * (1 + ALLOWED_SHARE) + ALLOWED_BYTES if is_memory else before
-        values = f"{mib(int(before))} -> {mib(int(after))}" if is_memory else f"{before:g} -> {after:g}"
+        values = " -> ".join(mib(value) if what == "memory_bytes" else f"{value:g}" for value in (before, after))
         print(f"{name:8} {what:12} {values}")
-        grown += [f"{name}: {what} {values}"] if after > allowed else []
+        grown += [f"{name}: {what} {values}"] if after > before * factor + extra else []
     return grown
 
 

@@ -22,6 +22,7 @@ from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
+from bapipe.stop_signals import ignore_signals
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 PREFETCH = 2
@@ -217,6 +218,7 @@ def batches(
         prefetch_factor=PREFETCH if num_workers else None,
         # Forked workers would hold the rank's sockets open after it dies, and other ranks would wait for it.
         multiprocessing_context="spawn" if num_workers else None,
+        worker_init_fn=ignore_signals if num_workers else None,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else starting the loader draws from the global generator
     )
