@@ -93,6 +93,7 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     with only_writer(config.checkpoint) if config.checkpoint is not None and is_first else nullcontext():
         newest = _newest_checkpoint(job, example, tell=is_first)
+        resume_from = None if newest is None else newest.path
         results = launch(
             train_rank,
             job.devices,
@@ -102,7 +103,7 @@ def train(
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,
             memory_advice=[_memory_advice(plan, name) for name in job.devices],
-            facts=job_facts(plan, config, dataset, newest and newest.path) if "RANK" in os.environ else {},
+            facts=job_facts(plan, config, dataset, resume_from) if "RANK" in os.environ else {},
         )
     return results[0]
 
