@@ -43,8 +43,11 @@ class JobStore(Store):
         self._ask("set", key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        value: bytes = self._ask("get", key)
+        value: bytes | None = self._ask("get", key)
+        if value is None:  # asked first, as an answer over a slow link takes long
+            self.wait([key])
+            value = self._ask("get", key)
+        assert value is not None  # nothing deletes keys that others wait for
         return value
 
     def add(self, key: str, value: int) -> int:

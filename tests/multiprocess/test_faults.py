@@ -39,7 +39,7 @@ def seen(folder: Path) -> dict[str, Any]:
         [sys.executable, str(script), str(folder)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": PYTHONPATH, "TORCH_CPP_LOG_LEVEL": "FATAL"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
