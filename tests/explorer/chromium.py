@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 PATH = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 class Browser:
@@ -110,6 +111,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            assert select.select([self._from], [], [], TIMEOUT_S)[0], "the browser does not answer"
             chunk = os.read(self._from.fileno(), 1 << 16)
             assert chunk, "the browser ended"
             self._buffer += chunk
