@@ -4,8 +4,9 @@
 
 A chain of 1,000 layers on 64 devices, and operator graphs of 800 nodes on 8: blocks of three branches that fork and
 join, of 2 and of 6 nodes each; both have more downsets than the search looks at. F and B of a node lie within a factor
-of four, tensors are 1 to 16 MB, links carry 12 GB/s; 32 micro-batches. Both objectives: the time of a step, along the
-profile's order of the nodes, and the largest load of a device, over cuts of the graph.
+of four, tensors are 1 to 16 MB, links carry 12 GB/s; 32 micro-batches. Then a chain of 100 layers on 128 devices with
+256 micro-batches. Both objectives: the time of a step, along the profile's order of the nodes, and the largest load of
+a device, over cuts of the graph.
 """
 
 import argparse
@@ -82,11 +83,12 @@ def main() -> None:
     for column in ("graph", "layers", "devices", "downsets", "objective", "ms", "gap", "stages", "CPU seconds"):
         table.add_column(column, justify="left" if column in ("graph", "objective") else "right")
     shapes = {
-        "chain": (chain(1000), 64),
-        "branches of 2": (blocks(800, 2), 8),
-        "branches of 6": (blocks(800, 6), 8),
+        "chain": (chain(1000), 64, 32),
+        "branches of 2": (blocks(800, 2), 8, 32),
+        "branches of 6": (blocks(800, 6), 8, 32),
+        "chain of 100": (chain(100), 128, 256),
     }
-    for name, (inputs, num_devices) in shapes.items():
+    for name, (inputs, num_devices, minibatch_size) in shapes.items():
         profile = profile_of(random, inputs)
         devices = [Device(name=f"d{i}", host="h", kind="gpu", memory_bytes=32 * 2**30) for i in range(num_devices)]
         cluster = Cluster(devices=tuple(devices), intra_host=link, inter_host=link)
@@ -94,7 +96,7 @@ def main() -> None:
         cuts = f"{len(sets):,}" if sets else "more than 100,000"
         for objective in OBJECTIVES:
             start = time.process_time()
-            plan = bapipe.plan(profile, cluster, minibatch_size=32, microbatch_size=1, objective=objective)
+            plan = bapipe.plan(profile, cluster, minibatch_size=minibatch_size, microbatch_size=1, objective=objective)
             seconds = time.process_time() - start
             ns = plan.prediction.step_ns if objective == "step" else plan.prediction.load_ns
             assert isinstance(ns, int)
