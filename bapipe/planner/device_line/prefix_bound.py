@@ -191,7 +191,8 @@ class PrefixBound:
             for c in cuts.tolist():  # devices may stay idle
                 if row[c] > furthest[position + 1, c]:
                     furthest[position + 1, c] = row[c]
-                    before[position + 1, c] = before.get((position, c), _State(0, 0, 0))
+                    if (position, c) in before:  # else no stage has begun yet
+                        before[position + 1, c] = before[position, c]
             groups = np.flatnonzero(fewest <= num - position)
             ends = self._last_ends(position, cuts, row[cuts], groups, limit)  # [cuts, groups]
             for g, few in zip(range(groups.size), fewest[groups].tolist(), strict=True):
@@ -271,7 +272,7 @@ class PrefixBound:
         firsts = [0, *begins[::-1][1:], self.num_devices]
         alike = len(set(self._speeds.tolist())) == 1
         firsts[-1] = position if alike else self.num_devices
-        counts = tuple(min(b - a, self.num_microbatches) for a, b in pairwise(firsts))
+        counts = tuple(min(b - a, int(self._groups.most[-1])) for a, b in pairwise(firsts))
         return LinePlan(
             cuts=tuple(self.line.cuts[boundary] for boundary in boundaries),
             counts=counts,

@@ -1,6 +1,7 @@
 """The relaxation of many devices: every plan on consecutive devices is feasible in it at its own step time."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -101,6 +102,25 @@ def test_wherever_the_search_for_many_devices_is_ended_its_bound_holds() -> None
             search.run()
             assert search.bound_ns <= best_ns
             assert search.best is None or search.best.step_ns >= best_ns
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_the_stages_of_the_relaxation_are_a_plan_of_the_space(replicas: bool) -> None:
+    """Also if its first devices are idle, as slow ones are."""
+    found = 0
+    for seed in range(8):
+        line = random_line(seed, "1f1b")
+        line.options = replace(line.options, replicas=replicas)
+        bound = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
+        one_ns = sum(m.forward_ns + m.whole_backward_ns for m in line.profiles["a"].at(1))
+        for share in (1, 2, 4, 8, 16):
+            path = bound.path(share * one_ns * line.options.minibatch_size // 8, UNLIMITED)
+            if path is not None:
+                found += 1
+                assert list(path.cuts) == sorted(set(path.cuts))
+                assert max(path.counts) <= (line.options.minibatch_size if replicas else 1)
+                assert line.time(path) is not None
+    assert found > 8
 
 
 def test_the_relaxation_ends_at_the_deadline() -> None:
