@@ -41,11 +41,12 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     end_s = time.monotonic() + timeout_s
     title = f"rank {index} ({names[index]})"
     try:
+        # Under torchrun its agent has the port.
+        server = serve(address, port if attempt is None else 0, secret) if index == 0 else None
         if attempt is not None:
-            port = _port_by_agent(address, port, f"bapipe{attempt}of{len(names)}", index, secret, timeout_s)
-        elif index == 0:
-            serve(address, port, secret)
+            port = _port_by_agent(address, port, f"bapipe{attempt}of{len(names)}", server, timeout_s)
         store = _connect(address, port, secret, timeout_s, end_s)
+        store.server = server
     except NotOfTheJob:
         raise BapipeError(
             f"{title} and what it finds at {address}:{port} do not have the same secret, so that is another job, or "
@@ -65,15 +66,15 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     return store
 
 
-def _port_by_agent(address: str, port: int, prefix: str, index: int, secret: bytes, timeout_s: float) -> int:
+def _port_by_agent(address: str, port: int, prefix: str, server: StoreServer | None, timeout_s: float) -> int:
     """Returns the port at which rank 0 serves the job's store, by the store of torchrun's agent.
 
     The agent's store keeps what an attempt that died has left (pytorch#135712), so every attempt has a prefix of its
     own; an elastic restart with fewer processes has the same number, so the prefix also has the size.
     """
     agent = PrefixStore(prefix, TCPStore(address, port, None, False, timedelta(seconds=timeout_s)))
-    if index == 0:
-        agent.set("port", str(serve(address, 0, secret).port))
+    if server is not None:
+        agent.set("port", str(server.port))
     return int(agent.get("port"))
 
 

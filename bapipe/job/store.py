@@ -14,12 +14,16 @@ import msgspec
 from torch.distributed import Store
 
 from bapipe.job.messages import Channel, greet_server
+from bapipe.job.server import StoreServer
 
 _ASK_AGAIN_S = 0.02
 
 
 class JobStore(Store):
     """A rank's connection to the store's server.
+
+    Attributes:
+        server: the server itself, on the rank that serves it.
 
     Raises:
         NotOfTheJob: the server does not know the secret.
@@ -28,12 +32,18 @@ class JobStore(Store):
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float) -> None:
         super().__init__()
+        self.server: StoreServer | None = None
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         connection = socket.create_connection(address, timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._channel: Channel = greet_server(connection, secret)
+
+    def stop_serving(self) -> None:
+        """Frees the port, on the rank that serves the store, for another job of this process."""
+        if self.server is not None:
+            self.server.close()
 
     def join(self, rank: int) -> bool:
         """Returns whether this process is now the one of a rank; false if there is another."""

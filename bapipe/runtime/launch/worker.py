@@ -272,6 +272,8 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
         at = f" at step {steps[0]}" if steps else ""
         told = another_rank_reports(store, failure.lost_peer)
         raise RunFailed(describe_failure(failure, job, index, at), told=told) from None
+    finally:
+        store.stop_serving()
 
 
 def describe_failure(failure: Failure, job: RankJob, index: int, at: str) -> str:
