@@ -60,8 +60,8 @@ def run(
     require_torch()
     from bapipe.zoo.trust import check_trusted
 
-    if config.factory is None:
-        check_trusted(factory, config.trust_factory)
+    if config.factory is None and plan.factory is not None:
+        check_trusted(plan.factory, config.trust_factory)
     settings = plan.compute_settings
     if not config.replan:
         _check_devices(plan, settings.threads)

@@ -33,7 +33,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
         raise UnpickledFile(f"{reader} unpickles '{arguments[0]}.{arguments[1]}'")
 
 
-_load, _Unpickler = pickle.load, pickle.Unpickler
+_load = pickle.load
 
 
 def _not_a_file(source: Any) -> Any:
@@ -50,7 +50,7 @@ def _load_no_file(file: Any, **options: Any) -> Any:
     return _load(_not_a_file(file), **options)
 
 
-class _NoFileUnpickler(_Unpickler):
+class _NoFileUnpickler(pickle.Unpickler):
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(_not_a_file(file), **options)
 

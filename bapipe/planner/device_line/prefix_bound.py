@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from bapipe.formats.cluster import Bandwidth, Link
 from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
@@ -143,7 +144,7 @@ class PrefixBound:
         sizes = [cut_bytes(self.line.profiles[kind], self.size) for kind in names]
         send = np.min([np.array(forward)[interior] for forward, _ in sizes], axis=0)
         grad = np.min([np.array(back)[interior] for _, back in sizes], axis=0)
-        links = [cluster.intra_host, cluster.inter_host, *cluster.links]
+        links: list[Bandwidth | Link] = [cluster.intra_host, cluster.inter_host, *cluster.links]
         rate, latency = max(link.bytes_per_s for link in links), min(link.latency_ns for link in links)
 
         def times(num_bytes: IntArray) -> "NDArray[np.float64]":
@@ -236,7 +237,8 @@ class PrefixBound:
             synced = arrival + (n * f + (n - 1) * b) / v + ring
             held = self._static[j] - self._static[i] + self._stash[j] - self._stash[i]
             longest = np.maximum(np.maximum(work, returned), np.maximum(trip, synced))
-            return (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)
+            within: NDArray[np.bool_] = (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)
+            return within
 
         low = np.broadcast_to(i, (begins.size, groups.size)).copy()
         high = np.full_like(low, len(self.line.cuts) - 1)
@@ -249,12 +251,14 @@ class PrefixBound:
             rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
             low = np.where(return_ns + rounds * (rest - self._trip[i] / self._max_speed) <= limit, low, i)
         may_end = (few <= self._last_replicas[1]) & (most >= self._last_replicas[0])
-        return np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
+        ends: IntArray = np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
+        return ends
 
     def _max_in_flight(self, depth: int) -> IntArray:
         """The micro-batches of a stage in flight: a multiple of its devices, the largest of each class. [groups]"""
         if self._only_replicas is not None:
-            return self._groups.fewest * -(-depth // self._groups.fewest)
+            at_depth: IntArray = self._groups.fewest * -(-depth // self._groups.fewest)
+            return at_depth
         sizes = np.arange(1, int(self._groups.most[-1]) + 1)
         largest: IntArray = np.maximum.reduceat(sizes * -(-depth // sizes), self._groups.fewest - 1)
         return largest
