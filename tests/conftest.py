@@ -1,6 +1,10 @@
-"""What holds for every test: no file is unpickled, neither here nor in a process that a test starts."""
+"""What holds for every test: no file is unpickled, here or in a process that a test starts, and signals end processes.
+
+A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP ignored; processes would inherit that.
+"""
 
 import os
+import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
@@ -9,6 +13,10 @@ from tests import NO_UNPICKLING
 # Processes that tests start find it by PYTHONPATH, ranks by the path of this process.
 sys.path.append(str(NO_UNPICKLING))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NO_UNPICKLING), os.environ.get("PYTHONPATH"))))
+
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 
 _spec = spec_from_file_location("no_unpickling", NO_UNPICKLING / "sitecustomize.py")
 assert _spec is not None

@@ -92,7 +92,10 @@ def solve_partition(
     """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
     from bapipe.planner.device_line.search import has_many_devices
 
-    if has_many_devices(cluster, named_schedules(options)):
+    num_layers = len(next(iter(profiles.values())).layers)
+    if has_many_devices(
+        cluster, named_schedules(options), num_layers=num_layers, minibatch_size=options.minibatch_size
+    ):
         solution = _solve_many_devices(profiles, cluster, options, deadline, progress)
         if solution is not None:
             return solution

@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,15 @@ from typing import Any
 PATH = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 TIMEOUT_S = 60
+
+_START = """if True:
+    import fcntl, os, sys
+    # Out of the way first: one of them may be 3 or 4 itself.
+    pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD_CLOEXEC, 10) for number in sys.argv[1:3]]
+    os.dup2(pipes[0], 3), os.dup2(pipes[1], 4)
+    os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Starts a browser with two pipes as its descriptors 3 and 4; a shell takes numbers of one digit only."""
 
 
 class Browser:
@@ -28,10 +38,7 @@ class Browser:
         # The browser reads commands from descriptor 3 and writes replies to 4, each ended by a zero byte.
         self._process = subprocess.Popen(
             [
-                "/bin/sh",
-                "-c",
-                f'exec "$@" 3<&{commands[0]} 4>&{replies[1]}',
-                "sh",
+                *(sys.executable, "-c", _START, str(commands[0]), str(replies[1])),
                 PATH,
                 "--headless",
                 "--no-sandbox",

@@ -138,7 +138,7 @@ class Ranks:
             time.sleep(0.005)
 
 
-def killed(folder: Path) -> dict[str, object]:
+def killed(folder: Path, seed: int = 5) -> dict[str, object]:
     """A run killed a dozen times at random, whichever rank, and resumed, beside one that was left alone."""
     plan, training = plan_of(noisy, (4,), (0, 1)), TrainConfig(steps=40, learning_rate=0.01, optimizer="adamw", seed=3,
                                                            learning_rate_schedule="cosine", warmup_steps=5, clip_norm=0.5, timeout_s=20.0)  # fmt: skip
@@ -148,7 +148,7 @@ def killed(folder: Path) -> dict[str, object]:
     duration_s = time.monotonic() - start_s
     assert json.loads(said[0]), said
     (folder / "step").unlink()
-    rng, kills, attempts = random.Random(5), 0, 0
+    rng, kills, attempts = random.Random(seed), 0, 0
     resumed = replace(training, checkpoint=folder / "killed", checkpoint_every=2, keep=2, resume=True)
     while kills < 12:
         attempts += 1

@@ -21,7 +21,11 @@ from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
 MIN_DEVICES = 33
-"""From so many devices on this search is used."""
+"""From so many devices on this search is used, ..."""
+
+MAX_LAYER_REPLICAS = 64
+"""... unless the layers, times the replicas that a stage may have, are at most so many: tables of placements are then small
+however many devices there are."""
 
 MAX_ACTIONS = 1_500_000
 """Budget of simulated actions, without a time limit: some twenty seconds with the tables of their orders."""
@@ -42,9 +46,11 @@ CUT_MOVES = (8, 4, 2, 1)
 """By how many boundaries a cut is moved at once."""
 
 
-def has_many_devices(cluster: Cluster, schedules: Sequence[str]) -> bool:
+def has_many_devices(cluster: Cluster, schedules: Sequence[str], *, num_layers: int, minibatch_size: int) -> bool:
     """Returns whether the devices are too many for tables of placements, and every stage has devices of its own."""
-    return len(cluster.devices) >= MIN_DEVICES and all(name in SCHEDULES for name in schedules)
+    num_devices = len(cluster.devices)
+    is_large = num_layers * min(num_devices, minibatch_size) > MAX_LAYER_REPLICAS
+    return num_devices >= MIN_DEVICES and is_large and all(name in SCHEDULES for name in schedules)
 
 
 class LineSearch:
