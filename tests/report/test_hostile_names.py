@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from bapipe.cli import progress
+from bapipe.cli.vary import csv_cell
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode_as, encode
 from bapipe.formats.plan import Plan
@@ -155,3 +156,9 @@ def test_remarks_and_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[0] == r"a\x1b[2J\n[/b]"
     assert lines[1].startswith(r"error: b\u202e :smile: \nxxx")
     assert (len(lines), len(lines[1]) < 2100) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1"])
+def test_text_in_csv_is_no_formula(text: str) -> None:
+    assert csv_cell(text) == f"'{text}"
+    assert [csv_cell(value) for value in ("1f1b", -1, 2.5, None)] == ["1f1b", -1, 2.5, None]

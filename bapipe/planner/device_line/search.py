@@ -24,8 +24,8 @@ MIN_DEVICES = 33
 """From so many devices on this search is used, ..."""
 
 MAX_LAYER_REPLICAS = 64
-"""... unless the layers, times the replicas that a stage may have, are at most so many: tables of placements are then small
-however many devices there are."""
+"""... unless the layers, times the replicas that a stage may have, are at most so many: tables of placements are
+small then, however many devices there are."""
 
 MAX_ACTIONS = 1_500_000
 """Budget of simulated actions, without a time limit: some twenty seconds with the tables of their orders."""

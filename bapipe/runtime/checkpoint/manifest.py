@@ -140,6 +140,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _decode(path: Path) -> Manifest:
+    if (path / MANIFEST).is_fifo():
+        raise DamagedCheckpoint(f"{path} is no whole checkpoint: {MANIFEST} is a pipe")  # whose reader may wait forever
     try:
         text = read_limited(path / MANIFEST, _MAX_BYTES)
     except BapipeError as error:
@@ -164,6 +166,8 @@ def _decode(path: Path) -> Manifest:
 def is_old(path: Path) -> bool:
     """Returns whether a checkpoint is of an older version of bapipe."""
     try:
+        if not (path / MANIFEST).is_file():
+            return False
         with (path / MANIFEST).open("rb") as file:
             return file.read(len(_OLD_HEADER)) == _OLD_HEADER
     except OSError:

@@ -12,6 +12,7 @@ import torch
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.export import export
 from bapipe.runtime.checkpoint.folder import list_checkpoints, newest_checkpoint, only_writer
+from bapipe.runtime.checkpoint.manifest import MANIFEST, checkpoint_name, is_old
 from bapipe.runtime.checkpoint.tensor_files import TensorSpec
 from bapipe.runtime.checkpoint.writer import full_state_dict, owners_of
 from tests.runtime.checkpoint.cases import go
@@ -132,3 +133,12 @@ def test_each_tensor_is_written_by_the_rank_with_the_least_to_write() -> None:
     large = TensorSpec(shape=(100,), dtype="float32")
     owners = owners_of([{"a": large, "b": spec, "c": spec}, {"b": spec, "c": spec, "d": spec}, {"c": spec}])
     assert owners == {"a": 0, "b": 1, "c": 2, "d": 1}
+
+
+def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(tmp_path: Path) -> None:
+    checkpoint = tmp_path / checkpoint_name(2)
+    checkpoint.mkdir()
+    os.mkfifo(checkpoint / MANIFEST)
+    with pytest.raises(BapipeError, match=f"{MANIFEST} is a pipe"):
+        newest_checkpoint(tmp_path)
+    assert not is_old(checkpoint)
