@@ -1,0 +1,120 @@
+"""Plans made by hand, timed and weighed by the simulator alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import StagePlan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.chain import Chain, stage_on
+from bapipe.planner.branch_and_bound.problem import step_ns_of
+from bapipe.planner.options import PlanOptions
+from bapipe.schedules import ALL, SCHEDULES
+from bapipe.schedules.placement import merge_stages, permute_ranks
+from bapipe.schedules.table import Schedule
+from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
+from bapipe.simulator.memory import rank_memory
+from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.stage_cost import Stage, build_stages
+
+MAX_TABLES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandPlan:
+    """A plan without the search.
+
+    Attributes:
+        groups: the ranks of each stage; if the schedule has several stages per device, the rank of each device.
+        cuts: (0, ..., number of layers): stage s holds the layers cuts[s] to cuts[s + 1], the last one left out.
+    """
+
+    schedule: str
+    microbatch_size: int
+    groups: tuple[tuple[int, ...], ...]
+    cuts: tuple[int, ...]
+
+
+class Judge:
+    """Says how long a step of a plan takes, if it fits."""
+
+    def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+        self.profiles, self.cluster, self.options = profiles, cluster, options
+        self.limits = options.limits(cluster)
+        self.names = [layer.name for layer in next(iter(profiles.values())).layers]
+        self._chain = lru_cache(maxsize=None)(self._make_chain)
+        self._table = lru_cache(maxsize=MAX_TABLES)(self._make_table)
+
+    def chain(self, rank: int, size: int) -> Chain:
+        """Returns the layers as a device runs them."""
+        device = self.cluster.devices[rank]
+        return self._chain(device.kind, device.speed, size)
+
+    def _make_chain(self, kind: str, speed: float, size: int) -> Chain:
+        return Chain(self.profiles[kind], size, speed)
+
+    def num_stages(self, schedule: str, groups: Sequence[tuple[int, ...]]) -> int:
+        """Returns how many stages a schedule has on so many groups of devices."""
+        return len(groups) if schedule in SCHEDULES else ALL[schedule](len(groups), 1).num_stages
+
+    def table(self, plan: HandPlan) -> tuple[Schedule, CompiledSchedule]:
+        """Returns the order of a plan's actions."""
+        return self._table(plan.schedule, plan.groups, self.options.minibatch_size // plan.microbatch_size)
+
+    def _make_table(
+        self, schedule: str, groups: tuple[tuple[int, ...], ...], num_microbatches: int
+    ) -> tuple[Schedule, CompiledSchedule]:
+        num_devices, num_ranks = sum(map(len, groups)), len(self.cluster.devices)
+        table = ALL[schedule](num_devices, num_microbatches)
+        placed = (
+            merge_stages(table, groups, num_ranks)
+            if schedule in SCHEDULES
+            else permute_ranks(table, [rank for (rank,) in groups], num_ranks)
+        )
+        return placed, compile_schedule.__wrapped__(placed)
+
+    def step_ns(self, plan: HandPlan) -> int | None:
+        """Returns the step time, None if the plan does not fit. Stages recompute if they do not fit without."""
+        table, _ = self.table(plan)
+        recompute = self._recomputed(plan)
+        if recompute is None:
+            return None
+        return step_ns_of(*self.table(plan), self._stages(plan, table, recompute), self.cluster)
+
+    def simulated_ns(self, plan: HandPlan) -> int:
+        """Returns the step time of the whole timeline: what `step_ns` computes a shorter way."""
+        table, _ = self.table(plan)
+        recompute = self._recomputed(plan)
+        assert recompute is not None
+        stages = [
+            StagePlan(
+                layers=tuple(self.names[begin:end]),
+                devices=tuple(self.cluster.devices[rank].name for rank in ranks),
+                recompute=flag,
+            )
+            for (begin, end), ranks, flag in zip(pairwise(plan.cuts), table.devices, recompute, strict=True)
+        ]
+        costs = build_stages(stages, self.profiles, self.cluster, plan.microbatch_size)
+        return simulate_schedule(table, costs, self.cluster).step_ns
+
+    def _recomputed(self, plan: HandPlan) -> tuple[bool, ...] | None:
+        """Which stages recompute; None if the plan does not fit."""
+        table, compiled = self.table(plan)
+        recompute = (False,) * (len(plan.cuts) - 1)
+        for _ in range(2):
+            memory = rank_memory(table, self._stages(plan, table, recompute), compiled)
+            short = {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
+            if not short:
+                return recompute
+            if not self.options.recompute or plan.schedule not in SCHEDULES or any(recompute):
+                return None
+            recompute = tuple(bool(short & set(ranks)) for ranks in table.devices)
+        return None
+
+    def _stages(self, plan: HandPlan, table: Schedule, recompute: Sequence[bool]) -> tuple[Stage, ...]:
+        return tuple(
+            stage_on([self.chain(rank, plan.microbatch_size) for rank in ranks], begin, end, recompute=flag)
+            for (begin, end), ranks, flag in zip(pairwise(plan.cuts), table.devices, recompute, strict=True)
+        )
