@@ -50,10 +50,10 @@ def bapipe(
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Names in a record are made printable; the lines of a traceback stay lines."""
+    """Makes names printable and arguments that a record names flags; the lines of a traceback stay lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
-        return printable(super().formatMessage(record), MAX_LINE)
+        return with_flags(printable(super().formatMessage(record), MAX_LINE))
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """Commands that train, and export what was trained: run, export, convert-checkpoint."""
 
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,6 +13,7 @@ import bapipe
 from bapipe import report
 from bapipe.cli import is_first_rank
 from bapipe.cli.attribute_docs import attribute_docs
+from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, Output, key_values
 from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
@@ -32,6 +34,7 @@ _HELP = attribute_docs(TrainConfig)
 
 
 def run(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="Plan file, or a model to profile and plan.")],
     steps: Annotated[int, typer.Option("--steps", min=1, help=_HELP["steps"])] = 20,
     data: Annotated[str, typer.Option("--data", help=_HELP["data"])] = "synthetic",
@@ -115,7 +118,9 @@ def run(
     if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
         check_training(resolve(source), key_values(arg), config)
     plan, result = train_with_bar(
-        read_or_make_plan(source, arg), config, [read(path, ModelProfile) for path in profile] if profile else None
+        read_or_make_plan(source, arg),
+        {name: getattr(config, name) for name in given_options(context)},
+        [read(path, ModelProfile) for path in profile] if profile else None,
     )
     if not is_first_rank():  # of a torchrun job: rank 0 reports
         return
@@ -124,7 +129,7 @@ def run(
     if as_json:
         show_json(report.run_json(plan, result))
         return
-    show_parts(report.render_run(plan, result))
+    show_parts(with_flags(part) if isinstance(part, str) else part for part in report.render_run(plan, result))
     show_timeline(result.timeline)
 
 
@@ -153,25 +158,49 @@ def convert_checkpoint(
         show_line(f"converted {path}; the old one is kept as old-{path.name}")
 
 
-def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = None) -> tuple[Plan, TrainResult]:
+SPELLINGS = {
+    "learning_rate_schedule": "lr_schedule",
+    "warmup_steps": "warmup",
+    "optimizer_arguments": "optimizer_arg",
+    "evaluate_every": "eval_every",
+    "evaluate_samples": "eval_samples",
+    "timeout_s": "timeout",
+}
+"""The parameters of `run` that have another name than their field of `TrainConfig`."""
+
+
+def given_options(context: typer.Context) -> tuple[str, ...]:
+    """Returns the fields of `TrainConfig` that the command line sets: a run that resumes takes over the others."""
+    sources = {name: context.get_parameter_source(SPELLINGS.get(name, name)) for name in _HELP}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return ("trust_factory", *(name for name in given if name != "trust_factory"))
+
+
+def train_with_bar(
+    plan: Plan, options: Mapping[str, Any], profiles: Profiles | None = None
+) -> tuple[Plan, TrainResult]:
     """Trains with a bar on a terminal, and with a line every two seconds elsewhere.
 
     Returns the last plan (a new one if devices were lost) and the measurements.
+
+    Args:
+        options: of `TrainConfig`, those that the user has set.
     """
+    num_steps = TrainConfig(**options).steps
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(f"starting {len(plan.stages)} stages", total=config.steps)
+        task = bar.add_task(f"starting {len(plan.stages)} stages", total=num_steps)
         printed_s, first, evaluated = 0.0, None, ""
 
         def on_step(done: StepReport) -> None:
             nonlocal printed_s, first
-            rate, now_s = plan.minibatch_size * 1e9 / done.step_ns, time.monotonic()
+            rate, now_s = plan.minibatch_size * 1e9 / (done.data_ns + done.step_ns), time.monotonic()
             text = f"loss {done.loss:.4f}  {rate:.4g} samples/s  bubble {done.bubble:.0%}{evaluated}"
             first = first or (done.step, now_s)
             bar.update(task, completed=done.step + 1, description=text)
-            if not err.is_terminal and (now_s - printed_s > 2 or done.step + 1 == config.steps):
+            if not err.is_terminal and (now_s - printed_s > 2 or done.step + 1 == num_steps):
                 printed_s = now_s
-                note(f"step {done.step + 1}/{config.steps}  {text}{time_left(done.step, config.steps, first, now_s)}")
+                note(f"step {done.step + 1}/{num_steps}  {text}{time_left(done.step, num_steps, first, now_s)}")
 
         def on_evaluation(done: int, total: int, evaluation: Evaluation | None) -> None:
             nonlocal evaluated
@@ -180,7 +209,7 @@ def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = 
             else:
                 evaluated = f"  {report.evaluation_words(evaluation)}"
                 duration = report.ms(evaluation.elapsed_ns)
-                note(f"step {evaluation.steps}/{config.steps}{evaluated}, {total} samples in {duration}")
+                note(f"step {evaluation.steps}/{num_steps}{evaluated}, {total} samples in {duration}")
 
         def on_replan(reason: str, new_plan: Plan) -> None:
             nonlocal plan
@@ -192,7 +221,7 @@ def train_with_bar(plan: Plan, config: TrainConfig, profiles: Profiles | None = 
 
         try:
             result = bapipe.run(
-                plan, config, profiles=profiles, on_step=on_step, on_evaluation=on_evaluation, on_replan=on_replan
+                plan, profiles=profiles, on_step=on_step, on_evaluation=on_evaluation, on_replan=on_replan, **options
             )
         except KeyboardInterrupt:
             bar.stop()

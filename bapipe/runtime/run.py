@@ -1,9 +1,9 @@
 """Training a plan, and exporting the trained model."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,8 @@ def run(
     """Trains a plan's model with one process per device, or as part of a torchrun job.
 
     Args:
-        config: how to train; or give its options as keywords: `bapipe.run(plan, steps=100, data="mnist")`.
+        config: how to train; or give its options as keywords: `bapipe.run(plan, steps=100, data="mnist")`. With
+            `resume`, options that are not given are those of the checkpoint's run.
         profiles: what to plan with if devices are lost; by default those that the plan was made from.
         on_step: called with a report after every step; under torchrun in rank 0 only.
         on_evaluation: called with the number of held-out samples done, their total, and the evaluation when all are
@@ -50,7 +51,10 @@ def run(
         BapipeError: the plan does not fit the model, the machine or the data.
         RunFailed: a rank died.
     """
+    given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
+    if config.resume:
+        config = _resumed(config, given)
     factory = config.factory or plan.factory
     if factory is None:
         raise BapipeError(
@@ -100,6 +104,19 @@ def run(
             resume=config.resume,
             on_replan=on_replan or (lambda reason, new_plan: None),
         )
+
+
+def _set_in(config: TrainConfig) -> set[str]:
+    """Returns the names of the options that are not the default ones."""
+    default = TrainConfig()
+    return {field.name for field in fields(config) if getattr(config, field.name) != getattr(default, field.name)}
+
+
+def _resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    require_torch()
+    from bapipe.runtime.checkpoint.options import resumed_options
+
+    return resumed_options(config, given, tell=os.environ.get("RANK", "0") == "0")
 
 
 def check_training(factory: str, arguments: Mapping[str, object], config: TrainConfig) -> None:

@@ -18,10 +18,10 @@ class TensorBoardWriter:
         self._writer: Any = None
 
     def write_step(self, report: StepReport) -> None:
-        """Writes loss, throughput, learning rate, bubble, and the peak memory of each device."""
+        """Writes loss, throughput with the wait for data, learning rate, bubble, and the peak memory of each device."""
         scalars: dict[str, float] = {
             "loss": report.loss,
-            "samples_per_s": self._minibatch_size * 1e9 / report.step_ns,
+            "samples_per_s": self._minibatch_size * 1e9 / (report.data_ns + report.step_ns),
             "learning_rate": report.learning_rate,
             "bubble": report.bubble,
         }

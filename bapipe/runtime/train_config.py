@@ -49,7 +49,8 @@ class TrainConfig:
         checkpoint: folder for checkpoints.
         checkpoint_every: steps between two checkpoints, with one after the last step too.
         keep: number of checkpoints to keep, the newest ones.
-        resume: continue from the newest checkpoint, if there is one, whatever plan it was made under.
+        resume: continue from the newest checkpoint, if there is one, whatever plan it was made under; options of
+            training that are not given are those that it was made with.
         replan: if devices are lost, plan for the others and continue from the newest checkpoint. Lost are those in
             `without`, the last ones if the job has fewer processes or this machine fewer devices than the plan uses,
             and those of this machine's ranks that die or hang. The result covers the steps since the last plan.

@@ -18,6 +18,7 @@ from bapipe.formats.codec import encode
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint, set_damaged_aside
 from bapipe.runtime.checkpoint.manifest import Manifest, MinibatchSize, Position
+from bapipe.runtime.checkpoint.options import kept_options
 from bapipe.runtime.checkpoint.weights import load_weights
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
@@ -73,6 +74,7 @@ class TrainJob:
             optimizer_tensors={},
             optimizer_numbers={},
             files={},
+            options=kept_options(self.config),
         )
 
     def _minibatch_sizes(self) -> tuple[MinibatchSize, ...]:
@@ -99,14 +101,15 @@ class EvaluationProgress:
 
 
 class _History:
-    """What the result says of each step, in 17 bytes a step: a run may have millions."""
+    """What the result says of each step, in 25 bytes a step: a run may have millions."""
 
     def __init__(self) -> None:
-        self.losses, self.step_ns, self.as_planned = array("d"), array("q"), bytearray()
+        self.losses, self.step_ns, self.data_ns, self.as_planned = array("d"), array("q"), array("q"), bytearray()
 
     def add(self, report: StepReport) -> None:
         self.losses.append(report.loss)
         self.step_ns.append(report.step_ns)
+        self.data_ns.append(report.data_ns)
         self.as_planned.append(report.as_planned)
 
 
@@ -166,8 +169,10 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
             seed_step(config.seed, rank.index, step)
             learning_rate = config.learning_rate_at(step, job.learning_rate)
             pipeline.set_learning_rate(learning_rate)
+            before_ns = time.perf_counter_ns()
             batch = next(loader)
-            report, stop_signal = _step(pipeline, rank, job.devices, step, learning_rate, batch)
+            data_ns = time.perf_counter_ns() - before_ns
+            report, stop_signal = _step(pipeline, rank, job.devices, step, learning_rate, batch, data_ns)
             history.add(report)
             if rank.index == 0:
                 rank.report(report)
@@ -224,9 +229,12 @@ def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
 
 
 def _step(
-    pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, learning_rate: float, batch: Batch
+    pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, learning_rate: float, batch: Batch, data_ns: int
 ) -> tuple[StepReport, int]:
-    """Runs a step; returns what was measured, and the signal that has asked one of the ranks to stop, or 0."""
+    """Runs a step; returns what was measured, and the signal that has asked one of the ranks to stop, or 0.
+
+    `data_ns` is how long this rank waited for its part of the batch.
+    """
     dist.barrier()
     start_ns = time.perf_counter_ns()
     loss = pipeline.step(*batch.inputs, target=batch.target, bucket=batch.bucket)
@@ -235,7 +243,7 @@ def _step(
     elapsed_ns = time.perf_counter_ns() - start_ns
     peak = pipeline.peak_bytes()
     row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns(), -1 if peak is None else peak]
-    row.append(rank.stop_signal)
+    row += [rank.stop_signal, data_ns]
     own = torch.tensor(row, dtype=torch.float64, device=rank.device)
     everyone = [torch.empty_like(own) for _ in range(rank.size)]
     dist.all_gather(everyone, own)
@@ -247,6 +255,7 @@ def _step(
         step=step,
         loss=mean,
         step_ns=step_ns,
+        data_ns=int(max(row[6] for row in rows)),
         bubble=bubble,
         learning_rate=learning_rate,
         as_planned=batch.bucket is None,
@@ -266,6 +275,7 @@ def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], history: _Hi
     return TrainResult(
         losses=tuple(history.losses),
         step_ns=tuple(history.step_ns),
+        data_ns=tuple(history.data_ns),
         as_planned=tuple(map(bool, history.as_planned)),
         devices=names,
         peak_bytes=tuple(peaks),

@@ -18,6 +18,7 @@ class StepReport:
     Attributes:
         loss: mean over the mini-batch, before the update.
         step_ns: time of the slowest rank.
+        data_ns: time before the step in which the ranks waited for its samples; not part of `step_ns`.
         bubble: share of the step that ranks were idle.
         learning_rate: of the update.
         as_planned: whether the samples have the sizes that the plan is for; else they are smaller.
@@ -28,6 +29,7 @@ class StepReport:
     step: int
     loss: float
     step_ns: int
+    data_ns: int
     bubble: float
     learning_rate: float
     as_planned: bool
@@ -59,6 +61,7 @@ class TrainResult:
 
     Attributes:
         losses, step_ns: per step, in order; a step's time is its slowest rank's, from a common start.
+        data_ns: per step, the time before it in which the ranks waited for its samples.
         as_planned: per step, whether the samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.
         peak_bytes: per device, the peak memory of its stages; None if the system does not tell.
@@ -69,6 +72,7 @@ class TrainResult:
 
     losses: tuple[float, ...]
     step_ns: tuple[int, ...]
+    data_ns: tuple[int, ...]
     as_planned: tuple[bool, ...]
     devices: tuple[str, ...]
     peak_bytes: tuple[int | None, ...]
@@ -87,6 +91,11 @@ class TrainResult:
     def mean_step_ns(self) -> int:
         """The mean step time after the first steps, whatever the sizes of the samples."""
         return int(mean(self.step_ns[WARM_UP_STEPS:] or self.step_ns[-1:]))
+
+    @property
+    def mean_data_ns(self) -> int:
+        """The mean time before a step in which the ranks waited for its samples, after the first steps."""
+        return int(mean(self.data_ns[WARM_UP_STEPS:] or self.data_ns[-1:]))
 
 
 OnStep = Callable[[StepReport], None]

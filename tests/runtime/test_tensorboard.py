@@ -17,7 +17,8 @@ def report(step: int, loss: float) -> StepReport:
     return StepReport(
         step=step,
         loss=loss,
-        step_ns=5 * 10**8,
+        step_ns=4 * 10**8,
+        data_ns=10**8,
         bubble=0.25,
         learning_rate=0.5,
         as_planned=True,

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -45,6 +45,27 @@ class MinibatchSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_samples: Positive
 
 
+class KeptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of `TrainConfig` that decide on the losses of a run; the number of steps is asked for anew.
+
+    Those that JSON cannot hold are left out.
+    """
+
+    data: str | msgspec.UnsetType = msgspec.UNSET
+    buckets: int | msgspec.UnsetType = msgspec.UNSET
+    augment: bool | msgspec.UnsetType = msgspec.UNSET
+    skip_unreadable: bool | msgspec.UnsetType = msgspec.UNSET
+    learning_rate: float | msgspec.UnsetType | None = msgspec.UNSET
+    learning_rate_schedule: str | msgspec.UnsetType = msgspec.UNSET
+    warmup_steps: int | msgspec.UnsetType = msgspec.UNSET
+    optimizer: str | msgspec.UnsetType | None = msgspec.UNSET
+    optimizer_arguments: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    clip_norm: float | msgspec.UnsetType | None = msgspec.UNSET
+    seed: int | msgspec.UnsetType = msgspec.UNSET
+    evaluate_every: int | msgspec.UnsetType | None = msgspec.UNSET
+    evaluate_samples: int | msgspec.UnsetType | None = msgspec.UNSET
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checkpoint; only `plan` depends on the plan, its tensors have the names of the original module.
 
@@ -59,6 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         optimizer_tensors, optimizer_numbers: the optimizer's state, by `name of the parameter:key`.
         files: the files with the tensors.
         grad_scaler: loss scaling of the next step, if losses are scaled; stored as `scaling`.
+        options: of the run, which one that resumes takes over; left out in checkpoints of earlier versions.
     """
 
     bapipe: Literal["checkpoint/2"] = "checkpoint/2"
@@ -76,6 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer_numbers: dict[str, bool | int | float]
     files: dict[str, FileDigest]
     grad_scaler: GradScalerState | None = msgspec.field(default=None, name="scaling")
+    options: KeptOptions | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -132,14 +155,19 @@ def read_manifest(path: Path) -> Manifest:
         DamagedCheckpoint: something is missing or damaged.
         BapipeError: the checkpoint is of an older version of bapipe.
     """
-    manifest = _decode(path)
+    manifest = decode_manifest(path)
     for name, expected in manifest.files.items():
         _check_file(path, name, expected)
     _check_tensors(path, manifest)
     return manifest
 
 
-def _decode(path: Path) -> Manifest:
+def decode_manifest(path: Path) -> Manifest:
+    """Returns the manifest of a checkpoint, verified itself; whether its files are whole is not looked at.
+
+    Raises:
+        DamagedCheckpoint, BapipeError: as `read_manifest`.
+    """
     if (path / MANIFEST).is_fifo():
         raise DamagedCheckpoint(f"{path} is no whole checkpoint: {MANIFEST} is a pipe")  # whose reader may wait forever
     try:

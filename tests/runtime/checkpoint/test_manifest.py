@@ -21,7 +21,8 @@ from tests.multiprocess.fault_cases import points
 from tests.runtime.checkpoint.cases import go, read_tree, write_manifest
 
 FOR_THE_READER = {"model", "plan", "versions"}
-"""Fields that a run does not use; `scaling` is one too, in a run that scales no losses."""
+"""Fields that a run does not use; `scaling` is one too, in a run that scales no losses, and `options` in one that was
+given all of its own."""
 
 VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 3, 7, 12, 2**31, 2**63, 10**40, -0.5, 1.5, 1e308, "", "x", "sgd", "adamw", "float3r",
@@ -109,7 +110,7 @@ def test_every_change_of_a_field_is_refused_or_harmless(
             continue
         assert digest == "made anew", path
         differing = {key for key in {*used, *tree} if used.get(key) != tree.get(key)}
-        assert differing <= {*FOR_THE_READER, "digest", "scaling"}, (path, differing)
+        assert differing <= {*FOR_THE_READER, "digest", "scaling", "options"}, (path, differing)
     assert refused > 200
 
 
