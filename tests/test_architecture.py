@@ -21,7 +21,7 @@ LAYERS = [
     {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "user_folders", "_optional"},
     {"schedules"},
     {"formats"},
-    {"graph", "torch_device", "torch_private", "job"},
+    {"graph", "torch_device", "torch_settings", "torch_private", "job"},
     {"simulator", "tracing"},
     {"importers", "zoo", "equivalence"},
     {"profiler"},
@@ -35,7 +35,17 @@ LAYERS = [
 ]
 """Lowest first. A module imports from layers below its own; within a package such as `planner` from its files too."""
 
-TORCH = {"job", "tracing", "equivalence", "torch_device", "torch_private", "profiler", "runtime", "zoo"}
+TORCH = {
+    "job",
+    "tracing",
+    "equivalence",
+    "torch_device",
+    "torch_settings",
+    "torch_private",
+    "profiler",
+    "runtime",
+    "zoo",
+}
 HEAVY = {
     "torch": TORCH,
     "numpy": {"zoo", "planner", "simulator"},

@@ -22,12 +22,12 @@ from bapipe.profiler.prepare import (
     check_examples,
     check_trainable,
     fits_on_device,
-    in_memory_format,
     prepared,
 )
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
+from bapipe.torch_settings import in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.changing_state import layers_that_keep_values, layers_with_same_changing_buffer
 

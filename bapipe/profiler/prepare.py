@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
 from bapipe.torch_device import describe
+from bapipe.torch_settings import tf32
 from bapipe.tracing.sizes import repeat_to_batch
 
 
@@ -43,8 +44,6 @@ def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> 
 @contextmanager
 def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
     """Puts the module in training mode without gradients; restores module, random state and TF32 afterwards."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
     training = {submodule: submodule.training for submodule in module.modules()}
     module.train()
     if settings.channels_last:
@@ -52,10 +51,9 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Ite
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     module.zero_grad()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with tf32(settings.tf32), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
         module.zero_grad()
         if settings.channels_last:
             module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
@@ -79,13 +77,6 @@ def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device)
             f"no memory for a batch of {size} samples: measure smaller `microbatch_sizes` "
             f"({_shortened(str(error), 100)})"
         ) from error
-
-
-def in_memory_format(tensor: Tensor, settings: Settings) -> Tensor:
-    """Returns a tensor in the memory format of the settings: images channels-last if these ask for it."""
-    if settings.channels_last and tensor.dim() == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor
 
 
 def _shortened(text: str, length: int = 60) -> str:

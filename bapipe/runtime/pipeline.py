@@ -27,6 +27,7 @@ from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
+from bapipe.torch_settings import tf32
 from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names, trace, unused_state
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
@@ -139,6 +140,7 @@ class Pipeline:
                 examples=parts.examples,
                 minibatch_size=plan.minibatch_size,
                 device=self._device,
+                settings=plan.compute_settings,
             )
             for parts in sized
         ]
@@ -203,7 +205,8 @@ class Pipeline:
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), generators_restored():
+        allowed = self._plan.compute_settings.tf32
+        with tf32(allowed), torch.random.fork_rng(devices=devices), generators_restored():
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
         self._rng.step += 1
         self._update()
@@ -260,7 +263,8 @@ class Pipeline:
         expected = self._expected[0]
         loaded = expected.load(inputs, num)
         target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
-        return self._forward_executor.run(loaded, target, num, keep)
+        with tf32(self._plan.compute_settings.tf32):
+            return self._forward_executor.run(loaded, target, num, keep)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by their names in the original module; tied ones by all of them.

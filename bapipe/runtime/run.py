@@ -174,8 +174,7 @@ def _check_optimizer(settings: Settings, config: TrainConfig) -> None:
     name, arguments = config.optimizer_for(settings)
     rule = rule_of(name, momentum=arguments.get("momentum", 0)) or settings.optimizer
     # The other settings are compared where they can be seen: the dtype at the model, the rest in every rank.
-    run = Settings(dtype=settings.dtype, optimizer=rule, threads=settings.threads, autocast=settings.autocast)
-    check_same(settings, run)
+    check_same(settings, msgspec.structs.replace(settings, optimizer=rule))
 
 
 def export(checkpoint: Path, output: Path) -> int:

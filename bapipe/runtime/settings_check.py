@@ -17,7 +17,8 @@ from bapipe.torch_device import dtype_name
 def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
     """Raises BapipeError if the plan's profile was measured with other settings than this process computes with.
 
-    Memory formats are compared if the module has weights that show theirs, threads on a CPU, tf32 on CUDA.
+    Memory formats are compared if the module has weights that show theirs, threads on a CPU. TF32 is not: a pipeline's
+    steps set what the plan says.
     """
     if plan.settings is UNSET:
         return
@@ -30,8 +31,6 @@ def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast
     )
     if device.type == "cpu":
         here = structs.replace(here, threads=torch.get_num_threads())
-    if device.type == "cuda":
-        here = structs.replace(here, tf32=torch.backends.cuda.matmul.allow_tf32)
     check_same(planned, here)
 
 

@@ -120,6 +120,8 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     if rank.device.type == "cpu":
         torch.set_num_threads(settings.threads)
     example = job.build()
+    if settings.channels_last:
+        example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pipeline = Pipeline(
         example.module,
         plan,

@@ -1,6 +1,7 @@
 """A pipeline that would compute otherwise than its plan's profile was measured is refused before it is built."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
+from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory, sgd
 from bapipe.runtime.pipeline import Pipeline
 from tests.multiprocess.runtime_cases import make_plan
@@ -37,12 +39,11 @@ def build(
     inputs: Tensor,
     autocast: torch.dtype | None = None,
     make: OptimizerFactory | None = None,
+    loss: Loss = nn.functional.cross_entropy,
 ) -> Pipeline:
     names = [name for name, _ in module.named_children()]
     plan = structs.replace(make_plan(names, (), (0,), [["0F0", "0B0"]], 2, 1), settings=measured)
-    return Pipeline(
-        module, plan, loss=nn.functional.cross_entropy, inputs=[inputs], autocast=autocast, optimizer=make
-    )  # fmt: skip
+    return Pipeline(module, plan, loss=loss, inputs=[inputs], autocast=autocast, optimizer=make)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,36 @@ def test_equal_settings_run(measured: dict[str, object], make: OptimizerFactory 
 def test_an_unobservable_memory_layout_is_not_compared() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     build(Settings(threads=THREADS, channels_last=True), module, torch.randn(1, 3, 6, 6))
+
+
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "tf32"), (False, "ieee")])
+def test_steps_compute_with_the_plan_s_tf32_and_restore_the_process_s(tf32: bool, precision: str) -> None:
+    backends: Any = torch.backends
+    parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    found: list[str] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found.extend(part.fp32_precision for part in parts)
+        return nn.functional.cross_entropy(output, target)
+
+    before = [part.fp32_precision for part in parts]
+    pipeline = build(Settings(threads=THREADS, tf32=tf32), images(), torch.randn(1, 3, 6, 6), loss=loss)
+    found.clear()
+    pipeline.step(torch.randn(2, 3, 6, 6), target=torch.tensor([0, 1]))
+    assert found == [precision] * 3
+    assert [part.fp32_precision for part in parts] == before
+
+
+def test_images_are_channels_last_if_the_plan_is() -> None:
+    found: list[bool] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found.append(output.is_contiguous(memory_format=torch.channels_last) and not output.is_contiguous())
+        return nn.functional.mse_loss(output, target)
+
+    module = nn.Sequential(nn.MaxPool2d(2))  # keeps the format of its input
+    module.append(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    pipeline = build(Settings(threads=THREADS, channels_last=True), module, torch.randn(1, 3, 6, 6), loss=loss)
+    found.clear()
+    pipeline.step(torch.randn(2, 3, 6, 6), target=torch.randn(2, 4, 2, 2))
+    assert found == [True]

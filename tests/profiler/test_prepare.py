@@ -36,12 +36,6 @@ def test_a_module_and_its_random_state_are_restored() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_only_images_become_channels_last() -> None:
-    settings = Settings(channels_last=True)
-    assert prepare.in_memory_format(torch.zeros(2, 3, 4, 5), settings).stride() == (60, 1, 15, 3)
-    assert prepare.in_memory_format(torch.zeros(2, 3, 4), settings).stride() == (12, 4, 1)
-
-
 def test_a_module_fits_if_memory_exceeds_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(4, 4, bias=False)  # 64 bytes of parameters
     for memory_bytes, fits in ((128, False), (129, True)):

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BapipeError
+from bapipe.formats.settings import Settings
 from bapipe.torch_device import dtype_name
+from bapipe.torch_settings import in_memory_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class BatchSpec:
         needed: those of them that this rank loads.
         examples: one of each of the model's inputs, of any batch size.
         minibatch_size: the plan's.
+        settings: the plan's, of which the memory format is applied.
     """
 
     names: tuple[str, ...]
@@ -26,6 +29,7 @@ class BatchSpec:
     examples: Mapping[str, Tensor]
     minibatch_size: int
     device: torch.device
+    settings: Settings
 
     def load(self, inputs: Sequence[Tensor | None], num_samples: int) -> dict[str, Tensor]:
         """Returns the needed inputs on the device.
@@ -54,7 +58,7 @@ class BatchSpec:
             raise BapipeError(
                 f"'{name}' has samples of {_describe(tensor)}; the example inputs have {_describe(example)}"
             )
-        return tensor.to(self.device, non_blocking=True)
+        return in_memory_format(tensor.to(self.device, non_blocking=True), self.settings)
 
 
 def _describe(tensor: Tensor) -> str:
