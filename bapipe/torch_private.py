@@ -55,6 +55,7 @@ __all__ = [
     "needs_values",
     "parameter_hooks",
     "pipeline_runtime",
+    "post_sends",
     "replace_losses",
     "reset_method",
     "return_schemas",
@@ -222,6 +223,13 @@ def set_lowered_order(runtime: Any, order: Mapping[int, Sequence[str]]) -> None:
     runtime.pipeline_order_with_comms = {
         process: [_Action.from_str(action) for action in actions] for process, actions in order.items()
     }
+
+
+def post_sends(operations: "Sequence[dist.P2POp]") -> "Sequence[dist.Work]":
+    """Posts sends as torch's runtime does, which must match how it posts receives; returns their works."""
+    from torch.distributed.pipelining.schedules import _batch_p2p
+
+    return _batch_p2p(list(operations))
 
 
 def replace_losses(runtime: Any, loss_of: Callable[[int], Tensor]) -> None:

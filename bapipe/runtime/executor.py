@@ -20,11 +20,12 @@ from bapipe.processes import one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs, check_stages
 from bapipe.runtime.loss_weights import LossWeights
-from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.lowering import finished_sends, lower_schedule, receives_at_step_start
 from bapipe.runtime.model_errors import model_errors, without_torch_log
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.sends import Sends
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
@@ -76,6 +77,7 @@ class ScheduleExecutor:
         check_stages(self._schedule, stages)
         own_order = self._schedule.order[layout.rank]
         self._final_backward = _final_backwards(own_order)
+        self._sends = Sends(finished_sends(self._schedule, layout.rank))
         torch_stages = [self._torch_stage(stage) for stage in stages]
         self._runtime = pipeline_runtime(torch_stages, self._schedule.num_microbatches, self._scaled_loss)
         for stage in torch_stages:
@@ -100,6 +102,7 @@ class ScheduleExecutor:
             self._weights.begin(target, self._schedule.num_microbatches)
         with without_torch_log():
             self._runtime.step(*loaded, target=target, return_outputs=False)
+            self._sends.release_all()
         if target is None:
             return None
         zero = torch.zeros_like(target, dtype=torch.float32).sum()  # a replica may have run no micro-batch
@@ -126,7 +129,7 @@ class ScheduleExecutor:
         return {s: self._layout.process_of(s, microbatch) for s in range(self._schedule.num_stages)}
 
     # Each wrapper below replaces a method of torch's stage by one that calls it. They are stacked in this order, inner
-    # first: recomputation, the inputs loaded here, timing.
+    # first: routing, sending, recomputation, the inputs loaded here, timing.
 
     def _torch_stage(self, stage: LocalStage) -> PipelineStage:
         num_stages, device, group = self._schedule.num_stages, self._layout.device, self._layout.group
@@ -146,6 +149,8 @@ class ScheduleExecutor:
             skip_neighbor_handshake(torch_stage)
         for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
             self._route_by_microbatch(torch_stage, name)
+        self._post_sends(torch_stage, "get_fwd_send_ops", "F")
+        self._post_sends(torch_stage, "get_bwd_send_ops", "B")
         recompute = self._recompute_forward(torch_stage) if stage.recompute else None
         self._wrap_forward(torch_stage, stage)
         self._wrap_backward(torch_stage, stage, recompute)
@@ -161,6 +166,16 @@ class ScheduleExecutor:
             return original(microbatch)
 
         setattr(torch_stage, name, routed)
+
+    def _post_sends(self, torch_stage: PipelineStage, name: str, letter: str) -> None:
+        """Posts the sends here and leaves none to the runtime, which would keep their tensors until the step ends."""
+        original, stage = getattr(torch_stage, name), torch_stage.stage_index
+
+        def posted(microbatch: int) -> list[dist.P2POp]:
+            self._sends.post(f"{stage}SEND_{letter}{microbatch}", original(microbatch))
+            return []
+
+        setattr(torch_stage, name, posted)
 
     def _recompute_forward(self, torch_stage: PipelineStage) -> Callable[[int], Tensor | None]:
         """Makes F keep its inputs only; returns a function that runs it again, and returns the last stage's loss.
@@ -281,6 +296,7 @@ class ScheduleExecutor:
             self._timed(action, call)
 
     def _timed(self, action: Action, call: Callable[[], Any]) -> Any:
+        self._sends.release_before(action)
         self._rng.enter(action.microbatch)
         start = self._clock.stamp()
         result = call()

@@ -1,14 +1,17 @@
 """Lowering of a plan: whether torch can run it, and its schedule with the sends and receives between the actions.
 
+Also when each send is certainly done, so that its tensors need not be kept any longer.
+
 They are written as torch writes them: `0SEND_F1`, `1RECV_F1`. torch lowers too (`_prepare_schedule_with_comms`), but
 knows one rank per stage; here a stage may have replicas, which take the micro-batches in turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from bapipe.errors import BapipeError, InvalidSchedule
 from bapipe.formats.plan import Plan
-from bapipe.schedules.table import Action, Phase, Schedule, check, is_ready
+from bapipe.schedules.table import Action, Phase, Schedule, check, dependencies, is_ready
 
 
 def check_runnable(plan: Plan) -> tuple[int, ...]:
@@ -47,7 +50,7 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
 
     A send follows the action whose output it sends. A receive is inserted at the point that its rank has reached when
     the send is posted, so that the two ranks of a pair list what they exchange in the same order, as NCCL requires.
-    Stages on one device exchange nothing. O(n ranks) for n actions: in rounds, each rank runs its next action.
+    Stages on one device exchange nothing. O(n ranks) for n actions.
 
     Raises:
         InvalidSchedule: the order deadlocks.
@@ -55,6 +58,79 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
     """
     _check_neighbours(schedule)
     lowered: list[list[str]] = [[] for _ in schedule.order]
+    for rank, action in _execution(schedule):
+        lowered[rank].append(str(action))
+        receiver = _receiver(action, schedule)
+        if receiver is not None:
+            lowered[rank].append(send_of(action))
+            letter = "F" if action.phase is Phase.FORWARD else "B"
+            lowered[receiver.rank].append(f"{receiver.stage}RECV_{letter}{action.microbatch}")
+    return tuple(map(tuple, lowered))
+
+
+def finished_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[str, ...]]:
+    """Returns the sends of a rank, as `send_of` names them, that are done before each of its actions starts.
+
+    A send is done when the action that takes what it sends has started. It is given at the rank's first action that
+    comes after that one, by the dependencies of the schedule and the orders of the ranks, so waiting for it there is no
+    delay: the F of a micro-batch is sent by the time of its B at the latest. Sends that no action comes after are left
+    out.
+
+    A wait cannot deadlock, not even if a transfer is left out because its tensors have no gradient, so that an action
+    starts earlier than the schedule lets it. `lower_schedule` lists both ends of a transfer at one moment of an
+    execution in which every rank runs its list in order; so each send could be waited for as soon as it is posted. That
+    holds for any part of the transfers, and if receives are posted earlier than their places.
+
+    O(n peers) for n actions and the ranks that this one sends to.
+    """
+    own = {action: receiver for action in schedule.order[rank] if (receiver := _receiver(action, schedule))}
+    peers = sorted({receiver.rank for receiver in own.values()})
+    taken_at = {  # (column of `peers`, place in the order of that rank) of the action that takes a transfer
+        (action.stage, action.phase is Phase.FORWARD, action.microbatch): (column, place)
+        for column, peer in enumerate(peers)
+        for place, action in enumerate(schedule.order[peer])
+        if action.phase is not Phase.WEIGHT_GRAD
+    }
+    finished: dict[Action, tuple[str, ...]] = {}
+    pending: dict[Action, tuple[int, int]] = {}
+    for action, started in _started_before(schedule, peers, rank):
+        done = [send for send, (column, place) in pending.items() if place < started[column]]
+        if done:
+            finished[action] = tuple(map(send_of, done))
+        for send in done:
+            del pending[send]
+        if action in own:
+            pending[action] = taken_at[own[action].stage, action.phase is Phase.FORWARD, action.microbatch]
+    return finished
+
+
+def _started_before(schedule: Schedule, peers: Sequence[int], rank: int) -> Iterator[tuple[Action, tuple[int, ...]]]:
+    """Yields a rank's actions with how many actions of each peer must end before; vector clocks (Mattern 1988)."""
+    column = {peer: i for i, peer in enumerate(peers)}
+    clocks = [(0,) * len(peers) for _ in schedule.order]  # by rank: after its last action so far
+    after: dict[Action, tuple[int, ...]] = {}
+    for at, action in _execution(schedule):
+        clock = clocks[at]
+        for group in dependencies(action, schedule.num_stages):
+            clock = tuple(map(max, clock, *(after[needed] for needed in group if needed in after)))
+        if at == rank:
+            yield action, clock
+        if at in column:
+            clock = tuple(count + (i == column[at]) for i, count in enumerate(clock))
+        clocks[at] = after[action] = clock
+
+
+def send_of(action: Action) -> str:
+    """Returns the name of the send of what F, B or I of a stage gives its neighbour."""
+    return f"{action.stage}SEND_{'F' if action.phase is Phase.FORWARD else 'B'}{action.microbatch}"
+
+
+def _execution(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yields (rank, action) in an order in which they can run: in rounds, each rank runs its next action if it can.
+
+    Raises:
+        InvalidSchedule: the order deadlocks.
+    """
     reached = [0] * len(schedule.order)
     done: set[Action] = set()
     num_remaining = sum(map(len, schedule.order))
@@ -66,13 +142,10 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
             action = actions[reached[rank]]
             reached[rank] += 1
             num_remaining -= 1
-            lowered[rank].append(str(action))
             done.add(action)
-            if action.phase is not Phase.WEIGHT_GRAD:  # W makes the weights' gradients, which no other stage waits for
-                _add_transfer(action, rank, schedule, lowered)
+            yield rank, action
         if num_remaining == num_before:
             raise InvalidSchedule(f"deadlock: each waits for another: {_blocked(schedule, reached)}")
-    return tuple(map(tuple, lowered))
 
 
 def _blocked(schedule: Schedule, reached: Sequence[int]) -> str:
@@ -100,12 +173,18 @@ def _check_neighbours(schedule: Schedule) -> None:
             )
 
 
-def _add_transfer(action: Action, rank: int, schedule: Schedule, lowered: list[list[str]]) -> None:
+class _Receiver(NamedTuple):
+    stage: int
+    rank: int
+
+
+def _receiver(action: Action, schedule: Schedule) -> _Receiver | None:
+    """Returns the stage and rank that an action's output is sent to, None if it is not sent."""
     stage, phase, microbatch = action
-    letter, target = ("F", stage + 1) if phase is Phase.FORWARD else ("B", stage - 1)
+    if phase is Phase.WEIGHT_GRAD:  # W makes the weights' gradients, which no other stage waits for
+        return None
+    target = stage + 1 if phase is Phase.FORWARD else stage - 1
     if not 0 <= target < schedule.num_stages:
-        return
-    peer = schedule.rank_of(target, microbatch)
-    if peer != rank:
-        lowered[rank].append(f"{stage}SEND_{letter}{microbatch}")
-        lowered[peer].append(f"{target}RECV_{letter}{microbatch}")
+        return None
+    rank = schedule.rank_of(target, microbatch)
+    return None if rank == schedule.rank_of(stage, microbatch) else _Receiver(target, rank)

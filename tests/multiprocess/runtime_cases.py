@@ -2,11 +2,13 @@
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Certificate, Plan, Prediction, StagePlan
 from bapipe.formats.profile import LOSS
+from bapipe.runtime import sends
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
@@ -293,6 +296,7 @@ class Outcome:
     keys: tuple[str, ...]
     all_keys: tuple[str, ...]
     span_ranks: tuple[int, ...]
+    most_sent: int
 
 
 def case(
@@ -316,6 +320,11 @@ def run_cases(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def _run(item: Case) -> Outcome:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _trained(item, _SentTensors(monkeypatch))
+
+
+def _trained(item: Case, sent: "_SentTensors") -> Outcome:
     make, data = MODELS[item.model]
     torch.manual_seed(0)
     dtype = torch.float32 if item.single else torch.float64
@@ -357,7 +366,23 @@ def _run(item: Case) -> Outcome:
         keys=tuple(pipeline.state_dict()),
         all_keys=tuple(whole.state_dict()),
         span_ranks=tuple(span.rank for span in timeline.spans),
+        most_sent=max(sent.counts, default=0),
     )  # fmt: skip
+
+
+class _SentTensors:
+    """Counts, whenever tensors are sent, how many of those sent so far still take memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: list[int] = []
+        self._alive: list[weakref.ref[Tensor]] = []
+        self._post = sends.post_sends
+        monkeypatch.setattr(sends, "post_sends", self._counted)
+
+    def _counted(self, operations: Sequence[dist.P2POp]) -> Sequence[dist.Work]:
+        self._alive += [weakref.ref(operation.tensor) for operation in operations]
+        self.counts.append(sum(ref() is not None for ref in self._alive))
+        return self._post(operations)
 
 
 def _in_order(item: Case) -> bool:

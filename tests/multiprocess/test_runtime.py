@@ -67,7 +67,7 @@ TWO = (
     _named("gpipe", "permuting", (3,), 3),
     _named("1f1b", "two-inputs", (2,), 3),
     _named("gpipe", "two-inputs", (3,), 3),
-    _named("1f1b", "frozen", (1,), 3),
+    _named("1f1b", "frozen", (1,), 8),
     _named("1f1b", "tied", (2,), 3),
     _named("1f1b", "tied", (1,), 3),
     _named("zb-h1", "twice", (2,), 3),
@@ -169,6 +169,11 @@ def test_two_ranks_equal_the_whole_model(item: Case, two: dict[str, list[Outcome
 @pytest.mark.parametrize("item", FOUR, ids=lambda item: item.name)
 def test_four_ranks_equal_the_whole_model(item: Case, four: dict[str, list[Outcome]]) -> None:
     _check(item, four[item.name])
+
+
+def test_a_stage_without_gradients_keeps_no_more_than_it_has_in_flight(two: dict[str, list[Outcome]]) -> None:
+    # Nothing else holds what rank 0 sends: two micro-batches are in flight there. Rank 1 sends no gradients.
+    assert [outcome.most_sent for outcome in two["1f1b frozen (1,) m=8 "]] == [2, 0]
 
 
 def _check(item: Case, outcomes: list[Outcome]) -> None:

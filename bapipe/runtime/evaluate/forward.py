@@ -1,6 +1,7 @@
 """Forward passes of a pipeline in evaluation mode: dropout off, batch norm by its running statistics."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -185,7 +186,7 @@ class _Transfers:
         examples: the examples of the split, for each size of a micro-batch so far.
         outputs: of this rank's stages, until they are sent or the next stage on this rank takes them.
         received: buffers of receives that were posted.
-        sent: sends that were posted, with their tensors, which must live until they are done.
+        sent: sends of an output that were posted, with their tensors, which must live until they are done.
     """
 
     parts: Split
@@ -194,7 +195,7 @@ class _Transfers:
     layout: ProcessLayout
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
-    sent: list[tuple[Any, Tensor]] = field(default_factory=list)
+    sent: deque[list[tuple[Any, Tensor]]] = field(default_factory=deque)
 
     def receive(self, stage: int, microbatch: int, source: int) -> None:
         """Posts the receives of a stage's inputs."""
@@ -217,13 +218,23 @@ class _Transfers:
         return tuple(buffer for buffer, _ in received)
 
     def send(self, stage: int, microbatch: int, destination: int) -> None:
-        """Posts the sends of a stage's outputs."""
-        for tensor in self.outputs.pop((stage, microbatch)):
-            self.sent.append((dist.isend(tensor, group=self.layout.group, group_dst=destination), tensor))
+        """Posts the sends of a stage's outputs, of which no more than a wave of micro-batches is kept.
+
+        Waiting for a send never deadlocks, see `finished_sends`.
+        """
+        tensors = self.outputs.pop((stage, microbatch))
+        group = self.layout.group
+        self.sent.append([(dist.isend(tensor, group=group, group_dst=destination), tensor) for tensor in tensors])
+        if len(self.sent) > len(self.layout.schedule.order):
+            self._wait_for_oldest()
 
     def finish(self) -> None:
         """Waits for all sends."""
-        for work, _ in self.sent:
+        while self.sent:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self.sent.popleft():
             work.wait()
 
     def _example(self, size: int, name: str) -> Tensor:
