@@ -55,6 +55,22 @@ def local_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def current_device(device: torch.device | str) -> torch.device:
+    """Returns a device with its index; a CUDA device becomes this process's current one, which many functions act on.
+
+    Raises:
+        BapipeError: another kind of device, or one that this machine, or its torch, does not have.
+    """
+    found = local_device(str(device))
+    if found.type != "cuda":
+        return found
+    torch.cuda.init()
+    if found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(found)
+    return found
+
+
 def describe(device: torch.device) -> DeviceKind:
     """Returns the kind, name and memory of a device; for a CPU the memory of the machine."""
     if device.type == "cuda":

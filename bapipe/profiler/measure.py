@@ -96,9 +96,10 @@ def measure_model(
     num_parts = 2 * len(missing_sizes) + (profile is None)
     done = 0
     layer_by_layer = layer_by_layer or not fits_on_device(module, device)
-    if not layer_by_layer:
-        module.to(device)
-    with prepared(module, device, settings), only_tensor_inputs(module, inputs) as tensors:
+    with (
+        prepared(module, device, settings, move=not layer_by_layer),
+        only_tensor_inputs(module, inputs) as tensors,
+    ):
         found = traced(
             module,
             tensors,

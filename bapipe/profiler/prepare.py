@@ -42,8 +42,14 @@ def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> 
 
 
 @contextmanager
-def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Iterator[None]:
-    """Puts the module in training mode without gradients; restores module, random state and TF32 afterwards."""
+def prepared(module: nn.Module, device: torch.device, settings: Settings, *, move: bool = True) -> Iterator[None]:
+    """Puts the module in training mode without gradients; restores module, random state and TF32 afterwards.
+
+    If `move`, it also is on the device meanwhile.
+    """
+    home = next(module.parameters()).device
+    if move:
+        module.to(device)
     training = {submodule: submodule.training for submodule in module.modules()}
     module.train()
     if settings.channels_last:
@@ -62,6 +68,8 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings) -> Ite
                 buffer.copy_(buffers[name])
         for submodule, mode in training.items():
             submodule.training = mode
+        if move:
+            module.to(home)
 
 
 def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:

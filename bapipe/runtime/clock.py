@@ -15,6 +15,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class Clock(Protocol):
     """Takes stamps, which must be cheap, and turns them into nanoseconds of `time.perf_counter_ns` after the step."""
 
+    def restart(self) -> None:
+        """Begins a step: stamps from before cannot be turned into nanoseconds any more."""
+
     def stamp(self) -> object: ...
 
     def ns(self, stamp: object) -> int: ...
@@ -22,6 +25,9 @@ class Clock(Protocol):
 
 class CpuClock:
     """Stamps are nanoseconds: on a CPU an action is done when its call returns."""
+
+    def restart(self) -> None:
+        pass
 
     def stamp(self) -> object:
         return time.perf_counter_ns()
@@ -32,24 +38,34 @@ class CpuClock:
 
 
 class CudaClock:
-    """Stamps are events on the current stream, because a call returns before the device has done its work."""
+    """Stamps are events on the device's current stream, because a call returns before the device has done its work.
+
+    CUDA gives the time between two events as a float32 of milliseconds, which an hour after the origin is no finer
+    than 0.25 ms, and its clock drifts from the host's. So every step has an origin of its own.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._origin.record()
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._origin = self._event()
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
 
     def stamp(self) -> object:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return self._event()
 
     def ns(self, stamp: object) -> int:
         assert isinstance(stamp, torch.cuda.Event)
         stamp.synchronize()
         return self._origin_ns + int(self._origin.elapsed_time(stamp) * 1e6)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -85,6 +101,7 @@ def _answer_with_time(peer: int, device: torch.device, group: dist.ProcessGroup 
     message = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(_NUM_ROUND_TRIPS):
         dist.recv(message, group=group, group_src=peer)
+        message.item()  # waits until it is there: NCCL's call returns before
         message.fill_(time.perf_counter_ns())
         dist.send(message, group=group, group_dst=peer)
 

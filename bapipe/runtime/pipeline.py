@@ -27,6 +27,7 @@ from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
+from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
 from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names, trace, unused_state
 from bapipe.tracing.python_random import generators_restored
@@ -82,7 +83,7 @@ class Pipeline:
             check: whether to compare the stages of a module that has values with the module itself, on a few samples.
             group: the processes; None is the default group.
         """
-        self._plan, self._device = plan, torch.device(device)
+        self._plan, self._device = plan, current_device(device)
         self._layout = layout_of(plan, self._device, group)
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
@@ -198,6 +199,7 @@ class Pipeline:
         loaded = expected.load(inputs, self._plan.minibatch_size)
         if self.needs_target:
             target = expected.checked("target", target, None, self._plan.minibatch_size)
+        self._clock.restart()
         self._start = self._clock.stamp()
         self._optimizers.zero_grad()
         for replicas in self._replicas.values():

@@ -133,7 +133,10 @@ class GradientSum:
             parameters = sorted(of_dtype, key=lambda parameter: parameter.nbytes < _LARGE_BYTES)
             self._make_dense(parameters)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            has_grad = torch.tensor([p.grad is not None for p in parameters]).to(grads[0])
+            # Set on the device: a copy from the host would wait for all that the device has been given so far.
+            has_grad = grads[0].new_ones(len(parameters))
+            for index in (i for i, parameter in enumerate(parameters) if parameter.grad is None):
+                has_grad[index] = 0
             num_large = sum(parameter.nbytes >= _LARGE_BYTES for parameter in parameters)
             with torch.no_grad():
                 large = [grad.contiguous() for grad in grads[:num_large]]
@@ -148,8 +151,12 @@ def _assign_gradients(reduction: _Reduction) -> None:
     small = reduction.parameters[len(reduction.large) :]
     parts = torch.split(reduction.flat, [*(parameter.numel() for parameter in small), len(reduction.parameters)])
     summed = [*reduction.large, *(part.view_as(parameter) for part, parameter in zip(parts, small, strict=False))]
-    for parameter, grad, num_replicas in zip(reduction.parameters, summed, parts[-1].tolist(), strict=True):
-        if parameter.grad is not None or num_replicas:
+    if all(parameter.grad is not None for parameter in reduction.parameters):
+        num_replicas = [1] * len(summed)  # this one at least; reading the sums would wait for the device
+    else:
+        num_replicas = parts[-1].tolist()
+    for parameter, grad, num in zip(reduction.parameters, summed, num_replicas, strict=True):
+        if num:
             parameter.grad = grad
 
 

@@ -35,7 +35,7 @@ class PerOperatorRng:
     def __call__(self, operator: str) -> None:
         value = self._value(operator)
         if self._device.type == "cuda":
-            torch.cuda.manual_seed(value)
+            torch.cuda.default_generators[self._device.index].manual_seed(value)
         else:
             torch.default_generator.manual_seed(value)
 

@@ -1,7 +1,7 @@
 """Training by a plan: checks what is asked for, starts the ranks and passes on what they report."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Device
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest_checkpoint, only_writer
 from bapipe.runtime.checkpoint.manifest import Position, check_model
@@ -99,6 +100,7 @@ def train(
             job.devices,
             replace(job, resume_from=newest),
             kind=kinds[0],
+            places=[_place(device, plan.cluster.devices) for device in devices],
             timeout_s=config.timeout_s,
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,
@@ -106,6 +108,12 @@ def train(
             facts=job_facts(plan, config, dataset, resume_from) if "RANK" in os.environ else {},
         )
     return results[0]
+
+
+def _place(device: Device, devices: Sequence[Device]) -> int:
+    """Returns the number of a device among those of its host and kind."""
+    alike = [d for d in devices if (d.host, d.kind) == (device.host, device.kind)]
+    return alike.index(device)
 
 
 def _memory_advice(plan: Plan, name: str) -> str:

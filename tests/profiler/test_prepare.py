@@ -36,6 +36,14 @@ def test_a_module_and_its_random_state_are_restored() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
+def test_a_module_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[torch.device] = []
+    monkeypatch.setattr(nn.Module, "to", lambda _, device: moves.append(device))
+    with prepare.prepared(nn.Linear(2, 2), torch.device("meta"), Settings()):
+        assert moves == [torch.device("meta")]
+    assert moves == [torch.device("meta"), CPU]
+
+
 def test_a_module_fits_if_memory_exceeds_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(4, 4, bias=False)  # 64 bytes of parameters
     for memory_bytes, fits in ((128, False), (129, True)):

@@ -23,11 +23,15 @@ from bapipe.runtime.launch.worker import (
     describe_failure,
     join_job,
     run_rank,
+    waited_too_long,
 )
 from bapipe.stop_signals import StopRequest, noted_signals
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
+
+_NCCL_SETTLE_S = 5.0
+"""So long on CUDA: the ranks that wait for a hanging one are ended one by one by NCCL's watchdogs."""
 
 _START_S = 120.0
 """How much longer a rank may be silent while it starts, because importing torch takes long."""
@@ -86,6 +90,7 @@ def launch(
     stops_between_steps: bool = False,
     facts: Mapping[str, str] = _NO_FACTS,
     memory_advice: Sequence[str] = (),
+    places: Sequence[int] | None = None,
 ) -> list[Result]:
     """Runs `worker(rank, *arguments)` in a process for each of `names`; returns what each returned, in rank order.
 
@@ -93,7 +98,8 @@ def launch(
     and `on_message` sees this rank's messages alone. `kind` is `cpu` (gloo, one thread per process) or `cuda` (NCCL).
     The worker, its arguments and its result must be picklable. `on_message(index, message)` gets the workers' reports,
     in this process. `facts` are values that must be the same in all ranks of a job, by what they are of;
-    `memory_advice` says for each rank what to do if it runs out of memory.
+    `memory_advice` says for each rank what to do if it runs out of memory, `places` which of its host's CUDA devices a
+    rank has, by default the one of its own number.
 
     SIGTERM and SIGHUP end the ranks with this process. A worker that `stops_between_steps` is asked to do so first: it
     looks at `rank.stop_signal`, and raises `Stopped` in every rank. A second signal, or one before the first step, does
@@ -109,6 +115,7 @@ def launch(
         worker=worker,
         arguments=arguments,
         names=tuple(names),
+        places=tuple(range(len(names)) if places is None else places),
         kind=kind,
         timeout_s=timeout_s,
         stops_between_steps=stops_between_steps,
@@ -139,10 +146,10 @@ def _follow(
     deadline_s: float | None = None
     num_signals, last_s = 0, time.monotonic()
     while any(rank.finished is None for rank in ranks):
-        _receive(ranks, on_message)
+        _receive(ranks, job, on_message)
         now_s = time.monotonic()
         if deadline_s is None and any(rank.broken for rank in ranks):
-            deadline_s = now_s + _SETTLE_S
+            deadline_s = now_s + (_NCCL_SETTLE_S if job.kind == "cuda" else _SETTLE_S)
         if deadline_s is not None and (now_s >= deadline_s or all(rank.broken or rank.finished for rank in ranks)):
             raise _error(ranks, job, stop)
         if stop.number is not None and num_signals < len(stop.numbers):
@@ -174,11 +181,11 @@ def _count_silence(ranks: Sequence[_RankState], passed_s: float) -> None:
             rank.silent_s += passed_s
 
 
-def _receive(ranks: Sequence[_RankState], on_message: Callable[[int, Any], None] | None) -> None:
+def _receive(ranks: Sequence[_RankState], job: RankJob, on_message: Callable[[int, Any], None] | None) -> None:
     for process, message in receive([rank.process for rank in ranks], timeout_s=_RECEIVE_S):
         rank = ranks[process.index]
         if not process.is_open:
-            _note_end(rank)
+            _note_end(rank, job)
             continue
         rank.silent_s = 0.0
         if isinstance(message, StepStarted):
@@ -193,10 +200,13 @@ def _receive(ranks: Sequence[_RankState], on_message: Callable[[int, Any], None]
             on_message(process.index, message.value)
 
 
-def _note_end(rank: _RankState) -> None:
+def _note_end(rank: _RankState, job: RankJob) -> None:
     if rank.finished is not None or rank.failure is not None:
         return
     code = rank.process.exit_code(_END_S)
+    if job.kind == "cuda" and code == -signal.SIGABRT:  # NCCL's watchdog ends the process that waits for another
+        rank.failure = waited_too_long(job.timeout_s)
+        return
     rank.killed_by = -code if code is not None and code < 0 else None
     rank.vanished = rank.killed_by is None
 

@@ -25,7 +25,7 @@ from bapipe.job.sockets import OpenSocket, open_sockets, refuse_newcomers
 from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
-from bapipe.torch_device import is_out_of_memory, prepare_cpu
+from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu
 
 _JOIN_S = 300.0
 """The longest time that a rank of a job waits for others to start."""
@@ -82,6 +82,7 @@ class RankJob:
     Attributes:
         worker: called with a `Rank` and `arguments`.
         names: of the ranks' devices in the plan.
+        places: of these devices among those of their host; CUDA numbers them so.
         kind: `cpu` (gloo) or `cuda` (NCCL).
         timeout_s: how long a rank may wait for another.
         stops_between_steps: the worker looks at `rank.stop_signal`; else signals end it at once.
@@ -92,6 +93,7 @@ class RankJob:
     worker: Callable[..., Any]
     arguments: tuple[Any, ...]
     names: tuple[str, ...]
+    places: tuple[int, ...]
     kind: str
     timeout_s: float
     stops_between_steps: bool
@@ -161,7 +163,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
             os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         send(Started())
         shared = dist.FileStore(store, len(job.names))
-        result = _work(job, index, send, limit, local_index=index, store=shared, secret=secret)
+        result = _work(job, index, send, limit, store=shared, secret=secret)
         _send_result(send, result)
         dist.destroy_process_group()
     except BaseException as error:  # the parent puts any kind of error into one line
@@ -175,12 +177,11 @@ def _work(
     send: Callable[[object], None],
     limit: WaitLimit,
     *,
-    local_index: int,
     store: dist.Store,
     secret: bytes,
 ) -> Any:
     """Joins the process group, which `store` connects, and runs the worker; returns its result."""
-    device, size = _prepare(job.kind, local_index), len(job.names)
+    device, size = _prepare(job, index), len(job.names)
     sockets_before = open_sockets()
     with limit, noted_signals() if job.stops_between_steps else nullcontext(StopRequest()) as stop:
         backend = "nccl" if job.kind == "cuda" else "gloo"
@@ -201,24 +202,29 @@ def _send_result(send: Callable[[object], None], result: object) -> None:
     send(Finished(result))
 
 
-def _prepare(kind: str, local_index: int) -> torch.device:
+def _prepare(job: RankJob, index: int) -> torch.device:
+    """Sets this process up for a rank; returns the rank's device."""
     # When an action fails torch prints the whole schedule; the error itself is enough.
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
-    if kind != "cuda":
+    if job.kind != "cuda":
         prepare_cpu(1)
         return torch.device("cpu")
-    if local_index >= torch.cuda.device_count():
-        raise BapipeError(f"this rank wants CUDA device {local_index}; this machine has {torch.cuda.device_count()}")
-    torch.cuda.set_device(local_index)
-    return torch.device("cuda", local_index)
+    num_devices, place = torch.cuda.device_count(), job.places[index]
+    if num_devices == 1 and len(job.names) > 1 and "RANK" in os.environ:
+        place = 0  # Slurm and containers may show each process its own device only
+    if place >= num_devices:
+        raise BapipeError(
+            f"'{job.names[index]}' is device {place} of its host in the plan's cluster, counted from 0; torch finds "
+            f"{num_devices} CUDA devices here: plan for a cluster with this machine's devices"
+        )
+    return current_device(torch.device("cuda", place))
 
 
 def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None) -> Failure:
     if isinstance(error, Stopped):
         return Failure(text=str(error), expected=True, stopped=(error.number, error.detail))
-    waited = f"waited more than {timeout_s:g} s for another rank"
     if limit is not None and limit.expired:
-        return Failure(text=waited, expected=False, lost_peer=True, timed_out=True)
+        return waited_too_long(timeout_s)
     if is_out_of_memory(root_cause(error)):
         text = str(error) if isinstance(error, LayerFailed) else one_line(error)
         return Failure(text=text, expected=False, out_of_memory=True)
@@ -227,8 +233,14 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
-        return Failure(text=waited, expected=False, lost_peer=True, timed_out=True)
+        return waited_too_long(timeout_s)
     return Failure(text=one_line(error), expected=False, lost_peer=_is_lost_peer(error))
+
+
+def waited_too_long(timeout_s: float) -> Failure:
+    """Returns what a rank reports that another one has kept waiting."""
+    text = f"waited more than {timeout_s:g} s for another rank"
+    return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -263,8 +275,7 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
     try:
         wait_for_all(store, index, names, rendezvous_s, job.facts)
         limit = WaitLimit(job.timeout_s, job.kind)  # from here on: it lets the connections live that there are
-        local_index = int(os.environ.get("LOCAL_RANK", index))
-        result = _work(job, index, send, limit, local_index=local_index, store=store, secret=job_secret())
+        result = _work(job, index, send, limit, store=store, secret=job_secret())
         dist.destroy_process_group()
         return result
     except Exception as error:

@@ -1,0 +1,89 @@
+"""Which CUDA device a rank gets, and which rank hangs, without a GPU."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Device
+from bapipe.runtime.launch import processes, worker
+from bapipe.runtime.launch.worker import RankJob
+from bapipe.runtime.train import _place
+from bapipe.stop_signals import StopRequest
+
+
+def job(names: tuple[str, ...], places: tuple[int, ...]) -> RankJob:
+    return RankJob(
+        worker=print,
+        arguments=(),
+        names=names,
+        places=places,
+        kind="cuda",
+        timeout_s=60.0,
+        stops_between_steps=False,
+        facts={},
+        memory_advice=(),
+    )
+
+
+@pytest.fixture
+def cuda_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]:
+    def have(number: int) -> list[torch.device]:
+        current: list[torch.device] = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        return current
+
+    return have
+
+
+def test_places_are_counted_on_each_host() -> None:
+    hosts = ("a", "a", "b", "a", "b")
+    devices = tuple(Device(name=f"cpu{i}", host=host, kind="cuda", memory_bytes=1) for i, host in enumerate(hosts))
+    assert [_place(device, devices) for device in devices] == [0, 1, 0, 2, 1]
+
+
+def test_a_rank_gets_the_device_of_the_plan(cuda_devices: Callable[[int], list[torch.device]]) -> None:
+    current = cuda_devices(4)
+    assert worker._prepare(job(("cuda2", "cuda3"), (2, 3)), 1) == torch.device("cuda", 3)
+    assert current == [torch.device("cuda", 3)]
+
+
+def test_a_process_that_sees_one_device_takes_it(
+    cuda_devices: Callable[[int], list[torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_devices(1)
+    monkeypatch.setenv("RANK", "1")
+    assert worker._prepare(job(("cuda0", "cuda1"), (0, 1)), 1) == torch.device("cuda", 0)
+
+
+def test_a_device_that_is_not_there_is_named(cuda_devices: Callable[[int], list[torch.device]]) -> None:
+    cuda_devices(2)
+    with pytest.raises(BapipeError, match=r"'cuda3' is device 3 of its host in the plan's cluster.*finds 2 CUDA"):
+        worker._prepare(job(("cuda2", "cuda3"), (2, 3)), 1)
+
+
+class Ended:
+    """A process that has ended, or one that still runs."""
+
+    def __init__(self, index: int, code: int | None) -> None:
+        self.index, self._code = index, code
+
+    def exit_code(self, _: float) -> int | None:
+        return self._code
+
+
+def test_the_rank_that_hangs_is_the_silent_one_not_those_that_nccl_ends() -> None:
+    three = job(("cuda0", "cuda1", "cuda2"), (0, 1, 2))
+    codes = (-signal.SIGABRT, None, -signal.SIGABRT)
+    running: list[Any] = [Ended(index, code) for index, code in enumerate(codes)]
+    ranks = [processes._RankState(name, process) for name, process in zip(three.names, running, strict=True)]
+    for rank in (ranks[0], ranks[2]):
+        processes._note_end(rank, three)
+    error = processes._error(ranks, three, StopRequest())
+    assert str(error) == "rank 1 (cuda1) hangs: rank 0 (cuda0) waited more than 60 s for another rank"
+    assert getattr(error, "lost", None) == ("cuda1",)
