@@ -44,6 +44,7 @@ __all__ = [
     "OpOverload",
     "TreeSpec",
     "argument_schemas",
+    "backend_name",
     "construct_reverse_graph",
     "default_group_timeout",
     "get_param_groups",
@@ -157,6 +158,12 @@ def parameter_hooks(parameter: nn.Parameter) -> list[Callable[..., object]]:
 def default_group_timeout(device: torch.device) -> Any:
     """Returns how long an operation of the default group may take on a device; `new_group` does not take it over."""
     return dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+
+
+def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Returns the name of a group's backend for the tensors of a device, such as gloo or nccl; None: default group."""
+    name: str = (group or dist.distributed_c10d._get_default_group())._get_backend(device).name()
+    return name
 
 
 # A backward in two parts, I and W

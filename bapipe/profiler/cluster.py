@@ -6,17 +6,22 @@ from msgspec import UNSET
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.profiler.links import measure_link
-from bapipe.torch_device import describe
+from bapipe.torch_device import describe, framework_bytes
 from bapipe.torch_device import num_devices as num_devices_here
 
 KINDS = ("cpu", "cuda")
+
+_NCCL_BYTES = 2**30
+"""What NCCL's communicators and cuBLAS's workspaces may take of a GPU's memory; torch's allocator does not see it."""
 
 
 def cluster(num_devices: int | None, kind: str) -> Cluster:
     """Returns the first devices of a kind on this machine, or all of them for None; a CPU device is one core.
 
-    CPU devices share the machine's memory evenly. One machine has no link between hosts; the cluster says that it is
-    equal to the link within the host. CPU devices sum gradients themselves, so the cluster has a link for sums too.
+    The memory of a CUDA device is what tensors can have of it: not what the CUDA context, other processes and, if there
+    are several devices, NCCL take. CPU devices share the machine's memory evenly. One machine has no link between
+    hosts; the cluster says that it is equal to the link within the host. CPU devices sum gradients themselves, so the
+    cluster has a link for sums too.
 
     Raises:
         BapipeError: an unknown kind, or a number of devices that this machine does not have.
@@ -59,5 +64,7 @@ def check_devices(num_devices: int | None, kind: str) -> int:
 
 def _memory_bytes(kind: str, index: int, count: int) -> int:
     if kind == "cuda":
-        return describe(torch.device("cuda", index)).memory_bytes
+        device = torch.device("cuda", index)
+        for_messages = _NCCL_BYTES if count > 1 else 0
+        return max(describe(device).memory_bytes - framework_bytes(device) - for_messages, 0)
     return describe(torch.device("cpu")).memory_bytes // count

@@ -54,7 +54,8 @@ class TrainingPass:
 class InstrumentedModel:
     """A model whose layers call `enter` with their number when they begin; number `num_layers` is the loss.
 
-    Work of the instrumentation itself is reported under number `num_layers` + 1.
+    Work of the instrumentation itself is reported under number `num_layers` + 1; on a CPU only, because it is none for
+    another device.
 
     In the backward, a layer begins when autograd runs the operator that computed one of its outputs. Layers that run
     alternately report each time, so the time between two reports belongs to the layer of the earlier one.
@@ -152,7 +153,9 @@ class InstrumentedModel:
         self.enter(layer)
 
     def _record_output(self, layer: int, name: str, value: object) -> None:
-        self.enter(self.num_layers + 1)
+        on_cpu = self.training_pass.device.type == "cpu"
+        if on_cpu:
+            self.enter(self.num_layers + 1)
         traced = self.training_pass.model.layers[layer]
         if not isinstance(value, Tensor):
             raise InvalidModel(
@@ -167,7 +170,8 @@ class InstrumentedModel:
             if not any(source in self.tensors and self.tensors[source].has_gradient for source in traced.inputs):
                 # The edge is taken now, because a later layer may change the tensor in place.
                 self.roots.append(get_gradient_edge(value))
-        self.enter(layer)
+        if on_cpu:
+            self.enter(layer)
 
     def _failed(self, phase: str, error: Exception) -> InvalidModel:
         layers = self.training_pass.model.layers

@@ -16,7 +16,7 @@ from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
 from bapipe.profiler.layer_times import LayerTimes, time_layers
-from bapipe.profiler.optimizer_step import OptimizerStep, time_optimizer_step
+from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 from bapipe.profiler.prepare import (
     batch_on_device,
     check_examples,
@@ -139,7 +139,15 @@ def measure_model(
                     optimizer=settings.optimizer,
                     settings=settings,
                     environment=environment() | _framework(device) | found.notes,
-                    layers=tuple(_layer_profiles(training_pass, memory, settings.optimizer, found.changed)),
+                    layers=tuple(
+                        _layer_profiles(
+                            training_pass,
+                            memory,
+                            settings.optimizer,
+                            found.changed,
+                            all_on_device=not layer_by_layer,
+                        )
+                    ),
                     measurements=(measured,),
                 )
             else:
@@ -177,13 +185,20 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _layer_profiles(
-    training_pass: TrainingPass, memory: LayerMemory, optimizer: str, changed: Collection[str]
+    training_pass: TrainingPass,
+    memory: LayerMemory,
+    optimizer: str,
+    changed: Collection[str],
+    *,
+    all_on_device: bool,
 ) -> Iterator[LayerProfile]:
     """Yields names, tensors, parameters and optimizer of each layer, the loss last.
 
     A shared parameter counts for its first layer.
 
-    `changed` names the parameters and buffers that a forward changes.
+    Args:
+        changed: names of the parameters and buffers that a forward changes.
+        all_on_device: whether all parameters are on the device.
     """
     model = training_pass.model
     parameters = parameters_of(model)  # of each layer
@@ -194,10 +209,7 @@ def _layer_profiles(
     counted = [[p for p in used if first_layer[id(p)] == index] for index, used in enumerate(parameters)]
     trained = [[p for p in used if p.requires_grad] for used in counted]
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
-    updates = [
-        _optimizer_step(training_pass, layer.name, used, optimizer)
-        for layer, used in zip(model.layers, trained, strict=True)
-    ]
+    updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
     keep_values = layers_that_keep_values(model, changed)
     inseparable = layers_with_same_changing_buffer(model)
     for index, layer in enumerate(model.layers):
@@ -226,15 +238,21 @@ def _layer_profiles(
     yield _loss_profile(model, training_pass.loss)
 
 
-def _optimizer_step(
-    training_pass: TrainingPass, name: str, parameters: Sequence[nn.Parameter], optimizer: str
-) -> OptimizerStep:
-    rule = OPTIMIZERS[optimizer]
+def _optimizer_steps(
+    training_pass: TrainingPass, trained: Sequence[Sequence[nn.Parameter]], optimizer: str, all_on_device: bool
+) -> list[OptimizerStep]:
+    """Returns the optimizer's step on the trained parameters of each layer."""
+    device, rule = training_pass.device, OPTIMIZERS[optimizer]
     make = partial(getattr(torch.optim, rule.torch_class), lr=0.0, **rule.arguments)  # lr 0: parameters keep values
+    names, steps = [layer.name for layer in training_pass.model.layers], list[OptimizerStep]()
     try:
-        return time_optimizer_step(parameters, make, training_pass.device)
+        if device.type == "cuda" and all_on_device:
+            return time_one_step_of_all(trained, make, device)
+        for parameters in trained:
+            steps.append(time_optimizer_step(parameters, make, device))
     except Exception as error:  # whatever the optimizer raises
-        raise layer_error(name, "update", training_pass, error) from error
+        raise layer_error(names[len(steps)], "update", training_pass, error) from error
+    return steps
 
 
 def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:

@@ -67,14 +67,21 @@ class CpuLayerTimer:
 
 
 class CudaLayerTimer:
-    """Times of the current stream of a device, on which a layer begins when the work queued before it is done."""
+    """Times of the current stream of a device, on which a layer begins when the work queued before it is done.
+
+    Events are used again, because making one takes longer than a small kernel, and a layer that is running gets no
+    second one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stamps: list[tuple[int, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []
 
     def stamp(self, layer: int) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        if self.stamps and self.stamps[-1][0] == layer:
+            return
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         self.stamps.append((layer, event))
 
@@ -82,6 +89,7 @@ class CudaLayerTimer:
         self.stamp(-1)
         torch.cuda.synchronize(self.device)
         stamps, self.stamps = self.stamps, []
+        self._free += [event for _, event in stamps]
         return [(layer, round(at.elapsed_time(after) * 1e6)) for (layer, at), (_, after) in pairwise(stamps)]
 
 

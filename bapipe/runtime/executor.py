@@ -120,7 +120,7 @@ class ScheduleExecutor:
     def _lowered_order(self) -> dict[int, Sequence[str]]:
         """Returns the lowered actions of each process of the group."""
         lowered = lower_schedule(self._schedule)
-        if self._layout.device.type == "cpu":
+        if self._layout.uses_gloo:
             lowered = tuple(map(receives_at_step_start, lowered))
         return {process: lowered[rank] for process, rank in enumerate(self._layout.ranks)}
 
@@ -143,7 +143,7 @@ class ScheduleExecutor:
             group=group,
         )
         torch_stage.num_stages = num_stages
-        if device.type == "cpu":
+        if self._layout.uses_gloo:
             # Before torch 2.13 a stage first exchanges messages with its neighbours. If a neighbour is on the same
             # rank it sends to itself, which gloo cannot.
             skip_neighbor_handshake(torch_stage)

@@ -10,6 +10,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import check_runnable
 from bapipe.schedules.table import Schedule
+from bapipe.torch_private import backend_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,11 @@ class ProcessLayout:
     def process_of(self, stage: int, microbatch: int) -> int:
         """Returns the process of the group that runs a micro-batch of a stage."""
         return self.ranks.index(self.schedule.rank_of(stage, microbatch))
+
+    @property
+    def uses_gloo(self) -> bool:
+        """Whether tensors between ranks are sent by gloo, which has rules of its own for the order of transfers."""
+        return backend_name(self.group, self.device) == "gloo"
 
     def processes_of(self, ranks: Sequence[int]) -> list[int]:
         """Returns the processes that run some of the schedule's ranks."""

@@ -1,8 +1,14 @@
 """Computations for CUDA devices that can be tested without one."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from bapipe.formats.profile import DeviceKind
+from bapipe.profiler import cluster as cluster_module
+from bapipe.profiler import layer_times
 from bapipe.profiler.layer_memory import allocated_bytes
 from bapipe.profiler.timers import CudaLayerTimer, instrumentation_overhead_ns
 from bapipe.torch_device import framework_bytes
@@ -27,10 +33,11 @@ def test_framework_bytes_exclude_free_memory_and_tensors(monkeypatch: pytest.Mon
 class Event:
     """An event of a device that does a millisecond of work between any two."""
 
-    recorded = 0
+    made, recorded = 0, 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
+        Event.made += 1
 
     def record(self, stream: object) -> None:
         Event.recorded += 1
@@ -46,10 +53,31 @@ def test_intervals_are_those_between_events_on_the_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     clock = CudaLayerTimer(CUDA)
-    for layer in (3, 1, 3):
+    for layer in (3, 1, 1, 3):
         clock.stamp(layer)
     assert waits == []  # nothing waits for the device before all is queued
     assert list(clock.intervals()) == [(3, 10**6), (1, 10**6), (3, 10**6)]
     assert waits == [CUDA]
     assert list(clock.intervals()) == []
+    clock.stamp(5)
+    assert list(clock.intervals()) == [(5, 10**6)]
+    assert Event.made == 4  # events are used again
     assert instrumentation_overhead_ns(CUDA) == (0, 0)
+
+
+def test_a_gpu_warms_up_until_two_passes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_times, "WARM_UP_S", 0.0)
+    for device, num_passes in ((CPU, 1), (CUDA, 5)):
+        times = iter([100, 90, 70, 50, 50, 50])
+        runner: Any = SimpleNamespace(model=SimpleNamespace(training_pass=SimpleNamespace(device=device)))
+        runner.run = lambda times=times: SimpleNamespace(totals=[next(times)])
+        layer_times._warm_up(runner)
+        assert len(list(times)) == 6 - num_passes
+
+
+def test_a_cuda_device_s_memory_leaves_room_for_context_and_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = DeviceKind(kind="cuda", name="small", memory_bytes=10 * 2**30)
+    monkeypatch.setattr(cluster_module, "describe", lambda _: kind)
+    monkeypatch.setattr(cluster_module, "framework_bytes", lambda _: 3 * 2**30)
+    assert cluster_module._memory_bytes("cuda", 0, 1) == 7 * 2**30
+    assert cluster_module._memory_bytes("cuda", 1, 2) == 6 * 2**30

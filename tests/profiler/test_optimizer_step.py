@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from bapipe.profiler.optimizer_step import OptimizerStep, time_optimizer_step
+from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 
 CPU = torch.device("cpu")
 
@@ -21,3 +21,11 @@ def test_adam_keeps_two_values_per_parameter_and_a_step_per_tensor() -> None:
 
 def test_a_layer_without_parameters_takes_no_time() -> None:
     assert time_optimizer_step([], partial(torch.optim.SGD, lr=0.0), CPU) == OptimizerStep(ns=0, state_bytes=0)
+
+
+def test_layers_share_one_step_by_their_bytes() -> None:
+    layers = [[nn.Parameter(torch.ones(n)) for n in sizes] for sizes in ((1000, 2000), (), (6000,))]
+    first, none, third = time_one_step_of_all(layers, partial(torch.optim.Adam, lr=0.0), CPU)
+    assert abs(third.ns - 2 * first.ns) <= 2
+    assert none == OptimizerStep(ns=0, state_bytes=0)
+    assert (first.state_bytes, third.state_bytes) == (2 * 12000 + 2 * 4, 2 * 24000 + 4)

@@ -155,7 +155,7 @@ class ForwardExecutor:
     def _actions(self, num_microbatches: int) -> list[tuple[int, str, int]]:
         """Returns this rank's forwards, sends and receives."""
         lowered = lower_schedule(forwards_only(self._schedule, num_microbatches))[self._layout.rank]
-        if self._layout.device.type == "cpu":
+        if self._layout.uses_gloo:
             lowered = receives_at_step_start(lowered)
         matches = (_ACTION.fullmatch(text) for text in lowered)
         return [(int(match[1]), match[2], int(match[3])) for match in matches if match is not None]
