@@ -235,7 +235,7 @@ def test_command_line_options() -> None:
             "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",
             "--optimizer", "--output", "--source",
         ],
-        "cluster": ["--device", "--devices", "--output", "--probe"],
+        "cluster": ["--between", "--device", "--devices", "--hosts", "--like", "--output", "--probe", "--within"],
         "plan": [
             "--arg", "--cluster", "--constraint", "--devices", "--explain", "--json", "--memory-limit",
             "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",

@@ -14,7 +14,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.hardware import num_cores
-from bapipe.planner.inputs import ASSUMED_LINK, by_kind, homogeneous_cluster, local_cluster
+from bapipe.planner.inputs import by_kind, homogeneous_cluster, local_cluster
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
 from bapipe.profiler.profile import profile_model_cached
@@ -82,10 +82,11 @@ def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None)
         if set(profiles) != {"cpu"}:
             raise BapipeError("define the devices: --devices N like the profiled one, or --cluster FILE")
         num_devices = num_cores()
+    cluster = homogeneous_cluster(profiles, num_devices)
     if num_devices > 1:
-        rate, latency = ASSUMED_LINK.bytes_per_s / 1e9, ASSUMED_LINK.latency_ns / 1e3
+        rate, latency = cluster.intra_host.bytes_per_s / 1e9, cluster.intra_host.latency_ns / 1e3
         note(f"no link was measured: assuming {rate:g} GB/s and {latency:g} us; `bapipe cluster` measures it")
-    return homogeneous_cluster(profiles, num_devices)
+    return cluster
 
 
 def read_or_make_plan(source: str, arguments: list[str] | None) -> Plan:

@@ -10,10 +10,12 @@ from bapipe import report
 from bapipe.cli.options import MAX_THREADS, Arguments, Devices, Kind, Output, Sizes, integers, key_values
 from bapipe.cli.progress import err, parts_bar, show_parts, show_written
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import check_writable, write
+from bapipe.formats.codec import check_writable, read, write
+from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file
 from bapipe.planner.inputs import local_cluster, probed_cluster
+from bapipe.planner.link_catalogue import CATALOGUE, cluster_like
 from bapipe.profiler.profile import profile_model
 from bapipe.units import MAX_INT
 from bapipe.zoo import ZOO
@@ -168,11 +170,28 @@ def cluster(
             "--probe", help="Measure both directions between every two devices; with torchrun, those of the job."
         ),
     ] = False,
+    like: Annotated[
+        Path | None,
+        typer.Option("--like", help="Devices that are not here: GPUs like the one in this profile."),
+    ] = None,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="With --like: number of hosts.")] = 1,
+    within: Annotated[
+        str | None,
+        typer.Option(
+            "--within", help=f"With --like: the link within a host. One of {', '.join(CATALOGUE)}. Default: the GPU's."
+        ),
+    ] = None,
+    between: Annotated[str, typer.Option("--between", help="With --like: the link between hosts.")] = "eth100",
     output: Output = Path("cluster.json"),
 ) -> None:
-    """List the devices of this machine or job, and measure their links."""
+    """List the devices of this machine or job, and measure their links.
+
+    With --like it describes devices that one does not have, with links of a catalogue.
+    """
     check_writable(output)
-    if probe:
+    if like is not None:
+        measured = cluster_like(read(like, ModelProfile), devices or hosts, hosts, within, between)
+    elif probe:
         with parts_bar("probing") as progress:
             measured = probed_cluster(devices, device, progress)
         if os.environ.get("RANK", "0") != "0":  # in a torchrun job only rank 0 reports

@@ -86,6 +86,7 @@ class Cluster(
             than over this link.
         links: links that differ from those within and between hosts.
         probe: further measurements, for information only.
+        assumed_links: what the links are taken to be, if nobody measured them.
 
     Raises:
         InvalidFile: no device, a name used twice, or a link that does not join two devices.
@@ -97,6 +98,7 @@ class Cluster(
     intra_host_sum: Bandwidth | msgspec.UnsetType = msgspec.UNSET
     links: tuple[Link, ...] = ()
     probe: Probe | msgspec.UnsetType = msgspec.UNSET
+    assumed_links: str | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -7,6 +7,7 @@ from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.link_catalogue import cluster_like
 from bapipe.progress import PartsProgress
 
 Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
@@ -42,16 +43,19 @@ def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
 
 
 def homogeneous_cluster(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
-    """Returns devices like the one profiled, all on one host, with `ASSUMED_LINK` between them.
+    """Returns devices like the one profiled, all on one host, with links that are assumed.
 
-    Ranks on a CPU share the machine's memory.
+    Ranks on a CPU share the machine's memory, and have `ASSUMED_LINK` between them. GPUs have the catalogue's link.
     """
     if len(profiles) > 1:
         raise BapipeError(
             f"profiles of several kinds ({', '.join(sorted(profiles))}) need a cluster file that says which device is "
             "of which kind"
         )
-    device = next(iter(profiles.values())).device
+    profile = next(iter(profiles.values()))
+    device = profile.device
+    if device.kind == "cuda":
+        return cluster_like(profile, num_devices)
     memory_bytes = device.memory_bytes // num_devices if device.kind == "cpu" else device.memory_bytes
     return Cluster(
         devices=tuple(

@@ -29,6 +29,9 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
     yield stage_table(plan)
     yield memory_table(plan, timeline)
     yield printable(proof(plan.certificate), MAX_LINE)
+    if plan.cluster.assumed_links is not msgspec.UNSET and len(plan.cluster.devices) > 1:
+        links = printable(plan.cluster.assumed_links)
+        yield f"the links are assumed, not measured: {links}; `bapipe explore --vary link=...` shows what that changes"
     if plan.alternatives:
         yield alternatives_table(plan)
 

@@ -95,6 +95,8 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     for name, bytes_per_s, latency_ns in named:
         add_row(links, name, number(bytes_per_s / 1e9), number(latency_ns / 1e3))
     yield links
+    if cluster.assumed_links is not msgspec.UNSET:
+        yield f"the links are assumed, not measured: {printable(cluster.assumed_links)}"
     if cluster.probe is not msgspec.UNSET:
         yield (
             f"in both directions at once, a link has {cluster.probe.both_ways:.0%} of its speed; computing takes "

@@ -64,10 +64,8 @@ def test_the_first_difference_in_words(changes: dict[str, object], words: tuple[
 
 
 def test_a_run_refuses_the_plan_of_a_profile_with_other_settings() -> None:
-    plan = bapipe.plan(measured(kind="cpu", channels_last=True), 1, minibatch_size=4)
-    with pytest.raises(
-        BapipeError, match="measured with channels last true; this run computes with channels last false"
-    ):
+    plan = bapipe.plan(measured(kind="cpu", dtype="float64"), 1, minibatch_size=4)
+    with pytest.raises(BapipeError, match="measured with dtype float64; this run computes with dtype float32"):
         bapipe.run(plan, factory="bapipe.zoo.vgg:vgg16")
 
 
