@@ -1,6 +1,7 @@
 """The devices and the links between them: the cluster/1 file."""
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Annotated
 
 import msgspec
@@ -10,13 +11,15 @@ from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device.
+    """One device, or a group of devices that run every micro-batch together.
 
     Attributes:
+        memory_bytes: the memory of the device; of a group, that of each member.
         speed: the times of the profile of its kind are divided by this.
         overlaps_transfers: whether it computes while it transfers.
         side_by_side: whether it can run a forward and a backward at the same time, each on a share of its compute; in
             a plan, whether it does. docs/simulator.md defines what that means.
+        members: of a group, the names of the devices in it, all on one host. Left out for a single device.
     """
 
     name: str
@@ -26,6 +29,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     overlaps_transfers: bool = True
     side_by_side: bool = False
+    members: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def num_members(self) -> int:
+        """The number of devices that it stands for."""
+        return 1 if self.members is msgspec.UNSET else len(self.members)
 
 
 class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +49,10 @@ class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A one-way link between two named devices that differs from the links of their hosts."""
+    """A one-way link between two named devices, or two members of a group, that differs from the links of their hosts.
+
+    A link between groups is that from each member of one to its partner in the other.
+    """
 
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
@@ -89,7 +101,8 @@ class Cluster(
         assumed_links: what the links are taken to be, if nobody measured them.
 
     Raises:
-        InvalidFile: no device, a name used twice, or a link that does not join two devices.
+        InvalidFile: no device, a name used twice, a group of fewer than two members, or a link that joins neither two
+            devices nor two members of a group.
     """
 
     devices: tuple[Device, ...]
@@ -114,12 +127,19 @@ class Cluster(
                     "set overlaps_transfers to true, or leave side_by_side out",
                     f"$.devices[{index}].side_by_side",
                 )
+        group_of = _groups(self.devices)
         pairs: set[tuple[str, str]] = set()
         for index, link in enumerate(self.links):
             where = f"$.links[{index}]"
             for end in (link.source, link.target):
-                if end not in names:
+                if end not in names and end not in group_of:
                     raise InvalidFile(f"'{end}' is not a device of the cluster ({', '.join(sorted(names))})", where)
+            if group_of.get(link.source) != group_of.get(link.target):
+                raise InvalidFile(
+                    f"a link from '{link.source}' to '{link.target}': want two devices, or two members of one group; a "
+                    "link between groups is written with the groups' names",
+                    where,
+                )
             if link.source == link.target:
                 raise InvalidFile(f"a link from '{link.source}' to itself", where)
             if (link.source, link.target) in pairs:
@@ -142,13 +162,48 @@ class Cluster(
     def link(self, source: int, target: int) -> Bandwidth:
         """Returns the link between two ranks: the one in `links` if there is one, else that within or between hosts."""
         a, b = self.devices[source], self.devices[target]
+        listed = self._listed(a.name, b.name)
+        return listed or (self.intra_host if a.host == b.host else self.inter_host)
+
+    def member_links(self, rank: int) -> list[Bandwidth]:
+        """Returns the distinct links among the members of a group; none for a single device."""
+        members = self.devices[rank].members
+        if members is msgspec.UNSET:
+            return []
+        if not self.links:
+            return [self.intra_host]
+        return [*dict.fromkeys(self._listed(a, b) or self.intra_host for a, b in permutations(members, 2))]
+
+    def _listed(self, source: str, target: str) -> Bandwidth | None:
         for link in self.links:
-            if link.source == a.name and link.target == b.name:
+            if link.source == source and link.target == target:
                 return Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
-        return self.intra_host if a.host == b.host else self.inter_host
+        return None
 
     def host_sum_link(self, ranks: Sequence[int]) -> Bandwidth | None:
         """Returns the fastest link of an all-reduce within a host; None if it takes no compute or spans hosts."""
         if self.intra_host_sum is msgspec.UNSET or len({self.devices[rank].host for rank in ranks}) > 1:
             return None
         return self.intra_host_sum
+
+
+def _groups(devices: Sequence[Device]) -> dict[str, str]:
+    """Returns the group of each member, by their names; raises InvalidFile if a device is named twice."""
+    names = {device.name for device in devices}
+    group_of: dict[str, str] = {}
+    for index, device in enumerate(devices):
+        where = f"$.devices[{index}].members"
+        if device.members is msgspec.UNSET:
+            continue
+        if len(device.members) < 2:
+            raise InvalidFile(
+                f"the group '{device.name}' has {len(device.members)} members; want two or more, or no `members`",
+                where,
+            )
+        for name in device.members:
+            if name in group_of:
+                raise InvalidFile(f"'{name}' is a member of '{group_of[name]}' already", where)
+            if name in names:
+                raise InvalidFile(f"'{name}' is a member of '{device.name}' and a device by itself", where)
+            group_of[name] = device.name
+    return group_of

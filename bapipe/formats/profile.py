@@ -4,11 +4,12 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
+from bapipe.formats.group_check import check_group
 from bapipe.formats.settings import Settings, difference
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
@@ -24,16 +25,32 @@ EQUIVALENCE = "equivalence"
 LOSS_OVER_PARTS = "loss_over_parts"
 """Key in `environment`: in which way the loss of a mini-batch is not the mean of its micro-batches'."""
 
+Split = Literal["tensor", "filter", "channel", "spatial", "sharded"]
+"""How the members of a group share the layers; docs/groups.md explains each."""
+
 ONE_LAYER = "one_layer"
 """Key in `environment`: modules that are one layer although nobody asked for it, by path, and why."""
 
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The hardware of a profile; a cluster's devices refer to it by `kind`."""
+    """The hardware of a profile; a cluster's devices refer to it by `kind`.
+
+    Attributes:
+        members: of a profile of a group, the number of devices in it. Every byte of the profile is then of one member,
+            and its times contain what the members exchange among themselves. Left out for a single device.
+        split: how the members share the layers; given if `members` is.
+    """
 
     kind: str
     name: str
     memory_bytes: NonNegative
+    members: Positive | msgspec.UnsetType = msgspec.UNSET
+    split: Split | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def num_members(self) -> int:
+        """The number of devices that run a micro-batch together."""
+        return 1 if self.members is msgspec.UNSET else self.members
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +68,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         no_gradient: the `outputs` that have no gradient (integers, masks, model constants).
         no_replicas: whether a forward leaves values here that the next forward reads (a moving average that quantises
             its inputs, a queue), so that replicas, which see some of the micro-batches each, would differ.
+        group_sum_bytes: of a group, how many bytes of the gradients its members must sum once a step: all where they
+            share the samples, none where they share the weights. If left out, none.
     """
 
     name: str
@@ -66,6 +85,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shared_trained_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     no_gradient: tuple[str, ...] = ()
     no_replicas: bool | msgspec.UnsetType = msgspec.UNSET
+    group_sum_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def allows_replicas(self) -> bool:
@@ -76,6 +96,15 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def gradient_bytes(self) -> int:
         """The bytes of the gradients: those of the trained parameters."""
         return self.param_bytes if self.trained_bytes is msgspec.UNSET else self.trained_bytes
+
+    @property
+    def group_gradient_bytes(self) -> int:
+        """The bytes of the gradients that the members of a group sum."""
+        return 0 if self.group_sum_bytes is msgspec.UNSET else self.group_sum_bytes
+
+    def summed_bytes(self, *, has_replicas: bool) -> int:
+        """The bytes of the gradients that are summed at all, over replicas or over the members of a group."""
+        return self.gradient_bytes if has_replicas else self.group_gradient_bytes
 
     @property
     def shared_gradient_bytes(self) -> int:
@@ -96,6 +125,8 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         output_bytes: bytes of each output of the layer; 0 for an output that needs no transfer.
         spread: precision of the times: half the width of the 95 % confidence interval of the median of F + B, relative
             to that median. Left out if it is not known.
+        forward_exchange_ns, backward_exchange_ns: how much of F, and of B, the members of a group exchange data for the
+            layer. Left out if it is not known.
     """
 
     forward_ns: NonNegative
@@ -107,6 +138,8 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     workspace_bytes: NonNegative = 0
     output_bytes: tuple[NonNegative, ...]
     spread: NonNegativeFloat | msgspec.UnsetType = msgspec.UNSET
+    forward_exchange_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    backward_exchange_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def whole_backward_ns(self) -> int:
@@ -117,6 +150,12 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def left_by_input_grad_bytes(self) -> int:
         """The bytes that I produces for W, 0 if the profile does not record them."""
         return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes
+
+    @property
+    def exchange_ns(self) -> int:
+        """How much of F and B the members of a group exchange data, 0 if the profile does not record it."""
+        known = (self.forward_exchange_ns, self.backward_exchange_ns)
+        return sum(0 if ns is msgspec.UNSET else ns for ns in known)
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,6 +205,7 @@ class ModelProfile(
             raise InvalidFile("the settings name another dtype or optimizer than the profile", "$.settings")
         _check_layers(self.layers)
         _check_measurements(self.layers, self.measurements)
+        check_group(self)
 
     def __repr__(self) -> str:
         """Returns what was measured in one line: the whole profile would fill a notebook."""
@@ -236,6 +276,9 @@ def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> Laye
     def either(mixed: int, *given: int | msgspec.UnsetType) -> int | msgspec.UnsetType:
         return msgspec.UNSET if all(value is msgspec.UNSET for value in given) else mixed
 
+    def optional(x: int | msgspec.UnsetType, y: int | msgspec.UnsetType) -> int | msgspec.UnsetType:
+        return either(mix(0 if x is msgspec.UNSET else x, 0 if y is msgspec.UNSET else y), x, y)
+
     return LayerMeasurement(
         forward_ns=mix(a.forward_ns, b.forward_ns),
         input_grad_ns=mix(a.input_grad_ns, b.input_grad_ns),
@@ -247,6 +290,8 @@ def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> Laye
         ),
         workspace_bytes=mix(a.workspace_bytes, b.workspace_bytes),
         output_bytes=tuple(mix(x, y) for x, y in zip(a.output_bytes, b.output_bytes, strict=True)),
+        forward_exchange_ns=optional(a.forward_exchange_ns, b.forward_exchange_ns),
+        backward_exchange_ns=optional(a.backward_exchange_ns, b.backward_exchange_ns),
     )
 
 

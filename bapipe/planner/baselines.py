@@ -64,7 +64,8 @@ def baseline_alternatives(
             for size in microbatch_sizes
         )
     }
-    if len(devices) > 1 and all(layer.allows_replicas for layer in next(iter(profiles.values())).layers):
+    are_alike = len({device.num_members for device in plan.cluster.devices}) == 1  # as the replicas of a stage must be
+    if len(devices) > 1 and are_alike and all(x.allows_replicas for x in next(iter(profiles.values())).layers):
         kinds["data-parallel"] = (
             Candidate(stages=(StagePlan(layers=names, devices=tuple(devices)),), schedule="1f1b", microbatch_size=size)
             for size in microbatch_sizes

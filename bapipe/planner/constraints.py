@@ -71,7 +71,8 @@ class Constraints:
     ) -> ForbiddenIntervals:
         """Returns a function from a placement to a mask of the intervals of layers that it must not run.
 
-        Beside the constraints, a stage with several replicas holds no layer of which the profile says `no_replicas`.
+        Beside the constraints, a stage with several replicas holds no layer of which the profile says `no_replicas`,
+        and the replicas have as many members each.
         """
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         begins, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
@@ -88,12 +89,15 @@ class Constraints:
             for name, devices in self.on
         ]
         without_replicas = [layer.name for layer in profile.layers if not layer.allows_replicas]
-        if not self.separate and not self.on and not without_replicas:
+        num_members = [cls.device.num_members for cls in classes]
+        if not self.separate and not self.on and not without_replicas and len(set(num_members)) == 1:
             return lambda placement, rows: None
         forbidden_to_replicas = np.logical_or.reduce([always_forbidden, *map(contain, without_replicas)])
 
         def forbidden(placement: StagePlacement, rows: slice) -> IntArray:
             mask: IntArray = (forbidden_to_replicas if placement.num_replicas > 1 else always_forbidden)[rows]
+            if len({num_members[c] for c in placement.device_classes}) > 1:
+                return np.ones_like(mask)
             for contains_layer, allowed in allowed_classes:
                 if not set(placement.device_classes) <= allowed:
                     mask = mask | contains_layer[rows]

@@ -11,6 +11,7 @@ from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.action_order.improve_plan import SEARCH
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
+from bapipe.simulator.groups import check_members, check_tied_weights
 
 MAX_MICROBATCHES = 1024
 """Maximum number of micro-batches in a step; larger schedules are too large to be useful."""
@@ -47,6 +48,10 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
                 f"no profile for device '{device.name}' of kind '{device.kind}'; given: "
                 f"{', '.join(sorted(profiles)) or 'none'}"
             )
+        check_members(device, profiles[device.kind])
+    check_tied_weights(cluster.devices, next(iter(profiles.values())).layers)
+    if options.objective == "throughput" and len({device.num_members for device in cluster.devices}) > 1:
+        raise BapipeError("`objective` throughput wants groups of one size: plan for the step time, or use such groups")
     if len(cluster.devices) > MAX_DEVICES:
         raise BapipeError(f"{len(cluster.devices):,} devices: want at most {MAX_DEVICES:,}; plan for a part of them")
     num_layers = max(len(profile.layers) for profile in profiles.values())

@@ -13,6 +13,7 @@ from bapipe.runtime.data.batch_check import BatchSpec
 from bapipe.runtime.evaluate.forward import ForwardResult, split_for_evaluation
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
+from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, clip_grad_norm, sgd
@@ -83,6 +84,7 @@ class Pipeline:
             check: whether to compare the stages of a module that has values with the module itself, on a few samples.
             group: the processes; None is the default group.
         """
+        check_no_groups(plan)
         self._plan, self._device = plan, current_device(device)
         self._layout = layout_of(plan, self._device, group)
         check_settings(plan, module, self._device, autocast)

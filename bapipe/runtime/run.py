@@ -16,6 +16,7 @@ from bapipe.formats.settings import Settings, check_same
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs import Profiles, by_kind
+from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.replan import run_with_replanning
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, OnEvaluation, OnStep, StepReport, TrainResult
@@ -66,6 +67,7 @@ def run(
 
     if config.factory is None and plan.factory is not None:
         check_trusted(plan.factory, config.trust_factory)
+    check_no_groups(plan)
     settings = plan.compute_settings
     if not config.replan:
         _check_devices(plan, settings.threads)

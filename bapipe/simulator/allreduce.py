@@ -10,17 +10,35 @@ LastBackward = tuple[int, Phase]
 """When a replica starts its last backward of a stage, and the phase of it: B, or W if backwards are split."""
 
 
-def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
-    """Returns the time of a ring all-reduce over the slowest link among `ranks`.
+def sum_ns(num_bytes: int, group_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
+    """Returns the time to sum gradients over `ranks`, `group_bytes` of them over the members of the ranks as well.
 
-    Each of r ranks sends 2 (r - 1) messages of a r-th of the bytes, rounded up (Patarasuk, Yuan 2009). If the ranks sum
+    Without groups it is one ring. With groups, the gradients that the members sum go around a ring of all members of
+    all ranks first; the others go around one ring for each member, of it and its partners, all at the same time.
+    """
+    total_ns = 0
+    if group_bytes:
+        total_ns += ring_ns(group_bytes, ranks, cluster, num_members=cluster.devices[ranks[0]].num_members)
+    if num_bytes > group_bytes and len(ranks) > 1:
+        total_ns += ring_ns(num_bytes - group_bytes, ranks, cluster)
+    return total_ns
+
+
+def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster, *, num_members: int = 1) -> int:
+    """Returns the time of a ring all-reduce over the slowest link among `ranks`, and among `num_members` of each.
+
+    Each of r devices sends 2 (r - 1) messages of a r-th of the bytes, rounded up (Patarasuk, Yuan 2009). If they sum
     with their own compute, a message takes no less than that.
     """
-    message_bytes, host_sum = -(-num_bytes // len(ranks)), cluster.host_sum_link(ranks)
-    slowest_ns = max(link.transfer_ns(message_bytes) for link in _links_among(ranks, cluster))
+    num_devices = len(ranks) * num_members
+    message_bytes, host_sum = -(-num_bytes // num_devices), cluster.host_sum_link(ranks)
+    links = _links_among(ranks, cluster)
+    if num_members > 1:
+        links += [link for rank in ranks for link in cluster.member_links(rank)]
+    slowest_ns = max(link.transfer_ns(message_bytes) for link in links)
     if host_sum is not None:
         slowest_ns = max(slowest_ns, host_sum.transfer_ns(message_bytes))
-    return 2 * (len(ranks) - 1) * slowest_ns
+    return 2 * (num_devices - 1) * slowest_ns
 
 
 def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[Bandwidth]:
@@ -44,7 +62,8 @@ def reduce_buckets(
     end_ns = 0
     for bucket, num_bytes in enumerate(stage.bucket_bytes):
         start_ns = max(end_ns, _ready_ns(stage, bucket, ranks, last_backwards, cluster))
-        end_ns = start_ns + ring_ns(num_bytes, ranks, cluster)
+        group_bytes = stage.group_bucket_bytes[bucket] if stage.group_bucket_bytes else 0
+        end_ns = start_ns + sum_ns(num_bytes, group_bytes, ranks, cluster)
         all_reduces.append((start_ns, end_ns))
     return all_reduces
 

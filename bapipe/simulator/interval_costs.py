@@ -128,6 +128,7 @@ class IntervalCosts:
         self._update = sums([layer.update_ns for layer in layers])
         self._params = sums([layer.param_bytes for layer in layers])
         self._gradients = sums([layer.gradient_bytes for layer in layers])
+        self._group_gradients = sums([layer.group_gradient_bytes for layer in layers])
         self._optimizer = sums([layer.optimizer_state_bytes for layer in layers])
         self._stash = sums([m.stash_bytes for m in measured])
         self._gradient_stash = sums([m.left_by_input_grad_bytes for m in measured])
@@ -171,6 +172,10 @@ class IntervalCosts:
     def gradient_bytes(self, begin: Index, end: Index) -> IntArray:
         """Returns the bytes of the gradients: of those parameters that are trained."""
         return self._difference(self._gradients, begin, end)
+
+    def group_gradient_bytes(self, begin: Index, end: Index) -> IntArray:
+        """Returns the bytes of the gradients that the members of a group sum."""
+        return self._difference(self._group_gradients, begin, end)
 
     def optimizer_bytes(self, begin: Index, end: Index) -> IntArray:
         """Returns the bytes of the optimizer's state."""

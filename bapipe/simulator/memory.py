@@ -12,7 +12,7 @@ from bapipe.formats.plan import Memory
 from bapipe.schedules.table import Phase, Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage_cost import Stage, received_bytes
 from bapipe.simulator.timeline import Span
 
 
@@ -74,7 +74,7 @@ def kept_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
     """
     if not stages[stage].recompute:
         return stages[stage].costs[replica].stash_bytes
-    return stages[stage - 1].send_bytes if stage > 0 else 0
+    return received_bytes(stages[stage - 1], stages[stage]) if stage > 0 else 0
 
 
 def recomputed_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
@@ -153,7 +153,7 @@ def _buffer_bytes(rank: int, stage: int, schedule: Schedule, stages: Sequence[St
     total = 0
     for microbatch in range(ranks.index(rank), schedule.num_microbatches, len(ranks)):
         if stage > 0 and schedule.rank_of(stage - 1, microbatch) != rank:
-            total += stages[stage - 1].send_bytes
+            total += received_bytes(stages[stage - 1], stages[stage])
         if stage + 1 < len(stages) and schedule.rank_of(stage + 1, microbatch) != rank:
             total += stages[stage].grad_bytes
     return total

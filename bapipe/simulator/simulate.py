@@ -12,13 +12,13 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.schedules.table import Phase, Schedule
-from bapipe.simulator.allreduce import LastBackward, reduce_buckets, ring_ns
+from bapipe.simulator.allreduce import LastBackward, reduce_buckets, sum_ns
 from bapipe.simulator.compiled import ActionTimes, CompiledSchedule, compile_schedule
 from bapipe.simulator.event_driven import run_event_driven
 from bapipe.simulator.fifo_links import run_fifo_links
 from bapipe.simulator.longest_path import run_longest_path
 from bapipe.simulator.memory import rank_memory
-from bapipe.simulator.stage_cost import Stage, build_stages
+from bapipe.simulator.stage_cost import Stage, build_stages, transferred_bytes
 from bapipe.simulator.tied_weights import TiedGradient
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
 
@@ -120,7 +120,9 @@ def _transfer_times(compiled: CompiledSchedule, stages: Sequence[Stage], cluster
     """Returns the time of one transfer of each channel."""
     times = []
     for channel in compiled.channels:
-        num_bytes = stages[channel.stage].send_bytes if channel.forward else stages[channel.stage - 1].grad_bytes
+        first = channel.stage if channel.forward else channel.stage - 1
+        send_bytes, grad_bytes = transferred_bytes(stages[first], stages[first + 1])
+        num_bytes = send_bytes if channel.forward else grad_bytes
         times.append(cluster.link(channel.source, channel.target).transfer_ns(num_bytes) if num_bytes else 0)
     return times
 
@@ -198,7 +200,7 @@ def _tied_weight_sums(
             continue
         computed_ns = [_end_ns(spans[rank], s) for s in users for rank in schedule.devices[s]]
         start_ns = max(end_ns, *computed_ns, *(synced_ns.get(s, 0) for s in users))
-        end_ns = start_ns + ring_ns(gradient.num_bytes, ranks, cluster)
+        end_ns = start_ns + sum_ns(gradient.num_bytes, gradient.group_bytes, ranks, cluster)
         bucket = len(stages[users[0]].bucket_bytes) + index
         yield Sync(users[0], bucket, gradient.num_bytes, start_ns, end_ns), users
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from operator import or_
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.schedules.table import Phase
+from bapipe.simulator.groups import check_members, check_replicas, check_tied_weights
 from bapipe.simulator.layer_totals import LayerTotals, layer_totals, sum_totals
 from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights
 from bapipe.units import at_speed, round_half_up
@@ -85,19 +86,43 @@ class Stage:
 
     Attributes:
         costs: its cost on each of its replicas, in the order of `Schedule.devices`.
+        num_members: the number of members of each of its devices, if they are groups.
         send_bytes, grad_bytes: activations of a micro-batch sent to the next stage, and their gradients sent back; 0
-            for the last stage.
+            for the last stage. As all bytes, those of one member.
+        input_bytes, input_grad_bytes: activations of a micro-batch that come in, and their gradients sent back, as this
+            stage's devices hold them; read only if the stage before has another number of members.
         bucket_bytes: gradients in each all-reduce, in the order in which they are done; empty for a single device.
+        group_bucket_bytes: how many of them the members of the devices sum, too; empty for single devices.
         tied_gradients: gradients of tied weights that it sums with other stages.
         recompute: only the stage's input is kept; a whole stash lives during each backward.
     """
 
     costs: tuple[StageCost, ...]
+    num_members: int = 1
     send_bytes: int = 0
     grad_bytes: int = 0
+    input_bytes: int = 0
+    input_grad_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
+    group_bucket_bytes: tuple[int, ...] = ()
     tied_gradients: tuple[TiedGradient, ...] = ()
     recompute: bool = False
+
+
+def transferred_bytes(before: Stage, after: Stage) -> tuple[int, int]:
+    """Returns the activations and the gradients of a micro-batch that one member's link carries between two stages.
+
+    Between groups of unlike sizes it is the larger of what a member sends and what a member receives: the link of the
+    smaller group carries it all.
+    """
+    if before.num_members == after.num_members:
+        return before.send_bytes, before.grad_bytes
+    return max(before.send_bytes, after.input_bytes), max(before.grad_bytes, after.input_grad_bytes)
+
+
+def received_bytes(before: Stage, after: Stage) -> int:
+    """Returns the activations of a micro-batch that a member of `after` receives from the stage before it."""
+    return before.send_bytes if before.num_members == after.num_members else after.input_bytes
 
 
 def build_stages(
@@ -109,7 +134,8 @@ def build_stages(
 
     Raises:
         InvalidModel: the stages do not have exactly the profiles' layers, or a tensor would flow to an earlier stage.
-        BapipeError: a device kind without a profile, or a micro-batch size outside the measured ones.
+        BapipeError: a device kind without a profile, or with one of another number of members; a micro-batch size
+            outside the measured ones; groups of unlike sizes as replicas, or with tied weights.
     """
     index = cluster.index
     devices = [[cluster.devices[index[name]] for name in stage.devices] for stage in stages]
@@ -119,13 +145,18 @@ def build_stages(
             raise BapipeError(
                 f"no profile for devices of kind '{device.kind}'; given: {', '.join(sorted(profiles)) or 'none'}"
             )
+        check_members(device, profiles[device.kind])
         if device.kind not in views:
             check_layers(stages, profiles[device.kind])
             views[device.kind] = _ProfileView(profiles[device.kind], microbatch_size)
+    for s, replicas in enumerate(devices):
+        check_replicas(s, replicas)
+        check_tied_weights(chain.from_iterable(devices), profiles[replicas[0].kind].layers)
     layers_before: list[frozenset[str]] = list(accumulate((frozenset(stage.layers) for stage in stages), or_))
+    cuts = [frozenset[str](), *layers_before]
     costed = tuple(
-        _stage(stage, group, views, cut_bytes(views[group[0].kind].layers, before))
-        for stage, group, before in zip(stages, devices, layers_before, strict=True)
+        _stage(stage, group, views, *(cut_bytes(views[group[0].kind].layers, before) for before in (begin, end)))
+        for stage, group, (begin, end) in zip(stages, devices, pairwise(cuts), strict=True)
     )
     return _with_lanes(costed, devices) if any(d.side_by_side for d in cluster.devices) else costed
 
@@ -185,11 +216,16 @@ class _ProfileView:
 
 
 def _stage(
-    stage: StagePlan, devices: Sequence[Device], views: Mapping[str, _ProfileView], cut: tuple[int, int]
+    stage: StagePlan,
+    devices: Sequence[Device],
+    views: Mapping[str, _ProfileView],
+    entry: tuple[int, int],
+    cut: tuple[int, int],
 ) -> Stage:
+    """Returns a stage; `entry` and `cut` are the activations and gradients at the cuts before and behind it."""
     names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
-    buckets = fill_buckets([layer.gradient_bytes for layer in layers]) if len(devices) > 1 else ()
+    buckets = fill_buckets([layer.summed_bytes(has_replicas=len(devices) > 1) for layer in layers])
     ends = tuple(end for end, _ in buckets)
     tied = {device.kind: views[device.kind].tied_weights.cost_of(set(stage.layers)) for device in devices}
     return Stage(
@@ -203,9 +239,13 @@ def _stage(
             )
             for device in devices
         ),
+        num_members=devices[0].num_members,
         send_bytes=cut[0],
         grad_bytes=cut[1],
+        input_bytes=entry[0],
+        input_grad_bytes=entry[1],
         bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
+        group_bucket_bytes=group_bucket_bytes(ends, [layer.group_gradient_bytes for layer in layers]),
         tied_gradients=tied[devices[0].kind].gradients,
         recompute=stage.recompute,
     )
@@ -225,6 +265,16 @@ def fill_buckets(gradient_bytes: Sequence[int]) -> tuple[tuple[int, int], ...]:
             buckets.append((end, filled))
             filled = 0
     return (*buckets, (end, filled)) if filled else tuple(buckets)
+
+
+def group_bucket_bytes(bucket_ends: Sequence[int], group_gradient_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the bytes of each bucket that the members of a group sum; empty if there are none.
+
+    `group_gradient_bytes` are those of the layers, last to first, as in `fill_buckets`.
+    """
+    if not any(group_gradient_bytes):
+        return ()
+    return tuple(sum(group_gradient_bytes[begin:end]) for begin, end in pairwise([0, *bucket_ends]))
 
 
 def stage_cost(

@@ -12,10 +12,12 @@ class TiedGradient:
 
     Attributes:
         owner: the layer that counts the parameters.
+        group_bytes: how many of the bytes the members of groups sum, too.
     """
 
     owner: str
     num_bytes: int
+    group_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class TiedWeights:
                 owner,
                 users,
                 TiedWeightCost(
-                    gradients=(TiedGradient(owner=name, num_bytes=num_bytes),) if num_bytes else (),
+                    gradients=(_gradient(owner, num_bytes),) if num_bytes else (),
                     param_bytes=max(user.shared_bytes for user in users),
                     gradient_bytes=num_bytes,
                     optimizer_bytes=owner.optimizer_state_bytes * num_bytes // trained_bytes,
@@ -83,6 +85,12 @@ class TiedWeights:
             optimizer_bytes=sum(copy.optimizer_bytes for copy in copies),
             update_ns=sum(copy.update_ns for copy in copies),
         )
+
+
+def _gradient(owner: LayerProfile, num_bytes: int) -> TiedGradient:
+    """The gradient of so many of a layer's trained bytes; members of a group sum the same share of all of them."""
+    group_bytes = owner.group_gradient_bytes * num_bytes // owner.gradient_bytes
+    return TiedGradient(owner=owner.name, num_bytes=num_bytes, group_bytes=group_bytes)
 
 
 def inseparable_layers(layers: Sequence[LayerProfile]) -> Iterator[tuple[int, int]]:

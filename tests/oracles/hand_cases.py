@@ -551,6 +551,73 @@ CASES["recompute, I and W apart"] = (
 )
 
 
+# -- 14. Groups of two as replicas: gradients summed over all members, and over partners ------------------------------
+# Members p, q of g and u, v of h. Layer x: F 10, B 4 + 6; 60 bytes of parameters, of which the members sum 40.
+# g: 0F0 0-10, 0B0 10-20; h: 0F1 0-10, 0B1 10-20. The bucket of 60 bytes is full at 20.
+# Ring of all 4 members: 6 messages of ⌈40 ÷ 4⌉ = 10. Rings of 2 partners: 2 messages of ⌈20 ÷ 2⌉ = 10. A link between
+# u and v takes 3 + bytes, all others bytes: 6 × 13 + 2 × 10 = 98. Update 118-125.
+# Memory of a member: 2 × 60 + 50 = 170, stash 11, workspace 8: 189.
+def group(name, members, kind="k"):
+    return device(name, kind=kind) | {"members": members}
+
+
+def of_groups(tree, members, group_sums):
+    """The profile as one of groups; `group_sums` are the bytes of each layer that members sum."""
+    layers = [
+        layer | {"group_sum_bytes": num_bytes} for layer, num_bytes in zip(tree["layers"], group_sums, strict=True)
+    ]
+    return tree | {"device": tree["device"] | {"members": members, "split": "spatial"}, "layers": layers}
+
+
+CASES["groups as replicas"] = (
+    plan(
+        [group("g", ["p", "q"]), group("h", ["u", "v"])],
+        [(["x"], ["g", "h"], False)],
+        ["0F0 0B0", "0F1 0B1"],
+        2,
+        links=[{"from": "u", "to": "v"} | link(10**9, 3)],
+    ),
+    {"k": of_groups(profile([layer("x", ["input"], ["x"], 60, 50, 7)], {1: [times(10, 4, 6, 11, 8)]}), 2, [40])},
+    {
+        "step_ns": 125,
+        "spans": [*spans("g", "0F0 0-10, 0B0 10-20"), *spans("h", "0F1 0-10, 0B1 10-20")],
+        "transfers": [],
+        "syncs": [(0, 60, 20, 118)],
+        "updates": [("g", 0, 118, 125), ("h", 0, 118, 125)],
+        "peak_bytes": {"g": 189, "h": 189},
+    },
+)
+
+
+# -- 15. A group of two, then a single device --------------------------------------------------------------------------
+# A member of g makes 20 bytes of the tensor, b needs all 40. Links take 5 + bytes: 45 between g and b.
+# g: 0F0 0-10. g→b 10-55. b: 1F0 55-58, 1B0 58-60. b→g 60-105. g: 0B0 105-115.
+# g has no replica, but its members sum x's 100 bytes: 2 messages of 5 + 50 from 115 on: 225. Update 225-232; b 60-63.
+# Memory of a member of g: 2 × 100 + 50 = 250, stash 11, workspace 8, its own gradients of 20: 289.
+#        b: 2 × 10 = 20, stash 7, workspace 2, a tensor of 40: 69.
+CASES["a group, then a single device"] = (
+    plan(
+        [group("g", ["p", "q"]), device("b", kind="one")],
+        [(["x"], ["g"], False), (["y"], ["b"], False)],
+        ["0F0 0B0", "1F0 1B0"],
+        1,
+        link(10**9, 5),
+    ),
+    {
+        "k": of_groups(TWO_LAYERS, 2, [100, 10]),
+        "one": profile(TWO_LAYERS["layers"], {1: [times(20, 8, 12, 22, 8, [40]), times(3, 1, 1, 7, 2, [5])]}, "one"),
+    },
+    {
+        "step_ns": 232,
+        "spans": [*spans("g", "0F0 0-10, 0B0 105-115"), *spans("b", "1F0 55-58, 1B0 58-60")],
+        "transfers": [("g", "b", "F", 0, 0, 10, 55), ("b", "g", "B", 1, 0, 60, 105)],
+        "syncs": [(0, 100, 115, 225)],
+        "updates": [("b", 1, 60, 63), ("g", 0, 225, 232)],
+        "peak_bytes": {"g": 289, "b": 69},
+    },
+)
+
+
 def check(simulate):
     """Assert that a simulator returns for every case what was worked out by hand."""
     for name, (case_plan, case_profiles, expected) in CASES.items():

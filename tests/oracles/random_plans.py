@@ -6,8 +6,11 @@ MIB = 2**20
 
 
 def random_case(seed):
-    """(plan/1, {device kind: profile/1}) as decoded JSON."""
-    return case_of(random.Random(f"bapipe reference {seed}"), random.Random(f"bapipe lanes {seed}"))
+    """(plan/1, {device kind: profile/1}) as decoded JSON; the devices of every fourth are groups."""
+    plan, profiles = case_of(random.Random(f"bapipe reference {seed}"), random.Random(f"bapipe lanes {seed}"))
+    if seed % 4 == 3:
+        with_groups(random.Random(f"bapipe groups {seed}"), plan, profiles)
+    return plan, profiles
 
 
 def case_of(rng, rng_of_lanes=None):
@@ -123,6 +126,47 @@ def with_lanes(rng, cluster):
                 device["side_by_side"] = True
             elif rng.random() < 0.2:
                 device["side_by_side"] = False
+
+
+def with_groups(rng, plan, profiles):
+    """Makes groups of the devices of a case, of unlike sizes if no stage has unlike replicas and no weights are tied."""
+    cluster, kind_of = plan["cluster"], {device["name"]: device["kind"] for device in plan["cluster"]["devices"]}
+    tied = any(layer.get("shared_bytes") for layer in next(iter(profiles.values()))["layers"])
+    may_differ = not tied and all(len({kind_of[name] for name in stage["devices"]}) == 1 for stage in plan["stages"])
+    same = rng.randint(2, 4)
+    sizes = dict(zip(profiles, rng.sample([1, 2, 3, 4], len(profiles)) if may_differ else [same] * 3))
+    for device in cluster["devices"]:
+        size = sizes[device["kind"]]
+        if size == 1:
+            continue
+        device["members"] = [f"{device['name']}.{number}" for number in range(size)]
+        if rng.random() < 0.2:
+            a, b = rng.sample(device["members"], 2)
+            slow = {"bytes_per_s": cluster["intra_host"]["bytes_per_s"] // 3 + 1, "latency_ns": rng.randint(0, 40)}
+            cluster.setdefault("links", []).append({"from": a, "to": b, **slow})
+    for kind, profile in profiles.items():
+        if sizes[kind] > 1:
+            profile["device"] |= {"members": sizes[kind], "split": rng.choice(["spatial", "filter", "tensor"])}
+            share_bytes(rng, profile, sizes[kind] if may_differ else 1)
+    if not may_differ:  # kinds with as many members agree on all bytes
+        first, *others = profiles.values()
+        for other in others:
+            for layer, agreed in zip(other["layers"], first["layers"], strict=True):
+                layer["group_sum_bytes"] = agreed.get("group_sum_bytes", 0)
+
+
+def share_bytes(rng, profile, size):
+    """Gives each member its part of the bytes, and says how many gradients the members sum."""
+    for layer in profile["layers"]:
+        for field in ("param_bytes", "trained_bytes", "optimizer_state_bytes"):
+            if field in layer:
+                layer[field] //= size
+        trained = layer.get("trained_bytes", layer["param_bytes"])
+        if rng.random() < 0.7:
+            layer["group_sum_bytes"] = rng.choice([0, trained, rng.randint(0, trained)])
+    for measurement in profile["measurements"]:
+        for figures in measurement["layers"]:
+            figures["output_bytes"] = [num_bytes // size for num_bytes in figures["output_bytes"]]
 
 
 def random_layers(rng, style):

@@ -80,12 +80,17 @@ class Case:
                 if kind not in self.used_kinds:
                     self.used_kinds.append(kind)
         self.layer_figures = {kind: figures_at(profiles[kind], self.size) for kind in self.used_kinds}
-        self.graph = self.agreed_graph()
+        self.graphs = self.agreed_graphs()
+        self.graph = self.graphs[self.used_kinds[0]]
+        self.check_groups()
         self.check_stages()
 
-    def agreed_graph(self):
-        """name -> inputs, {output: bytes}, {output: gradient bytes}, param and optimizer bytes; all kinds must agree."""
-        graphs = []
+    def agreed_graphs(self):
+        """kind -> name -> inputs, {output: bytes}, {output: gradient bytes}, param and optimizer bytes.
+
+        All kinds with as many members must agree.
+        """
+        graphs = {}
         for kind in self.used_kinds:
             graph = {}
             for layer in self.profiles[kind]["layers"]:
@@ -103,11 +108,39 @@ class Case:
                     "shares": layer.get("shares", []),
                     "shared_bytes": layer.get("shared_bytes", 0),
                     "shared_trained_bytes": layer.get("shared_trained_bytes", layer.get("shared_bytes", 0)),
+                    "group_sum_bytes": layer.get("group_sum_bytes", 0),
                 }
-            graphs.append(graph)
-        if any(graph != graphs[0] or list(graph) != list(graphs[0]) for graph in graphs):
-            raise ValueError("The profiles of the device kinds disagree on the graph or on its bytes.")
-        return graphs[0]
+            graphs[kind] = graph
+        for a in self.used_kinds:
+            for b in self.used_kinds:
+                sizes = [self.profiles[kind]["device"].get("members", 1) for kind in (a, b)]
+                if list(graphs[a]) != list(graphs[b]) or (sizes[0] == sizes[1] and graphs[a] != graphs[b]):
+                    raise ValueError("The profiles of the device kinds disagree on the graph or on its bytes.")
+        return graphs
+
+    def check_groups(self):
+        """Rule 8: a group's profile is of its size; replicas, and stages with tied weights, are alike."""
+        for stage in self.stages:
+            for name in stage["devices"]:
+                if self.members(name) != self.profiles[self.devices[name]["kind"]]["device"].get("members", 1):
+                    raise ValueError(f"The profile of {name!r} is of another number of members.")
+            if len({self.members(name) for name in stage["devices"]}) > 1:
+                raise ValueError("The replicas of a stage are groups of unlike sizes.")
+        sizes = {self.members(name) for stage in self.stages for name in stage["devices"]}
+        if len(sizes) > 1 and any(layer["shared_bytes"] for layer in self.graph.values()):
+            raise ValueError("Groups of unlike sizes share parameters.")
+
+    def members(self, name):
+        return len(self.devices[name].get("members", [name]))
+
+    def graph_of(self, s):
+        """The graph with the bytes of one member of the devices of stage s."""
+        return self.graphs[self.devices[self.stages[s]["devices"][0]]["kind"]]
+
+    def are_alike(self, s):
+        """Whether stage s and the one after it are on groups of one size."""
+        here, there = (self.members(self.stages[t]["devices"][0]) for t in (s, s + 1))
+        return here == there
 
     def check_stages(self):
         home = {}
@@ -151,6 +184,30 @@ class Case:
                 link = entry
         return self.message_ns(link, size)
 
+    def member_link_ns(self, device, size):
+        """Rule 8: the slowest message between two members of a group."""
+        named = {(entry["from"], entry["to"]): entry for entry in self.cluster.get("links", [])}
+        pairs = permutations(self.devices[device].get("members", []), 2)
+        return max(self.message_ns(named.get(pair, self.cluster["intra_host"]), size) for pair in pairs)
+
+    def ring_ns(self, names, size, with_members):
+        """Rule 5: 2 (r - 1) messages of an r-th of the bytes over the slowest link, r counting members if they sum, too."""
+        r = sum(self.members(name) for name in names) if with_members else len(names)
+        if r == 1 or size == 0:
+            return 0
+        part = ceil(Fraction(size, r))
+        hops = [self.link_ns(source, target, part) for source, target in permutations(names, 2)]
+        if with_members:
+            hops += [self.member_link_ns(name, part) for name in names if self.members(name) > 1]
+        own = self.host_sum_link(names)
+        if own is not None:
+            hops.append(self.message_ns(own, part))
+        return 2 * (r - 1) * max(hops)
+
+    def sum_ns(self, names, size, in_groups):
+        """Rule 8: the gradients that the members sum around all of them, then the others around partners."""
+        return self.ring_ns(names, in_groups, True) + self.ring_ns(names, size - in_groups, False)
+
     def message_ns(self, link, size):
         return link["latency_ns"] + ceil(Fraction(size * 10**9, link["bytes_per_s"]))
 
@@ -178,7 +235,7 @@ class Case:
         total = sum(self.figures(s, device, "update_ns"))
         for owner, _, trained in copies(self, s):
             if trained:
-                total += mine[owner]["update_ns"] * trained // self.graph[owner]["trained_bytes"]
+                total += mine[owner]["update_ns"] * trained // self.graph_of(s)[owner]["trained_bytes"]
         return half_up(total / self.speed(device))
 
     def backward_ns(self, s, device, last=None):
@@ -231,14 +288,29 @@ class Case:
             "W": weight_grad,
         }[phase]
 
-    def cut_bytes(self, s, what):
-        """Rule 3: bytes (or gradient bytes) of all tensors made in stage s or before and used after stage s."""
+    def sent_bytes(self, s, what):
+        """Rule 8: what the link of a member carries after stage s; between unlike groups, the larger end's bytes."""
+        ends = [s] if self.are_alike(s) else [s, s + 1]
+        return max(self.cut_bytes(s, what, by=end) for end in ends)
+
+    def received_bytes(self, s):
+        """Rule 8: the activations that a member gets before stage s; from an unlike group, as its own profile says."""
+        if s == 0:
+            return 0
+        return self.cut_bytes(s - 1, "bytes", by=s - 1 if self.are_alike(s - 1) else s)
+
+    def cut_bytes(self, s, what, by):
+        """Rule 3: bytes (or gradient bytes) of all tensors made in stage s or before and used after stage s.
+
+        They are those of a member of the devices of stage `by`.
+        """
         if s < 0 or s >= self.last_stage:
             return 0
         total = 0
-        for producer, layer in self.graph.items():
+        graph = self.graph_of(by)
+        for producer, layer in graph.items():
             for tensor in layer["bytes"]:
-                users = [self.home[name] for name, other in self.graph.items() if tensor in other["inputs"]]
+                users = [self.home[name] for name, other in graph.items() if tensor in other["inputs"]]
                 if self.home[producer] <= s and any(user > s for user in users):
                     total += layer[what][tensor]
         return total
@@ -334,9 +406,9 @@ def play(case, table):
         """The (ready, sender, direction, m, from, to, bytes) that an action's end sets off, or None: rule 3."""
         s, phase, m = action
         if phase == "F" and s < case.last_stage:
-            return (now, s, "F", m, case.device_of(s, m), case.device_of(s + 1, m), case.cut_bytes(s, "bytes"))
+            return (now, s, "F", m, case.device_of(s, m), case.device_of(s + 1, m), case.sent_bytes(s, "bytes"))
         if phase in "BI" and s > 0:
-            size = case.cut_bytes(s - 1, "gradient_bytes")
+            size = case.sent_bytes(s - 1, "gradient_bytes")
             return (now, s, "B", m, case.device_of(s, m), case.device_of(s - 1, m), size)
         return None
 
@@ -426,21 +498,25 @@ def play(case, table):
 
 
 def buckets_of(case, s):
-    """[(bytes, k)]: the bucket's gradients are all there once the k last layers of the stage are done."""
+    """[(bytes, those that members sum, k)]: its gradients are all there once the k last layers of the stage are done."""
     buckets = []
     held = 0
+    in_groups = 0
     layers = case.stages[s]["layers"]
     done = 0  # how many layers from the end must be done for the gradients held
     for k in range(1, len(layers) + 1):
-        size = case.graph[layers[-k]]["trained_bytes"]
+        layer = case.graph_of(s)[layers[-k]]
+        # Without replicas only the members of a group have anything to sum.
+        size = layer["trained_bytes"] if len(case.stages[s]["devices"]) > 1 else layer["group_sum_bytes"]
+        in_groups += layer["group_sum_bytes"]
         if size > 0:  # a layer without trained parameters has no gradient for a bucket to wait for
             held += size
             done = k
         if held >= BUCKET_BYTES:
-            buckets.append((held, done))
-            held = 0
+            buckets.append((held, in_groups, done))
+            held = in_groups = 0
     if held > 0:
-        buckets.append((held, done))
+        buckets.append((held, in_groups, done))
     return buckets
 
 
@@ -448,12 +524,9 @@ def all_reduces(case, table, spans):
     """Rule 5: [(stage, bucket bytes, start, end)]."""
     syncs = []
     for s, stage in enumerate(case.stages):
-        r = len(stage["devices"])
-        if r == 1:
-            continue
         free = 0  # the end of the bucket before
         own = case.host_sum_link(stage["devices"])
-        for size, k in buckets_of(case, s):
+        for size, in_groups, k in buckets_of(case, s):
             ready = []
             for device in stage["devices"]:
                 backwards = [action for action in table[device] if action[0] == s and action[1] in "BW"]
@@ -474,12 +547,8 @@ def all_reduces(case, table, spans):
                     before = case.alone_ns(s, "I", device) if last[1] == "W" else 0
                     after = case.on_lane(device, "B", before + after) - case.on_lane(device, "B", before)
                 ready.append(moment + after)
-            part = ceil(Fraction(size, r))
-            hop = max(case.link_ns(source, target, part) for source, target in permutations(stage["devices"], 2))
-            if own is not None:
-                hop = max(hop, case.message_ns(own, part))
             start = max(ready + [free])
-            free = start + 2 * (r - 1) * hop
+            free = start + case.sum_ns(stage["devices"], size, in_groups)
             syncs.append((s, size, start, free))
     return syncs
 
@@ -503,18 +572,16 @@ def shared_sums(case, table, spans, syncs):
         if len(stages) > 1 and trained:
             apart.append((min(stages), place, stages, trained))
     sums = []
-    for _, _, stages, size in sorted(apart, key=lambda item: item[:2]):
+    for _, place, stages, size in sorted(apart, key=lambda item: item[:2]):
         devices = sorted({name for s in stages for name in case.stages[s]["devices"]})
         if len(devices) == 1:
             continue
         moments = [end for _, _, _, end in sums]
         moments += [end for s, _, _, end in syncs if s in stages]
         moments += [spans[action][3] for device in devices for action in table[device] if action[0] in stages]
-        r = len(devices)
-        hop = max(case.link_ns(a, b, ceil(Fraction(size, r))) for a, b in permutations(devices, 2))
-        if case.host_sum_link(devices) is not None:
-            hop = max(hop, case.message_ns(case.host_sum_link(devices), ceil(Fraction(size, r))))
-        sums.append((stages, size, max(moments), max(moments) + 2 * (r - 1) * hop))
+        owned = case.graph[groups(case)[place][0]]
+        in_groups = owned["group_sum_bytes"] * size // owned["trained_bytes"]
+        sums.append((stages, size, max(moments), max(moments) + case.sum_ns(devices, size, in_groups)))
     return sums
 
 
@@ -558,19 +625,20 @@ def peak(case, table, spans, device):
         if device not in stage["devices"]:
             continue
         for name in stage["layers"]:
-            layer = case.graph[name]
+            layer = case.graph_of(s)[name]
             static += layer["param_bytes"] + layer["trained_bytes"] + layer["optimizer_state_bytes"]
         for owner, size, trained in copies(case, s):
             static += size + trained
             if trained:
-                static += case.graph[owner]["optimizer_state_bytes"] * trained // case.graph[owner]["trained_bytes"]
+                owned = case.graph_of(s)[owner]
+                static += owned["optimizer_state_bytes"] * trained // owned["trained_bytes"]
         for m in case.micro_batches:
             if case.device_of(s, m) != device:
                 continue
             if s > 0 and case.device_of(s - 1, m) != device:
-                buffers += case.cut_bytes(s - 1, "bytes")
+                buffers += case.received_bytes(s)
             if s < case.last_stage and case.device_of(s + 1, m) != device:
-                buffers += case.cut_bytes(s, "gradient_bytes")
+                buffers += case.cut_bytes(s, "gradient_bytes", by=s)
     actions = table[device]
     if case.has_lanes(device):
         return static + buffers + peak_of_lanes(case, actions, spans, device)
@@ -589,7 +657,7 @@ def peak(case, table, spans, device):
                 total += sum(case.figures(s, device, "gradient_stash_bytes"))
             if case.stages[s]["recompute"]:
                 if first <= now <= last:
-                    total += case.cut_bytes(s - 1, "bytes")
+                    total += case.received_bytes(s)
                 if backward <= now <= last:
                     total += stash
             elif first <= now <= last:
@@ -619,7 +687,7 @@ def peak_of_lanes(case, actions, spans, device):
             if not case.stages[s]["recompute"]:
                 total += stash if lives(forward) else 0
             else:
-                total += case.cut_bytes(s - 1, "bytes") if lives(forward) else 0
+                total += case.received_bytes(s) if lives(forward) else 0
                 total += stash if lives(backwards[0]) else 0
             if len(backwards) == 2 and lives(backwards[0]):
                 total += sum(case.figures(s, device, "gradient_stash_bytes"))

@@ -10,7 +10,7 @@ from operator import add, sub
 from bapipe.formats.profile import ModelProfile
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.layer_totals import LayerTotals, layer_totals
-from bapipe.simulator.stage_cost import Stage, StageCost, cost_of_totals, fill_buckets
+from bapipe.simulator.stage_cost import Stage, StageCost, cost_of_totals, fill_buckets, group_bucket_bytes
 from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparable_layers
 
 
@@ -31,21 +31,25 @@ class Chain:
         totals = [layer_totals(layer, m) for layer, m in zip(profile.layers, measured, strict=True)]
         self._totals = list(accumulate(totals, _add, initial=LayerTotals()))  # of the layers before; [layers + 1]
         self._workspace = [m.workspace_bytes for m in measured]
-        self._layer_gradients = [layer.gradient_bytes for layer in profile.layers]
+        self.num_members = profile.device.num_members
+        self._group_gradients = [layer.group_gradient_bytes for layer in profile.layers]
+        # The gradients that are summed at all, without and with replicas. [2, layers]
+        self._summed = [[layer.summed_bytes(has_replicas=any_) for layer in profile.layers] for any_ in (False, True)]
+        self._has_group_sums = any(self._group_gradients)
         self.send_bytes, self.grad_bytes = (sums.tolist() for sums in cut_bytes(profile, microbatch_size))
         self.legal = _legal(profile)
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
         # Caches: the layouts that a search simulates share most of their intervals.
         self._costs: dict[tuple[int, int, bool, bool], StageCost] = {}
-        self._buckets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._buckets: dict[tuple[int, int, bool], tuple[tuple[int, int], ...]] = {}
 
     def cost(self, start: int, stop: int, *, recompute: bool = False, has_replicas: bool = False) -> StageCost:
         """Returns the cost of layers [start, stop) on a device, which may be one of several replicas."""
         key = (start, stop, recompute, has_replicas)
         cost = self._costs.get(key)
         if cost is None:
-            ends = [end for end, _ in self.buckets(start, stop)] if has_replicas else []
+            ends = [end for end, _ in self.buckets(start, stop, has_replicas=has_replicas)]
             cost = self._costs[key] = cost_of_totals(
                 self._totals_of(start, stop),
                 max(self._workspace[start:stop]),
@@ -61,11 +65,21 @@ class Chain:
         """Returns what tied weights add to layers [start, stop)."""
         return self._tied_weights.cost_of(frozenset(self._names[start:stop]))
 
-    def buckets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    def buckets(self, start: int, stop: int, *, has_replicas: bool) -> tuple[tuple[int, int], ...]:
         """Returns the all-reduce buckets of layers [start, stop), as `fill_buckets` does."""
-        if (start, stop) not in self._buckets:
-            self._buckets[start, stop] = fill_buckets(self._layer_gradients[start:stop][::-1])
-        return self._buckets[start, stop]
+        if not has_replicas and not self._has_group_sums:
+            return ()
+        key = (start, stop, has_replicas)
+        if key not in self._buckets:
+            self._buckets[key] = fill_buckets(self._summed[has_replicas][start:stop][::-1])
+        return self._buckets[key]
+
+    def group_bucket_bytes(self, start: int, stop: int, *, has_replicas: bool) -> tuple[int, ...]:
+        """Returns the bytes of those buckets that members of a group sum; empty if there are none."""
+        if not self._has_group_sums:
+            return ()
+        ends = [end for end, _ in self.buckets(start, stop, has_replicas=has_replicas)]
+        return group_bucket_bytes(ends, self._group_gradients[start:stop][::-1])
 
     def _totals_of(self, start: int, stop: int) -> LayerTotals:
         return LayerTotals(*map(sub, self._totals[stop], self._totals[start]))
@@ -77,9 +91,13 @@ def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: bool)
     return Stage(
         costs=tuple(chain.cost(start, stop, recompute=recompute, has_replicas=has_replicas) for chain in chains),
         # The simulator, too, takes the sizes at a cut from the first replica's profile.
+        num_members=chains[0].num_members,
         send_bytes=chains[0].send_bytes[stop],
         grad_bytes=chains[0].grad_bytes[stop],
-        bucket_bytes=tuple(num_bytes for _, num_bytes in chains[0].buckets(start, stop)) if has_replicas else (),
+        input_bytes=chains[0].send_bytes[start],
+        input_grad_bytes=chains[0].grad_bytes[start],
+        bucket_bytes=tuple(num_bytes for _, num_bytes in chains[0].buckets(start, stop, has_replicas=has_replicas)),
+        group_bucket_bytes=chains[0].group_bucket_bytes(start, stop, has_replicas=has_replicas),
         tied_gradients=chains[0].tied_weight_cost(start, stop).gradients,
         recompute=recompute,
     )

@@ -92,6 +92,7 @@ def device_classes(
     """
     # A link that the cluster lists by itself distinguishes the devices at both of its ends from all others.
     linked = {end for link in cluster.links for end in (link.source, link.target)}
+    linked |= {device.name for device in cluster.devices if not linked.isdisjoint(device.members or ())}
     num_on_host = Counter(device.host for device in cluster.devices)
     same_links = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
     ranks_of: dict[tuple[_TypeKey, str | None, str | None], list[int]] = {}
@@ -148,7 +149,14 @@ class ClassLinks:
 
     def host_sum_link(self, devices: Sequence[int]) -> Bandwidth | None:
         """Returns `Cluster.host_sum_link` of devices of these classes."""
-        return self._cluster.host_sum_link([self._classes[c].ranks[0] for c in devices])
+        # A class that occurs more than once stands for different devices, which may be on different hosts.
+        twice = [self._classes[c].ranks[-1] for c in set(devices) if devices.count(c) > 1]
+        return self._cluster.host_sum_link([self._classes[c].ranks[0] for c in devices] + twice)
+
+    def members(self, devices: Sequence[int]) -> list[Bandwidth]:
+        """Returns the distinct links among the members of groups of these classes."""
+        links = {link for c in devices for link in self._cluster.member_links(self._classes[c].ranks[0])}
+        return sorted(links, key=_sort_key)
 
 
 def _sort_key(link: Bandwidth) -> tuple[int, int]:

@@ -145,7 +145,8 @@ class IntervalTimes:
 
     def __init__(self, intervals: IntervalIndex, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
         self.intervals, self.profile = intervals, profile
-        self._bucket_fills: dict[tuple[bool, bool], _BucketFill] = {}
+        self._bucket_fills: dict[tuple[bool, bool, bool], _BucketFill] = {}
+        self.has_group_sums = any(layer.group_gradient_bytes for layer in profile.layers)
         self._costs = costs = IntervalCosts(profile, microbatch_size, speed, max_ns=MAX_TIME)
         cuts = np.array(intervals.cuts)
         first, stop = cuts[intervals.begins], cuts[intervals.ends]  # the layers of each interval. [intervals]
@@ -156,7 +157,13 @@ class IntervalTimes:
         self.update_ns = costs.update_ns(first, stop)
 
     def all_reduce_done_ns(
-        self, num_devices: int, links: Sequence[Bandwidth], full_backward: bool, overlapped: bool
+        self,
+        num_devices: int,
+        links: Sequence[Bandwidth],
+        full_backward: bool,
+        overlapped: bool,
+        *,
+        member_links: Sequence[Bandwidth] = (),
     ) -> IntArray:
         """Returns when the all-reduces of every interval are done, counted from the start of its last B, or W.
 
@@ -167,14 +174,23 @@ class IntervalTimes:
             links: those among the devices; a ring is as slow as the slowest.
             full_backward: whether B is the last action, not W.
             overlapped: whether the links carry a bucket while B or W runs.
+            member_links: of groups, those among their members.
         """
         intervals = self.intervals
-        if (full_backward, overlapped) not in self._bucket_fills:
-            self._bucket_fills[full_backward, overlapped] = self._fill_buckets(full_backward, overlapped)
-        fill = self._bucket_fills[full_backward, overlapped]
+        key = full_backward, overlapped, num_devices > 1
+        if key not in self._bucket_fills:
+            self._bucket_fills[key] = self._fill_buckets(full_backward, overlapped, num_devices > 1)
+        fill = self._bucket_fills[key]
+        num_members = num_devices * self.profile.device.num_members
 
-        def bucket_ns(num_bytes: IntArray) -> IntArray:
-            return np.minimum(ring_ns(num_bytes, num_devices, links, MAX_TIME), INF >> 2)
+        def bucket_ns(num_bytes: IntArray, group_bytes: IntArray) -> IntArray:
+            """The ring of all members, then those of partners; as `bapipe.simulator.allreduce.sum_ns`."""
+            if not self.has_group_sums:
+                return np.minimum(ring_ns(num_bytes, num_devices, links, MAX_TIME), INF >> 2)
+            whole_ns = ring_ns(group_bytes, num_members, [*links, *member_links], MAX_TIME)
+            if num_devices > 1:
+                whole_ns = whole_ns + ring_ns(num_bytes - group_bytes, num_devices, links, MAX_TIME)
+            return np.minimum(whole_ns, INF >> 2)
 
         # done_ns[end]: when the full buckets of [begin, end) are done; a bucket waits for the one before and for its
         # gradients.
@@ -184,36 +200,40 @@ class IntervalTimes:
         full_buckets = iter(fill.full)
         for begin in reversed(range(intervals.num_boundaries - 1)):
             for _ in range(fill.num_full[begin]):
-                ends, num_bytes, ready_ns = next(full_buckets)
-                done_ns[ends] = np.maximum(done_ns[ends], ready_ns) + bucket_ns(num_bytes)
+                ends, num_bytes, group_bytes, ready_ns = next(full_buckets)
+                done_ns[ends] = np.maximum(done_ns[ends], ready_ns) + bucket_ns(num_bytes, group_bytes)
             # Every layer from `begin` on has been seen: these are the final times of its intervals. [boundaries]
             done_from[begin] = done_ns
         full_done_ns = done_from[intervals.begins, intervals.ends]
         # The bucket that remains unfilled comes after all full ones.
-        last_done_ns = np.maximum(full_done_ns, fill.last_ready_ns) + bucket_ns(fill.last_bytes)
+        last_bucket_ns = bucket_ns(fill.last_bytes, fill.last_group_bytes)
+        last_done_ns = np.maximum(full_done_ns, fill.last_ready_ns) + last_bucket_ns
         all_done_ns: IntArray = np.where(fill.last_bytes > 0, last_done_ns, full_done_ns)
         if overlapped:
             return all_done_ns
         # Not overlapped: all buckets were taken as ready at 0, which is the end of the last action.
         return all_done_ns + (self.backward_ns if full_backward else self.weight_grad_ns)
 
-    def _fill_buckets(self, full_backward: bool, overlapped: bool) -> "_BucketFill":
+    def _fill_buckets(self, full_backward: bool, overlapped: bool, has_replicas: bool) -> "_BucketFill":
         """How the buckets fill, which depends neither on the devices nor on the links."""
         intervals, stops = self.intervals, np.array(self.intervals.cuts)
         last_action_ns = self._costs.backward_ns if full_backward else self._costs.weight_grad_ns
         # State of the bucket that is filling, for each end. [boundaries]
-        num_bytes, ready_ns = (np.zeros(intervals.num_boundaries, dtype=np.int64) for _ in range(2))
-        unfilled = np.zeros((2, intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [2, begin, end]
-        full: list[tuple[IntArray, IntArray, IntArray]] = []
+        num_bytes, group_bytes, ready_ns = (np.zeros(intervals.num_boundaries, dtype=np.int64) for _ in range(3))
+        unfilled = np.zeros((3, intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [3, begin, end]
+        full: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
         num_full = [0] * intervals.num_boundaries
         begin = intervals.num_boundaries - 2
         for layer in reversed(range(len(self.profile.layers))):
-            gradient_bytes = self.profile.layers[layer].gradient_bytes
+            profiled = self.profile.layers[layer]
+            gradient_bytes = profiled.summed_bytes(has_replicas=has_replicas)
             if gradient_bytes:
                 # One bucket per end serves all begins, as buckets fill from the last layer. This layer is in
                 # the intervals that begin here or before and end later. [boundaries]
                 inside = stops > layer
                 num_bytes = np.where(inside, num_bytes + gradient_bytes, num_bytes)
+                if profiled.group_gradient_bytes:
+                    group_bytes = np.where(inside, group_bytes + profiled.group_gradient_bytes, group_bytes)
                 first = np.full_like(stops, layer)
                 stop = np.maximum(stops, first)
                 # The gradients of this layer are ready when its backward and that of all later layers are over.
@@ -222,18 +242,19 @@ class IntervalTimes:
                 # A bucket is full from `BUCKET_BYTES` on, as in the simulator (`stage_cost.fill_buckets`).
                 overflowing = np.flatnonzero(num_bytes >= BUCKET_BYTES)
                 if len(overflowing):
-                    full.append((overflowing, num_bytes[overflowing], ready_ns[overflowing]))
+                    full.append((overflowing, num_bytes[overflowing], group_bytes[overflowing], ready_ns[overflowing]))
                     num_full[begin] += 1
-                    num_bytes[overflowing] = 0
+                    num_bytes[overflowing] = group_bytes[overflowing] = 0
             # The first layer after boundary `begin`: what has not filled a bucket is the last one of [begin, end).
             if layer == intervals.cuts[begin]:
-                unfilled[0, begin], unfilled[1, begin] = num_bytes, ready_ns
+                unfilled[0, begin], unfilled[1, begin], unfilled[2, begin] = num_bytes, group_bytes, ready_ns
                 begin -= 1
         return _BucketFill(
             full=tuple(full),
             num_full=tuple(num_full),
             last_bytes=unfilled[0][intervals.begins, intervals.ends],
-            last_ready_ns=unfilled[1][intervals.begins, intervals.ends],
+            last_group_bytes=unfilled[1][intervals.begins, intervals.ends],
+            last_ready_ns=unfilled[2][intervals.begins, intervals.ends],
         )
 
 
@@ -243,12 +264,14 @@ class _BucketFill:
 
     Attributes:
         full: last layers first, for each layer that fills buckets: the ends of the intervals whose bucket it fills, its
-            bytes, and when its gradients are ready. Each of the three: [filled buckets]
+            bytes, how many of them members of a group sum, and when its gradients are ready. Each of the four: [filled
+            buckets]
         num_full: how many entries of `full` lie between each boundary and the next. [boundaries]
-        last_bytes, last_ready_ns: what remains for the last bucket, and when it is ready. [intervals]
+        last_bytes, last_group_bytes, last_ready_ns: the same of what remains for the last bucket. [intervals]
     """
 
-    full: tuple[tuple[IntArray, IntArray, IntArray], ...]
+    full: tuple[tuple[IntArray, IntArray, IntArray, IntArray], ...]
     num_full: tuple[int, ...]
     last_bytes: IntArray
+    last_group_bytes: IntArray
     last_ready_ns: IntArray

@@ -209,8 +209,8 @@ class Problem:
 
 def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> int:
     """Returns the simulator's step time of a compiled schedule, without the rest of the timeline."""
-    # Gradients of tied weights are summed across stages: only the whole timeline has these all-reduces.
-    if any(stage.tied_gradients for stage in stages):
+    # Only the whole timeline has the sums of tied weights across stages, and all-reduces between a device's stages.
+    if any(stage.tied_gradients for stage in stages) or _sums_between_stages(schedule, stages):
         return simulate_schedule(schedule, stages, cluster).step_ns
     done_ns = finish_ns(compiled, stages, cluster)
     for stage, ranks in zip(stages, schedule.devices, strict=True):
@@ -219,6 +219,14 @@ def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[
         for cost, rank in zip(stage.costs, ranks, strict=True):
             done_ns[rank] = max(done_ns[rank], synced_ns) + cost.update_ns
     return max(done_ns)
+
+
+def _sums_between_stages(schedule: Schedule, stages: Sequence[Stage]) -> bool:
+    """Whether devices with several stages have all-reduces: those of the members of a group."""
+    if not any(stage.bucket_bytes for stage in stages):
+        return False
+    ranks = [rank for of_stage in schedule.devices for rank in of_stage]
+    return len(set(ranks)) < len(ranks)
 
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], schedule: Schedule, done_ns: Sequence[int], cluster: Cluster) -> int:

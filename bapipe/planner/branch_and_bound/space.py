@@ -235,18 +235,19 @@ def _stage_costs(
     recompute: bool,
     forbidden: ForbiddenIntervals,
 ) -> StageCostTable:
-    # Kinds of devices may disagree about the bytes at a cut: memory takes the maximum, transfers the minimum.
-    max_bytes = (
-        [max(values) for values in zip(*(chain.send_bytes for chain in chains), strict=True)],
-        [max(values) for values in zip(*(chain.grad_bytes for chain in chains), strict=True)],
-    )
+    # Kinds of devices may disagree about the bytes at a cut: memory takes the maximum, transfers the minimum. Groups of
+    # another size hold other bytes, so only those of one size are compared for memory.
+    max_bytes = {
+        num_members: _max_at_cuts([chain for chain in chains if chain.num_members == num_members])
+        for num_members in {chain.num_members for chain in chains}
+    }
     times: dict[Hashable, IntervalTimes] = {}
     memory: dict[str, IntervalMemory] = {}
     for cls in classes:
         kind, speed = cls.device.kind, cls.device.speed
         # Bytes depend on the kind of device, times also on its speed.
         if kind not in memory:
-            memory[kind] = IntervalMemory(intervals, profiles[kind], size, max_bytes)
+            memory[kind] = IntervalMemory(intervals, profiles[kind], size, max_bytes[cls.device.num_members])
         if (kind, speed) not in times:
             times[kind, speed] = IntervalTimes(intervals, profiles[kind], size, speed)
     return StageCostTable(
@@ -259,6 +260,14 @@ def _stage_costs(
         min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
         recompute=recompute,
         forbidden=forbidden,
+    )
+
+
+def _max_at_cuts(chains: Sequence[Chain]) -> tuple[list[int], list[int]]:
+    """The maximum over the chains of the activations and of the gradients before every layer. [layers + 1]"""
+    return (
+        [max(values) for values in zip(*(chain.send_bytes for chain in chains), strict=True)],
+        [max(values) for values in zip(*(chain.grad_bytes for chain in chains), strict=True)],
     )
 
 

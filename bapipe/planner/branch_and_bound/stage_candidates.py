@@ -308,17 +308,18 @@ class StageCostTable:
     def _all_reduce_ns(self, placement: StagePlacement, c: int, rows: slice) -> IntArray:
         """The minimum time that the all-reduces take after the last action of a device of class `c`."""
         times = self.times[c]
-        if placement.num_replicas == 1:
+        # All-reduces of a device with several stages go on while it runs another stage.
+        if placement.num_replicas == 1 and not (times.has_group_sums and placement.position is None):
             return np.zeros_like(times.forward_ns[rows])
         after_last = []
         for phase in sorted(placement.schedule.last_phases):
             full_backward = phase is Phase.BACKWARD
-            links = self.links.ring(placement.device_classes)
+            links, member_links = self.links.ring(placement.device_classes), self.links.members([c])
             overlapped = self.links.host_sum_link(placement.device_classes) is None
-            key = (times, placement.num_replicas, *links, full_backward, overlapped)
+            key = (times, placement.num_replicas, *links, *member_links, full_backward, overlapped)
             if key not in self._all_reduce_done_ns:
                 self._all_reduce_done_ns[key] = times.all_reduce_done_ns(
-                    placement.num_replicas, links, full_backward, overlapped
+                    placement.num_replicas, links, full_backward, overlapped, member_links=member_links
                 )
             # `all_reduce_done_ns` counts from the start of the last action, `sync_ns` from its end.
             action_ns = times.backward_ns[rows] if full_backward else times.weight_grad_ns[rows]

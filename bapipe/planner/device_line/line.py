@@ -167,6 +167,8 @@ class DeviceLine:
         if self.options.num_stages not in (None, len(plan.cuts) - 1):
             return False
         rules = self.constraints
+        if any(len({self.cluster.devices[rank].num_members for rank in ranks}) > 1 for ranks in devices):
+            return False  # replicas have as many members each
         stage_of = (
             {name: s for s, (begin, end) in enumerate(pairwise(plan.cuts)) for name in self.names[begin:end]}
             if rules.separate or rules.on

@@ -96,10 +96,11 @@ class PrefixBound:
         self._backward = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
         self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self._backward
         self._stash = least(lambda m: m.stash_bytes)
-        layers = profiles[0].layers
-        state = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in layers]
-        self._static = prefix_sums(state)[self.line.cuts].astype(float)
-        self._gradients = prefix_sums([layer.gradient_bytes for layer in layers])[self.line.cuts].astype(float)
+        layers = [profile.layers for profile in profiles]
+        state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
+        self._static = prefix_sums(np.min(state, axis=0).tolist())[self.line.cuts].astype(float)
+        gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
+        self._gradients = prefix_sums(np.min(gradients, axis=0).tolist())[self.line.cuts].astype(float)
         self._work, self._trip = self._forward + self._backward, self._forward + self._critical
 
     def _group_classes(self) -> Groups:

@@ -84,7 +84,13 @@ class LoadSearch:
         device = self.cluster.devices[0]
         return HomogeneousDevices(
             self.boundaries,
-            StageCostSums(self.boundaries, self.profiles[device.kind], microbatch_size, device.speed),
+            StageCostSums(
+                self.boundaries,
+                self.profiles[device.kind],
+                microbatch_size,
+                device.speed,
+                self.cluster.member_links(0),
+            ),
             num_devices=len(self.cluster.devices),
             num_microbatches=self.minibatch_size // microbatch_size,
             link=self.cluster.link(0, len(self.cluster.devices) - 1),
@@ -94,12 +100,14 @@ class LoadSearch:
 
     def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:
         """Returns the problem for any devices."""
-        keys = sorted({(device.kind, device.speed) for device in self.cluster.devices})
+        first_of = {(device.kind, device.speed): rank for rank, device in reversed([*enumerate(self.cluster.devices)])}
         return HeterogeneousDevices(
             self.boundaries,
             {
-                (kind, speed): StageCostSums(self.boundaries, self.profiles[kind], microbatch_size, speed)
-                for kind, speed in keys
+                (kind, speed): StageCostSums(
+                    self.boundaries, self.profiles[kind], microbatch_size, speed, self.cluster.member_links(rank)
+                )
+                for (kind, speed), rank in sorted(first_of.items())
             },
             self.cluster,
             num_microbatches=self.minibatch_size // microbatch_size,

@@ -81,9 +81,18 @@ class StageCostSums:
         send_bytes, grad_bytes: of one micro-batch, activations and gradients that cross each boundary; [boundaries].
     """
 
-    def __init__(self, boundaries: Boundaries, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
+    def __init__(
+        self,
+        boundaries: Boundaries,
+        profile: ModelProfile,
+        microbatch_size: int,
+        speed: float,
+        member_links: Sequence[Bandwidth] = (),
+    ) -> None:
+        """`member_links` are those among the members of a group."""
         measured, inside = profile.at(microbatch_size), boundaries.inside
         self._costs = IntervalCosts(profile, microbatch_size, speed, inside=inside)
+        self._num_members, self._member_links = profile.device.num_members, tuple(member_links)
         self._inside = inside
         without_replicas = np.array([not layer.allows_replicas for layer in profile.layers], dtype=np.int64)  # [layers]
         self._num_without_replicas = inside @ without_replicas  # [boundaries]
@@ -95,8 +104,15 @@ class StageCostSums:
         return self._costs.forward_ns(begin, end) + self._costs.backward_ns(begin, end)
 
     def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> "IntArray":
-        """Returns the update and the ring all-reduce over `devices` devices, once per step."""
-        all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)), np.asarray(devices), [ring])
+        """Returns the update and the ring all-reduce over `devices` devices and their members, once per step."""
+        in_group = np.asarray(self._costs.group_gradient_bytes(begin, end))
+        num_devices = np.asarray(devices)
+        all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)) - in_group, num_devices, [ring])
+        if self._member_links:
+            all_links = [ring, *self._member_links]
+            in_each = ring_ns(in_group, num_devices * self._num_members, self._member_links)
+            over_all = ring_ns(in_group, num_devices * self._num_members, all_links)
+            all_reduce = all_reduce + np.where(num_devices > 1, over_all, in_each)
         return self._costs.update_ns(begin, end) + all_reduce
 
     def with_feasible_replicas(

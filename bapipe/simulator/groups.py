@@ -1,0 +1,45 @@
+"""Checks of groups, devices with several members: each with a profile of its size, and alike where gradients meet."""
+
+from collections.abc import Iterable, Sequence
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Device
+from bapipe.formats.profile import LayerProfile, ModelProfile
+
+
+def check_members(device: Device, profile: ModelProfile) -> None:
+    """Raises BapipeError unless a profile is of as many members as a device has."""
+    wanted = device.num_members
+    if wanted != profile.device.num_members:
+        raise BapipeError(
+            f"device '{device.name}' is {_in_words(wanted)}, and the profile of kind '{device.kind}' is of "
+            f"{_in_words(profile.device.num_members)}: measure or estimate one of {_in_words(wanted)}, or change "
+            "`members` in the cluster"
+        )
+
+
+def check_tied_weights(devices: Iterable[Device], layers: Iterable[LayerProfile]) -> None:
+    """Raises BapipeError for tied weights on groups of unlike sizes: their gradients have unlike shapes."""
+    sizes = {device.num_members for device in devices}
+    tied = next((layer for layer in layers if layer.shared_bytes), None)
+    if tied is not None and len(sizes) > 1:
+        raise BapipeError(
+            f"layer '{tied.name}' shares parameters with {' and '.join(map(repr, tied.shares))}, and the devices have "
+            f"{' and '.join(map(str, sorted(sizes)))} members, so that the gradients have unlike shapes: use groups of "
+            "one size"
+        )
+
+
+def check_replicas(stage: int, replicas: Sequence[Device]) -> None:
+    """Raises BapipeError if the replicas of a stage are groups of unlike sizes."""
+    first = replicas[0]
+    for other in replicas:
+        if other.num_members != first.num_members:
+            raise BapipeError(
+                f"stage {stage}: its replicas '{first.name}', {_in_words(first.num_members)}, and '{other.name}', "
+                f"{_in_words(other.num_members)}, have gradients of unlike shapes: use replicas with as many members"
+            )
+
+
+def _in_words(num_members: int) -> str:
+    return "a single device" if num_members == 1 else f"a group of {num_members}"
