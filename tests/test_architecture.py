@@ -242,7 +242,7 @@ def test_command_line_options() -> None:
             "--recompute", "--replicas", "--schedule", "--stages", "--time-limit",
         ],
         "compare": [
-            "--arg", "--cluster", "--devices", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
+            "--arg", "--cluster", "--devices", "--html", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
             "--recompute", "--replicas", "--schedule", "--time-limit",
         ],
         "edit": [
@@ -252,10 +252,10 @@ def test_command_line_options() -> None:
         "doctor": ["--json"],
         "explore": [
             "--arg", "--browser", "--cluster", "--csv", "--devices", "--json", "--markdown", "--minibatch-size", "--port",
-            "--profile", "--schedule", "--vary",
+            "--profile", "--schedule", "--trace", "--vary",
         ],
         "simulate": ["--json", "--trace"],
-        "show": ["--html", "--trace"],
+        "show": ["--html", "--profile", "--trace"],
         "run": [
             "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers",
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",

@@ -1,7 +1,7 @@
 """The command line: one handler function per command; the only place that prints and picks exit codes.
 
 `lazy_group.COMMANDS` lists the commands. Their handlers are in `profile.py` (measure and import), `plan.py` (plan,
-compare, simulate, show) and `run.py` (train, export). `options.py` holds the options that several commands share,
+compare, simulate), `show.py` and `run.py` (train, export). `options.py` holds the options that several commands share,
 `inputs.py` turns their texts into profiles, clusters and plans, `progress.py` shows the progress of long commands, and
 `flags.py` translates errors of the library, which name arguments, into the flags that set these.
 """

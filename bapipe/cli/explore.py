@@ -1,5 +1,6 @@
 """The command that shows a plan on a page and lets a user change it: explore."""
 
+import gc
 import webbrowser
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from bapipe import report
 from bapipe.cli.edit_command import command_lines
 from bapipe.cli.inputs import (
     check_one_source_of_devices,
@@ -23,6 +25,7 @@ from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import read, read_any
 from bapipe.formats.plan import Plan
+from bapipe.report.chrome_trace import read_trace
 from bapipe.schedules import ALL
 
 DEFAULT_SOURCES = "plan.json", "profile.json"
@@ -47,6 +50,10 @@ def explore(
         list[Path] | None,
         typer.Option("--profile", help="With a plan: a profile that it was made from, if the cache has it no more."),
     ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="With a plan: a trace that run wrote, to draw on the same axis. May be repeated."),
+    ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the page. Default: a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Whether to open the page.")] = True,
     vary: Annotated[
@@ -68,7 +75,7 @@ def explore(
     """Show a plan on a page of this machine, change it with the mouse, and see what happens."""
     check_one_source_of_devices(cluster, devices)
     sources = sources or _default_sources()
-    session = _session(sources, cluster, devices, minibatch_size, profile or [], arg)
+    session = _session(sources, cluster, devices, minibatch_size, profile or [], trace or [], arg)
     layouts = [name for name, wanted in (("json", as_json), ("csv", as_csv), ("markdown", as_markdown)) if wanted]
     if len(layouts) > 1 or (layouts and not vary):
         raise BapipeError(f"--{layouts[-1]} goes with --vary, and with no other format")
@@ -81,6 +88,7 @@ def explore(
         note("the page is for this machine alone; press Ctrl-C to end")
         if browser and not webbrowser.open(server.address):
             note("no browser could be opened: open the address above")
+        gc.freeze()  # what lives as long as the page need not be looked at again while a cut moves
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -101,6 +109,7 @@ def _session(
     devices: int | None,
     minibatch_size: int | None,
     profiles: list[Path],
+    traces: list[Path],
     arguments: list[str] | None,
 ) -> Session:
     """Returns the session of a plan, of profiles, or of a model that is profiled first."""
@@ -112,7 +121,13 @@ def _session(
             )
         plan = read(Path(sources[0]), Plan)
         commands = partial(command_lines, given=plan.cluster, source=(sources[0],), start=plan)
-        return Session(profiles_of_plan(plan, profiles), plan.cluster, plan, commands)
+        recorded = [named for path in traces for named in read_trace(path)]
+        for title, timeline in recorded:
+            if not report.is_step_of(timeline, plan):
+                raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
+        return Session(profiles_of_plan(plan, profiles), plan.cluster, plan, commands, recorded)
+    if traces:
+        raise BapipeError("--trace goes with a plan")
     if profiles:
         raise BapipeError("--profile goes with a plan; name the profiles without it")
     of_kind = profiles_by_kind(sources, arguments)

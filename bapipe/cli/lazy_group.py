@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show a plan on a page of this machine, change it with the mouse, and see what happens.",
     ),
     "simulate": ("bapipe.cli.plan:simulate", "Predict the time and memory of one step of a plan."),
-    "show": ("bapipe.cli.plan:show", "Show a profile, a cluster or a plan, or the difference of two profiles."),
+    "show": ("bapipe.cli.show:show", "Show a profile, a cluster or a plan, or the difference of two."),
     "run": ("bapipe.cli.run:run", "Train a model exactly as its plan says, with one process per device."),
     "doctor": (
         "bapipe.cli.doctor:doctor",

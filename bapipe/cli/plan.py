@@ -1,6 +1,5 @@
 """Commands that plan, predict and show: plan, compare, simulate, show."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +43,7 @@ from bapipe.cli.progress import (
 )
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, fingerprint, read, read_any, write, write_bytes
+from bapipe.formats.codec import check_writable, fingerprint, read, write, write_bytes
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compare import compare as compare_strategies
@@ -53,12 +52,9 @@ from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewes
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.make import judge
 from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
-from bapipe.planner.plan import evaluate_pinned, plan_cached, unit_cost_timeline
+from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
-from bapipe.report.chrome_trace import read_trace
-from bapipe.report.html import plan_page, profile_page
-from bapipe.report.profile_diff import render_profile_diff
 from bapipe.schedules import ALL
 
 if TYPE_CHECKING:
@@ -225,6 +221,9 @@ def compare(
     replicas: Replicas = True,
     recompute: Recompute = True,
     time_limit: TimeLimit = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the plans to this file, as an HTML page.")
+    ] = None,
     as_json: AsJson = False,
     arg: Arguments = None,
 ) -> None:
@@ -244,6 +243,8 @@ def compare(
         time_limit_s=time_limit,
     )
     devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
+    if html is not None:
+        check_writable(html)
     deadline = deadline_of(time_limit)
     with err.status("planning") as status, stops_on_interrupt(deadline):
         compared = compare_strategies(
@@ -254,10 +255,17 @@ def compare(
             progress=lambda name: status.update(f"planning: {name}"),
         )
     failed = {name: with_flags(why) for name, why in compared.failed.items()}
+    if html is not None:
+        from bapipe.explorer.pages import plans_page
+
+        fastest_first = sorted(compared.plans.items(), key=lambda named: named[1].prediction.step_ns)
+        write_bytes(html, plans_page(fastest_first, profiles))
     if as_json:
         show_json(report.comparison_json(compared.plans, compared.others, failed))
         return
     show_parts(report.render_comparison(compared.plans, compared.others, failed))
+    if html is not None:
+        show_written(html)
 
 
 def simulate(
@@ -283,59 +291,3 @@ def simulate(
         return
     show_parts(report.render_plan(judged, timeline))
     show_timeline(timeline)
-
-
-def show(
-    file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")],
-    other: Annotated[Path | None, typer.Argument(help="A second profile, to compare the first one with.")] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write the plan or profile to this file, as an HTML page.")
-    ] = None,
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option("--trace", help="With a plan: a trace that simulate or run wrote, to draw. May be repeated."),
-    ] = None,
-) -> None:
-    """Show a profile, a cluster or a plan, or the difference of two profiles."""
-    if other is not None:
-        if html is not None or trace:
-            raise BapipeError("--html and --trace go with a plan, not with two profiles")
-        show_parts(render_profile_diff(read(file, ModelProfile), read(other, ModelProfile)))
-        return
-    content = read_any(file)
-    if not isinstance(content, Plan) and trace:
-        raise BapipeError(f"--trace goes with a plan; {file} is none")
-    if html is not None:
-        if isinstance(content, Cluster):
-            raise BapipeError(f"--html goes with a plan or a profile; {file} is neither")
-        check_writable(html)
-    if isinstance(content, Cluster):
-        show_parts(report.render_cluster(content))
-    elif isinstance(content, ModelProfile):
-        show_parts(report.render_profile(content))
-        if html is not None:
-            _write_html(html, profile_page(content))
-    else:
-        _show_plan(content, html, trace or ())
-
-
-def _show_plan(plan: Plan, html: Path | None, traces: Iterable[Path]) -> None:
-    """Prints a plan with its recorded timelines; without any, with its order drawn in units of a millisecond."""
-    timelines = [named for path in traces for named in read_trace(path)]
-    if not timelines:
-        title = "order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)"
-        timelines = [(title, unit_cost_timeline(plan))]
-    for title, timeline in timelines:
-        if not report.is_step_of(timeline, plan):
-            raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
-    show_parts(report.render_plan(plan))
-    for title, timeline in timelines:
-        show_line(f"{title}:")
-        show_timeline(timeline)
-    if html is not None:
-        _write_html(html, plan_page(plan, timelines))
-
-
-def _write_html(path: Path, text: bytes) -> None:
-    write_bytes(path, text)
-    show_written(path)

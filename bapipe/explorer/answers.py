@@ -6,6 +6,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Memory, Prediction
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
+from bapipe.report.idle_time import idle_ns_by_cause
 from bapipe.report.layer_diagram import layer_rows
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.timeline import Span, Timeline, Update
@@ -17,7 +18,7 @@ MAX_SHARES = 4
 
 
 def timeline_json(timeline: Timeline) -> Json:
-    """Returns the actions of each rank, transfers, all-reduces and updates, each as columns."""
+    """Returns the actions of each rank, transfers, all-reduces and updates, each as columns; memory if it is known."""
     ranks = range(len(timeline.devices))
     return {
         "spans": [_spans(timeline.spans_of(rank)) for rank in ranks],
@@ -32,8 +33,9 @@ def timeline_json(timeline: Timeline) -> Json:
         ),
         "memory": [
             {"fixed": _fixed(peak), "stash": [s for s, _ in usage], "workspace": [w for _, w in usage]}
-            for peak, usage in zip(timeline.memory, timeline.usage, strict=True)
+            for peak, usage in zip(timeline.memory, timeline.usage, strict=False)
         ],
+        "length": timeline.step_ns,
     }
 
 
@@ -58,11 +60,30 @@ def _fixed(memory: Memory) -> int:
     return memory.total - memory.stash - memory.workspace
 
 
+def step_json(prediction: Prediction, timeline: Timeline, cluster: Cluster, bound: Json, *, detailed: bool) -> Json:
+    """Returns what the page shows of a step.
+
+    Args:
+        bound: a lower bound on the step of every plan.
+        detailed: with the critical path and the causes of idle times; they are left out while a cut is dragged.
+    """
+    idle = idle_ns_by_cause(timeline) if detailed else [{}] * len(cluster.devices)
+    answer: Json = {
+        "step": prediction.step_ns,
+        "rate": prediction.samples_per_s,
+        "bubble": prediction.bubble,
+        "bound": bound,
+        "ranks": ranks_json(prediction, cluster, idle),
+        "timeline": timeline_json(timeline),
+    }
+    return answer | ({"path": path_json(timeline)} if detailed else {})
+
+
 def path_json(timeline: Timeline) -> Json:
     """Returns the critical path: the times of its events by rank, and what it consists of."""
-    events = [event for event in critical_path(timeline) if isinstance(event, Span | Update)]
-    path = [(event.rank, event.start_ns, event.end_ns) for event in events]
-    shares = time_shares(timeline)
+    events = critical_path(timeline)
+    path = [(event.rank, event.start_ns, event.end_ns) for event in events if isinstance(event, Span | Update)]
+    shares = time_shares(timeline, events)
     total_ns = sum(ns for _, ns in shares) or 1
     return {"events": path, "shares": [[name, ns / total_ns] for name, ns in shares[:MAX_SHARES]]}
 

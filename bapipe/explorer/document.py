@@ -1,51 +1,97 @@
-"""The HTML document of the page: its style sheet and scripts are in it, so that it loads nothing."""
+"""The HTML document of the page: its style sheet, scripts and data are in it, so that it loads nothing."""
 
-from collections.abc import Sequence
-from html import escape
+import base64
+import gzip
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bapipe.explorer.state import State
+from bapipe.report import html_text
 
 if TYPE_CHECKING:
+    from bapipe.explorer.answers import Json
     from bapipe.explorer.session import Session
 
-SCRIPTS = "format.js", "axis.js", "layers.js", "timeline.js", "memory.js", "tables.js", "explorer.js"
+SCRIPTS = (
+    "format.js",
+    "svg_context.js",
+    "axis.js",
+    "layers.js",
+    "rows.js",
+    "timeline.js",
+    "memory.js",
+    "tables.js",
+    "charts.js",
+    "analyses.js",
+    "compare.js",
+    "tabs.js",
+    "controls.js",
+    "explorer.js",
+)
 """In the order in which they run; each adds to the one global name `explorer`."""
+
+MAX_BYTES_OF_STEPS = 24 * 2**20
+"""Maximum size of the steps in a file, before they are compressed to about a quarter; the first one is always there."""
 
 
 def live_page(model: str) -> bytes:
     """Returns the page that asks its server for everything."""
-    return _document(model, {"live": True})
+    return document(model, {"live": True})
 
 
-def standalone_page(session: "Session", state: State, tried: Sequence[tuple[str, State]]) -> bytes:
-    """Returns a page without a server: it shows the plans that were tried, the given one first."""
-    shown = [(name, one) for name, one in tried if one != state]
+def standalone_page(
+    session: "Session",
+    state: State,
+    tried: Sequence[tuple[str, State]],
+    kept: "Mapping[str, Json] | None" = None,
+) -> bytes:
+    """Returns a page without a server: it shows the plans that were tried, the given one first.
+
+    Args:
+        kept: results of analyses, by name; the plans of the Pareto front can be opened on the page, too.
+    """
+    kept = kept or {}
     title = next((name for name, one in tried if one == state), "plan")
-    states = [(title, state), *shown]
+    named = [(title, state), *((name, one) for name, one in tried if one != state)]
+    found: Any = kept.get("front", {}).get("points", ())
+    named += [("", msgspec.convert(point["state"], State)) for point in found]
+    entries = within_limit(
+        {"name": name, "state": msgspec.to_builtins(one), "answer": session.judge(one)} for name, one in named
+    )
+    sizes = {one.microbatch_size for _, one in named}
     data = {
         "live": False,
         "model": session.model(),
-        "tried": [
-            {"name": name, "state": msgspec.to_builtins(one), "answer": session.judge(one)} for name, one in states
-        ],
-        "layers": {str(one.microbatch_size): session.layers(one.microbatch_size) for _, one in states},
+        "tried": list(entries),
+        "layers": {str(size): session.layers(size) for size in sorted(sizes)},
+        "kept": kept,
     }
-    return _document(session.profile.model, data)
+    return document(session.profile.model, data)
 
 
-def _document(title: str, data: dict[str, object]) -> bytes:
+def within_limit(entries: "Iterable[Json]") -> "Iterator[Json]":
+    """Yields entries as long as their sizes add up to at most `MAX_BYTES_OF_STEPS`, at least the first one."""
+    used = 0
+    for entry in entries:
+        size = len(msgspec.json.encode(entry))
+        if used and used + size > MAX_BYTES_OF_STEPS:
+            return
+        used += size
+        yield entry
+
+
+def document(title: str, data: "Json") -> bytes:
+    """Returns the page with its data, compressed: a step of 64 devices would take megabytes."""
     folder = files("bapipe.explorer") / "page"
 
     def text(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
 
-    # No text of a file may end the script element: < cannot occur in JSON but inside of a string.
-    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    encoded = base64.b64encode(gzip.compress(msgspec.json.encode(data), 6, mtime=0)).decode()
     scripts = "\n".join(text(name) for name in SCRIPTS)
     page = Template(text("page.html"))
-    return page.substitute(title=escape(title), style=text("page.css"), data=encoded, scripts=scripts).encode()
+    return page.substitute(title=html_text(title), style=text("page.css"), data=encoded, scripts=scripts).encode()

@@ -6,20 +6,21 @@ leads here belongs to a page that is not ours), and its Origin, if it has one, i
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from bapipe.errors import BapipeError
+from bapipe.explorer.analyses import Analyses
 from bapipe.explorer.answers import Json
 from bapipe.explorer.document import live_page, standalone_page
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.codec import encode
 from bapipe.formats.strict_json import decode_json
-from bapipe.report.timeline_svg import gantt_svg, svg_file
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 4 * 2**20
@@ -49,11 +50,13 @@ class Stages(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Begin(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to search the best plan."""
+    """A request for the best plan, the Pareto front, a what-if curve over an axis, or an explanation."""
 
     state: State
+    kind: Literal["best", "front", "sweep", "explain"]
     schedules: tuple[str, ...]
-    seconds: float = 20.0
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=10**6)] = 20.0
+    axis: str = ""
 
 
 class Compare(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,10 +73,10 @@ class Layers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Export(msgspec.Struct, forbid_unknown_fields=True):
-    """A request for a file: the plan, its cluster, a picture, or the page with the plans that were tried."""
+    """A request for a file: the plan, its cluster, or the page with the plans that were tried."""
 
     state: State
-    kind: Literal["plan", "cluster", "svg", "html"]
+    kind: Literal["plan", "cluster", "html"]
     tried: tuple[tuple[str, State], ...] = ()
 
 
@@ -85,7 +88,7 @@ class Routes:
     """What the page can ask for, by the last part of the path."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session, self._analyses = session, Analyses(session)
         self._routes: dict[str, tuple[type[Any], Callable[[Any], object]]] = {
             "model": (Nothing, lambda _: session.model()),
             "judge": (Judge, lambda r: session.judge(r.state, detailed=r.detailed)),
@@ -93,9 +96,9 @@ class Routes:
             "sizes": (Judge, lambda r: session.sizes(r.state)),
             "stages": (Stages, lambda r: msgspec.to_builtins(session.default_devices(r.state, r.num_stages))),
             "compare": (Compare, lambda r: session.changes(r.before, r.after)),
-            "search": (Begin, self._search),
-            "status": (Nothing, lambda _: session.search.status()),
-            "cancel": (Nothing, lambda _: session.search.cancel()),
+            "begin": (Begin, self._begin),
+            "status": (Nothing, lambda _: self._analyses.background.status()),
+            "stop": (Nothing, lambda _: self._analyses.background.stop()),
             "export": (Export, self._export),
         }
 
@@ -110,17 +113,21 @@ class Routes:
             return {"error": str(error).replace("`", "")}
         return {} if found is None else found
 
-    def _search(self, request: Begin) -> Json:
-        self._session.begin_search(request.state, request.schedules, request.seconds)
-        return {}
+    def _begin(self, request: Begin) -> None:
+        analyses = self._analyses
+        begin: dict[str, Callable[[State, tuple[str, ...], float], None]] = {
+            "best": analyses.best,
+            "front": analyses.front,
+            "sweep": partial(analyses.sweep, request.axis),
+            "explain": analyses.explain,
+        }
+        begin[request.kind](request.state, request.schedules, request.seconds)
 
     def _export(self, request: Export) -> Json:
         session, state = self._session, request.state
         if request.kind == "html":
             tried = request.tried or (("", state),)
-            return {"name": "plan.html", "text": standalone_page(session, state, tried).decode()}
-        if request.kind == "svg":
-            return {"name": "plan.svg", "text": svg_file(gantt_svg(session.simulate(state)[2]))}
+            return {"name": "plan.html", "text": standalone_page(session, state, tried, self._analyses.kept).decode()}
         made = session.plan(state)
         file = made if request.kind == "plan" else made.cluster
         return {"name": f"{request.kind}.json", "text": encode(file).decode()}

@@ -1,25 +1,23 @@
 """What one page explores: profiles and a cluster, and the answers to what its controls say."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.explorer.answers import Json, layers_json, model_json, path_json, ranks_json, timeline_json
-from bapipe.explorer.search import Search
+from bapipe.explorer.answers import Json, layers_json, model_json, step_json, timeline_json
 from bapipe.explorer.state import State, cluster_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Certificate, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
-from bapipe.planner.make import default_devices, legal_cuts, make, plan_of
+from bapipe.planner.make import balanced_decision, default_devices, legal_cuts, plan_of
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
-from bapipe.report.idle_time import idle_ns_by_cause
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
@@ -35,6 +33,7 @@ class Session:
     Args:
         start: the plan to begin with; or the size of a mini-batch, to begin with stages that take about equally long.
         commands: returns the command lines that make the plan of a state.
+        measured: recorded steps of the plan to begin with, by title.
     """
 
     def __init__(
@@ -43,6 +42,7 @@ class Session:
         cluster: Cluster,
         start: Plan | int,
         commands: Callable[[Decision, State], list[str]] = lambda decision, state: [],
+        measured: Sequence[tuple[str, Timeline]] = (),
     ) -> None:
         self.profiles, self.cluster, self._commands = dict(profiles), cluster, commands
         self.profile = self.profiles[cluster.devices[0].kind]
@@ -52,8 +52,9 @@ class Session:
         self._proven: dict[tuple[Cluster, int], Certificate] = {}
         self._orders: dict[Shape, Schedule] = {}
         self._work_bounds: dict[tuple[Cluster, int], int] = {}
+        self._measured = [{"title": title, "timeline": timeline_json(timeline)} for title, timeline in measured]
+        self._checked: set[tuple[Cluster, int, str]] = set()
         self._lock = threading.Lock()
-        self.search = Search()
         self.first = self._first_state(start)
 
     def _first_state(self, start: Plan | int) -> State:
@@ -64,9 +65,9 @@ class Session:
         sizes = microbatch_sizes(self.profiles, self.cluster, options)
         # As many micro-batches as fill the pipeline twice, so that there is something to see.
         size = max((size for size in sizes if start // size >= 2 * num_stages), default=sizes[0])
-        roomy = _unlimited(self.cluster)
-        made = make(self.profiles, roomy, minibatch_size=start, microbatch_size=size, num_stages=num_stages)
-        return self._state_of(decision_of(made), self.cluster, None)
+        groups = default_devices("1f1b", num_stages, start // size, self.cluster)
+        decision = balanced_decision(self.profiles, self.cluster, groups, "1f1b", start, size)
+        return self._state_of(decision, self.cluster, None)
 
     def adopt(self, plan: Plan, like: State | None = None) -> State:
         """Returns the state of a plan, and remembers its bound and its order.
@@ -130,8 +131,13 @@ class Session:
         return decision, cluster, simulate_decision(decision, self.profiles, cluster)
 
     def _check(self, state: State, cluster: Cluster) -> None:
-        schedules = [state.schedule] if state.schedule in ALL else ["1f1b"]
-        check_inputs(self.profiles, cluster, PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules))
+        """Raises BapipeError if the profiles do not go with a state; once for all cuts, since it reads every layer."""
+        schedule = state.schedule if state.schedule in ALL else "1f1b"
+        key = cluster, state.minibatch_size, schedule
+        if key not in self._checked:
+            options = PlanOptions(minibatch_size=state.minibatch_size, schedules=[schedule])
+            check_inputs(self.profiles, cluster, options)
+            self._checked.add(key)
 
     def judge(self, state: State, *, detailed: bool = True) -> Json:
         """Returns the simulated step of a state; if it cannot run, the reason.
@@ -145,19 +151,11 @@ class Session:
         except BapipeError as error:
             return {"error": str(error).replace("`", "")}
         prediction = timeline.prediction(state.minibatch_size)
-        step_ns = prediction.step_ns
-        idle = idle_ns_by_cause(timeline) if detailed else [{}] * len(cluster.devices)
-        answer: Json = {
-            "step": step_ns,
-            "rate": prediction.samples_per_s,
-            "bubble": prediction.bubble,
-            "bound": self._bound(cluster, state.minibatch_size, step_ns),
-            "ranks": ranks_json(prediction, cluster, idle),
-            "timeline": timeline_json(timeline),
-        }
+        bound = self._bound(cluster, state.minibatch_size, prediction.step_ns)
+        answer = step_json(prediction, timeline, cluster, bound, detailed=detailed)
         if detailed:
-            answer["path"] = path_json(timeline)
             answer["command"] = self._commands(decision, state)
+            answer["measured"] = self._measured if state == self.first else []
         return answer
 
     def _bound(self, cluster: Cluster, minibatch_size: int, step_ns: int) -> Json:
@@ -189,18 +187,12 @@ class Session:
 
     def default_devices(self, state: State, num_stages: int | None) -> State:
         """Returns the state with a number of stages on the devices in order, cut where they take equally long."""
-        cluster = _unlimited(cluster_of(state, self.cluster))
+        cluster = cluster_of(state, self.cluster)
         self._check(state, cluster)
-        groups = default_devices(state.schedule, num_stages, state.minibatch_size // state.microbatch_size, cluster)
-        made = make(
-            self.profiles,
-            cluster,
-            minibatch_size=state.minibatch_size,
-            microbatch_size=state.microbatch_size,
-            schedule=state.schedule,
-            devices=groups,
-        )
-        return self._state_of(decision_of(made), cluster, state)
+        size = state.microbatch_size
+        groups = default_devices(state.schedule, num_stages, state.minibatch_size // size, cluster)
+        made = balanced_decision(self.profiles, cluster, groups, state.schedule, state.minibatch_size, size)
+        return self._state_of(made, cluster, state)
 
     def model(self) -> Json:
         """Returns the layers, the choices of the controls, and the state to begin with."""
@@ -218,20 +210,3 @@ class Session:
     def layers(self, microbatch_size: int) -> Json:
         """Returns the times and bytes of the layers at a micro-batch size."""
         return layers_json(self.profile, microbatch_size)
-
-    def begin_search(self, state: State, schedules: tuple[str, ...], seconds: float) -> None:
-        """Begins to search the best plan for a state's cluster and mini-batch, in the background."""
-        cluster = cluster_of(state, self.cluster)
-        options = PlanOptions(
-            minibatch_size=state.minibatch_size,
-            schedules=schedules,
-            constraints=state.constraints,
-            time_limit_s=seconds,
-        )
-        self.search.begin(self.profiles, cluster, options, lambda plan: self.adopt(plan, state))
-
-
-def _unlimited(cluster: Cluster) -> Cluster:
-    """The cluster with so much memory that every plan fits: the page shows what is lacking."""
-    devices = tuple(msgspec.structs.replace(device, memory_bytes=2**60) for device in cluster.devices)
-    return msgspec.structs.replace(cluster, devices=devices)

@@ -9,8 +9,9 @@ import msgspec
 
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
-from bapipe.explorer.state import cluster_of
+from bapipe.explorer.state import State, cluster_of
 from bapipe.formats.plan import Plan
+from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
 from bapipe.printable import MAX_LINE, printable
@@ -86,17 +87,31 @@ def vary(
         progress(done, len(grid))
         named = dict(zip((axis.name for axis in axes), values, strict=True))
         try:
-            plan = _best(session, named, schedules)
+            state = session.first
+            for name, value in named.items():
+                state = on_axis(state, name, value)
+            plan = best_at(session, state, schedules)
         except BapipeError as error:
             yield Point(values=named, plan=None, why_not=printable(str(error).replace("`", ""), MAX_LINE))
             continue
-        kind = f"{replica_counts(plan)}, {plan.schedule}"
+        kind = kind_of(plan)
         yield Point(values=named, plan=plan, kind=kind, is_new_kind=kind != before)
         before = kind
 
 
-def _best(session: Session, values: dict[str, float], schedules: Sequence[str]) -> Plan:
-    changes: dict[str, Any] = {FIELDS[name]: value for name, value in values.items()}
-    state = msgspec.structs.replace(session.first, **changes)
-    options = PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules)
-    return plan_cached(tuple(session.profiles.values()), cluster_of(state, session.cluster), options)
+def on_axis(state: State, name: str, value: float) -> State:
+    """Returns a state with another value of one of `FIELDS`; factors and limits are those of the page's controls."""
+    changes: dict[str, Any] = {FIELDS[name]: value}
+    return msgspec.structs.replace(state, **changes)
+
+
+def kind_of(plan: Plan) -> str:
+    """Returns the devices of each stage and the schedule: what tells kinds of plans apart."""
+    return f"{replica_counts(plan)}, {plan.schedule}"
+
+
+def best_at(session: Session, state: State, schedules: Sequence[str], deadline: Deadline | None = None) -> Plan:
+    """Returns the best plan for the cluster, the mini-batch and the pins of a state, from the cache if it is there."""
+    options = PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules, constraints=state.constraints)
+    profiles = tuple(session.profiles.values())
+    return plan_cached(profiles, cluster_of(state, session.cluster), options, deadline=deadline)

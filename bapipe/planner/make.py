@@ -1,6 +1,7 @@
 """Plans made by hand: a decision, the step that the simulator predicts for it, and a bound on all other plans."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import msgspec
@@ -64,14 +65,9 @@ def make(
         groups = _device_groups(
             devices, num_stages if at is None else len(at) + 1, schedule, minibatch_size // size, cluster
         )
-        decision = Decision(
-            layers=tuple(layer.name for layer in layers),
-            cuts=_balanced_cuts(profiles, cluster, size, groups) if at is None else at,
-            devices=groups,
+        decision = replace(
+            balanced_decision(profiles, cluster, groups, schedule, minibatch_size, size, at),
             recompute=_flags(recompute, len(groups)),
-            schedule=schedule,
-            minibatch_size=minibatch_size,
-            microbatch_size=size,
         )
         timeline = simulate_decision(decision, profiles, cluster)
         lacks = max(lacking_bytes(timeline, cluster).values(), default=0)
@@ -79,6 +75,28 @@ def make(
     *_, decision, timeline = min(judged, key=lambda found: found[:3])
     check_memory(timeline, cluster)
     return plan_of(decision, profiles, cluster, timeline)
+
+
+def balanced_decision(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    groups: tuple[tuple[str, ...], ...],
+    schedule: str,
+    minibatch_size: int,
+    microbatch_size: int,
+    cuts: tuple[int, ...] | None = None,
+) -> Decision:
+    """Returns a stage on each group of devices, without recomputation; without `cuts` they take equally long."""
+    layers = next(iter(profiles.values())).layers
+    return Decision(
+        layers=tuple(layer.name for layer in layers),
+        cuts=_balanced_cuts(profiles, cluster, microbatch_size, groups) if cuts is None else cuts,
+        devices=groups,
+        recompute=(False,) * len(groups),
+        schedule=schedule,
+        minibatch_size=minibatch_size,
+        microbatch_size=microbatch_size,
+    )
 
 
 def plan_of(

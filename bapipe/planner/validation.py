@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.action_order.improve_plan import SEARCH
@@ -67,8 +67,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
         _check_connected(profile)
         _check_sizes(profile, options.minibatch_size)
     _check_links(profiles, cluster, options.minibatch_size)
-    for device in cluster.devices:
-        _check_speed(profiles[device.kind], device, options.minibatch_size)
+    _check_speeds(profiles, cluster, options.minibatch_size)
     for profile in profiles.values():
         if (profile.model, _shape(profile)) != (first.model, _shape(first)):
             raise BapipeError(
@@ -146,15 +145,17 @@ def _check_sum(
         )
 
 
-def _check_speed(profile: ModelProfile, device: Device, minibatch_size: int) -> None:
+def _check_speeds(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
     """Raises BapipeError if a step would take years on a device."""
-    last = profile.measurements[-1]
-    step_ns = sum(m.forward_ns + m.whole_backward_ns for m in last.layers) * minibatch_size // last.microbatch_size
-    if step_ns / device.speed >= MAX_TOTAL:
-        raise BapipeError(
-            f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check its "
-            "speed, and the profile's times"
-        )
+    last = {kind: profile.measurements[-1] for kind, profile in profiles.items()}
+    microbatch_ns = {kind: sum(m.forward_ns + m.whole_backward_ns for m in one.layers) for kind, one in last.items()}
+    for device in cluster.devices:
+        step_ns = microbatch_ns[device.kind] * minibatch_size // last[device.kind].microbatch_size
+        if step_ns / device.speed >= MAX_TOTAL:
+            raise BapipeError(
+                f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check "
+                "its speed, and the profile's times"
+            )
 
 
 def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:

@@ -9,7 +9,6 @@ values, and the others return strings or bytes. The command line writes them.
 - `text_gantt`, `timeline_svg`: a timeline drawn as text and as SVG.
 - `chrome_trace`: timelines written as a trace for Perfetto, and read back.
 - `layer_diagram`: the layers of a model with the tensors alive between them.
-- `html`: the page of tables and drawings; `templates/` holds its document and style sheet.
 """
 
 from bapipe.report.chrome_trace import encode_trace

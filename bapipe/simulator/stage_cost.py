@@ -2,11 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, chain, pairwise
-from operator import or_
+from itertools import accumulate, chain
 from typing import Protocol
 
 from bapipe.errors import BapipeError, InvalidModel
@@ -152,11 +150,12 @@ def build_stages(
     for s, replicas in enumerate(devices):
         check_replicas(s, replicas)
         check_tied_weights(chain.from_iterable(devices), profiles[replicas[0].kind].layers)
-    layers_before: list[frozenset[str]] = list(accumulate((frozenset(stage.layers) for stage in stages), or_))
-    cuts = [frozenset[str](), *layers_before]
+    stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
+    # The cuts before and behind each stage; nothing is sent to the first one. [stages + 1]
+    cuts = {kind: [(0, 0), *cut_bytes(view.layers, stage_of)] for kind, view in views.items()}
     costed = tuple(
-        _stage(stage, group, views, *(cut_bytes(views[group[0].kind].layers, before) for before in (begin, end)))
-        for stage, group, (begin, end) in zip(stages, devices, pairwise(cuts), strict=True)
+        _stage(stage, group, views, *cuts[group[0].kind][s : s + 2])
+        for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
     )
     return _with_lanes(costed, devices) if any(d.side_by_side for d in cluster.devices) else costed
 
@@ -212,6 +211,7 @@ class _ProfileView:
     def __init__(self, profile: ModelProfile, microbatch_size: int) -> None:
         self.layers = tuple(zip(profile.layers, profile.at(microbatch_size), strict=True))
         self.by_name = {layer.name: (layer, measured) for layer, measured in self.layers}
+        self.position = {name: i for i, name in enumerate(self.by_name)}
         self.tied_weights = TiedWeights(profile.layers)
 
 
@@ -223,7 +223,7 @@ def _stage(
     cut: tuple[int, int],
 ) -> Stage:
     """Returns a stage; `entry` and `cut` are the activations and gradients at the cuts before and behind it."""
-    names = list(reversed([name for name in views[devices[0].kind].by_name if name in set(stage.layers)]))
+    names = sorted(stage.layers, key=lambda name: -views[devices[0].kind].position[name])
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
     buckets = fill_buckets([layer.summed_bytes(has_replicas=len(devices) > 1) for layer in layers])
     ends = tuple(end for end, _ in buckets)
@@ -385,18 +385,25 @@ def check_flow(layers: Iterable[Layer], stage_of: Mapping[str, int]) -> None:
         stage_of_tensor |= dict.fromkeys(layer.outputs, stage_of[layer.name])
 
 
-def cut_bytes(layers: Sequence[tuple[LayerProfile, LayerMeasurement]], before: AbstractSet[str]) -> tuple[int, int]:
-    """Returns the bytes of activations and of gradients of a micro-batch at the cut behind the layers in `before`.
+def cut_bytes(
+    layers: Sequence[tuple[LayerProfile, LayerMeasurement]], stage_of: Mapping[str, int]
+) -> list[tuple[int, int]]:
+    """Returns for each stage the bytes of activations and of gradients of a micro-batch at the cut behind it.
 
-    A tensor crosses the cut if it is made before it and a layer behind it uses it.
+    A tensor crosses the cuts between the stage that makes it and the last stage that uses it. The last pair is (0, 0).
     """
-    used_behind = {tensor for layer, _ in layers if layer.name not in before for tensor in layer.inputs}
-    send = grad = 0
+    last_use: dict[str, int] = {}
+    for layer, _ in layers:
+        for tensor in layer.inputs:
+            last_use[tensor] = max(last_use.get(tensor, 0), stage_of[layer.name])
+    # What is added at the first cut that a tensor crosses, and taken away behind the last one. [stages]
+    send, grad = ([0] * (max(stage_of.values()) + 1) for _ in range(2))
     for layer, measured in layers:
-        if layer.name not in before:
-            continue
+        made = stage_of[layer.name]
         for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
-            if tensor in used_behind:
-                send += num_bytes
-                grad += 0 if tensor in layer.no_gradient else num_bytes
-    return send, grad
+            used = last_use.get(tensor, made)
+            for change in (send,) if tensor in layer.no_gradient else (send, grad):
+                if used > made:
+                    change[made] += num_bytes
+                    change[used] -= num_bytes
+    return list(zip(accumulate(send), accumulate(grad), strict=True))

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import bapipe
 from bapipe.cli.options import key_values
+from bapipe.explorer.pages import plan_page, profile_page
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import encode, read
 from bapipe.formats.plan import Plan
@@ -23,7 +24,6 @@ from bapipe.planner.inputs import homogeneous_cluster
 from bapipe.planner.plan import unit_cost_timeline
 from bapipe.report import encode_trace, gantt, render_cluster, render_plan, render_profile
 from bapipe.report.chrome_trace import read_trace
-from bapipe.report.html import plan_page, profile_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,12 +109,12 @@ def kinds() -> tuple[Kind, ...]:
         _check_says(path, encode(found), () if found.is_judged else ("prediction", "certificate", "alternatives"))
         _check_shown(_text(render_plan(found)))
         timeline = unit_cost_timeline(found)
-        _check_shown(gantt(timeline, 120), plan_page(found, [("order", timeline)]).decode())
+        _check_shown(gantt(timeline, 120), plan_page(found, {}, [("order", timeline)]).decode())
         bapipe.simulate(found, profile)
 
     def use_trace(path: Path) -> None:
         for title, timeline in read_trace(path):
-            _check_shown(gantt(timeline, 120), plan_page(plans[0], [(title, timeline)]).decode())
+            _check_shown(gantt(timeline, 120), plan_page(plans[0], {}, [(title, timeline)]).decode())
         num_slices = sum(event.get("ph") == "X" for event in json.loads(path.read_bytes())["traceEvents"])
         num_read = sum(len(t.spans) + len(t.transfers) + len(t.syncs) + len(t.updates) for _, t in read_trace(path))
         if num_slices != num_read:

@@ -19,6 +19,7 @@ from bapipe.simulator.simulate import simulate
 from bapipe.zoo import ZOO
 from tests import ROOT
 from tests.builders import devices
+from tests.explorer.page_data import data_of, loads_nothing
 from tests.random_profiles import random_profile
 
 
@@ -199,7 +200,7 @@ def test_a_plan_changed_by_hand_is_shown_without_proof(folder: Path) -> None:
     (folder / "hand.json").write_text(json.dumps(content))
     shown = bapipe(folder, "show", "hand.json", "--html", "hand.html")
     assert shown.returncode == 0, shown.stderr
-    for text in (shown.stdout, (folder / "hand.html").read_text()):
+    for text in (shown.stdout, json.dumps(data_of((folder / "hand.html").read_bytes()))):
         assert "changed by hand since it was judged" in text
         assert "proven optimal" not in text
         assert "per step" not in text
@@ -235,10 +236,9 @@ def test_show_draws_a_profile_as_a_page(folder: Path) -> None:
     done = bapipe(folder, "show", "profile.json", "--html", "shape.html")
     assert done.returncode == 0
     assert done.stdout.endswith("wrote shape.html\n")
-    page = (folder / "shape.html").read_text()
-    assert "a cut here carries" in page
-    assert page.count("<circle") == 6  # one for each layer
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    page = (folder / "shape.html").read_bytes()
+    assert len(data_of(page)["model"]["layers"]) == 6
+    assert loads_nothing(page)
 
 
 def test_the_version_is_printed(folder: Path) -> None:

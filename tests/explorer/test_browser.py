@@ -80,7 +80,9 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
         browser.wait(f"{SHOWN_STEP} === {begun}")
         click(browser, "redo")
         browser.wait(f"{SHOWN_STEP} === {expected}")
-        browser.value("document.querySelector('#toolbar input').value = 1000")  # seconds: it may be slow here
+        browser.value(
+            "document.querySelector('#toolbar input[type=number]').value = 1000"
+        )  # seconds: it may be slow here
         click(browser, "best")
         best = bapipe.plan(PROFILE, cluster, minibatch_size=12)
         browser.wait(f"{SHOWN_STEP} === {best.prediction.step_ns}")
@@ -127,6 +129,6 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
         assert browser.value(SHOWN_STEP) == steps[0]
         click(browser, "other")
         assert browser.value(SHOWN_STEP) == steps[1]
-        assert browser.value("document.querySelectorAll('canvas').length") == 3
+        assert browser.value("[...document.querySelectorAll('canvas')].filter((c) => c.offsetWidth).length") == 3
         assert browser.value("document.querySelectorAll('img, b').length") == 0
         assert browser.problems == []

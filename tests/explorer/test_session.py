@@ -16,16 +16,23 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.cli.edit_command import command_lines
 from bapipe.errors import BapipeError
+from bapipe.explorer.analyses import Analyses, axis_values
+from bapipe.explorer.background import Job
 from bapipe.explorer.document import standalone_page
 from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
+from bapipe.explorer.vary import FIELDS, on_axis
 from bapipe.formats.codec import decode
 from bapipe.formats.plan import Plan
+from bapipe.planner.analysis.explain import TOPICS
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import pareto
 from bapipe.report.idle_time import CAUSES, idle_ns_by_cause
 from bapipe.schedules import ALL
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.explorer.page_data import data_of, loads_nothing
 from tests.random_profiles import random_cluster, random_profile
 
 PROFILE = chain([1, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=10, output_bytes=1000)
@@ -49,7 +56,7 @@ def test_the_page_begins_with_the_plan_given() -> None:
     assert answer["bound"] == {
         "ns": plan.certificate.lower_bound_ns, "space": plan.certificate.space, "searched": True,
     }  # fmt: skip
-    assert page.search.status() == {"running": False}
+    assert Analyses(page).background.status() == {"running": False}
 
 
 def test_without_a_plan_the_page_begins_with_a_stage_on_each_device() -> None:
@@ -143,13 +150,14 @@ def test_stages_are_spread_over_devices_when_their_number_changes() -> None:
 
 
 def searched(page: Session, state: State, schedules: tuple[str, ...] = ("1f1b", "gpipe")) -> State:
-    page.begin_search(state, schedules, 1000)
-    return msgspec.convert(ended(page)["state"], State)
+    analyses = Analyses(page)
+    analyses.best(state, schedules, 1000)
+    return msgspec.convert(ended(analyses)["state"], State)
 
 
-def ended(page: Session) -> dict[str, Any]:
-    """The status of the search when it has ended."""
-    while (status := page.search.status())["running"]:
+def ended(analyses: Analyses) -> dict[str, Any]:
+    """The status of the job when it has ended."""
+    while (status := analyses.background.status())["running"]:
         time.sleep(0.01)
     return status
 
@@ -171,13 +179,71 @@ def test_best_asks_the_planner_and_its_bound_is_kept() -> None:
     assert "d2" in pinned.devices[0]
 
 
-def test_a_search_that_fails_says_why_and_a_cancelled_one_says_nothing() -> None:
+def test_a_search_that_fails_says_why_and_one_that_is_superseded_says_nothing() -> None:
     page = session()
-    page.begin_search(replace(page.first, memory_bytes=1), ("1f1b",), 1000)
-    assert "no plan fits" in ended(page)["error"]
-    page.begin_search(page.first, ("1f1b",), 1000)
-    page.search.cancel()
-    assert page.search.status() == {"running": False}
+    analyses = Analyses(page)
+    analyses.best(replace(page.first, memory_bytes=1), ("1f1b",), 1000)
+    assert "no plan fits" in ended(analyses)["error"]
+    analyses.best(page.first, ("1f1b",), 1000)
+    analyses.explain(page.first, ("1f1b",), 1000)
+    found = ended(analyses)
+    assert found["kind"] == "explain"
+    assert set(found["why"]) == set(TOPICS)
+    assert found["of"] == msgspec.to_builtins(page.first)
+    with pytest.raises(BapipeError, match="no axis 'x': want link, latency, devices, memory, minibatch"):
+        analyses.sweep("x", page.first, ("1f1b",), 1000)
+
+
+def test_a_job_that_is_stopped_gives_what_it_has_found() -> None:
+    analyses, goes_on = Analyses(session()), threading.Event()
+
+    def count(job: Job) -> dict[str, object]:
+        job.report(done=1)
+        while not job.deadline.is_over:
+            goes_on.wait(0.01)
+        return {"done": 2}
+
+    analyses.background.begin("sweep", 1000, count)
+    analyses.background.stop()
+    assert ended(analyses) == {"running": False, "kind": "sweep", "done": 2}
+
+
+def test_the_points_of_the_front_are_states_of_the_page() -> None:
+    page = session()
+    analyses = Analyses(page)
+    analyses.front(page.first, ("1f1b",), 1000)
+    points = ended(analyses)["points"]
+    options = PlanOptions(minibatch_size=12, schedules=("1f1b",))
+    expected = pareto(page.profiles, CLUSTER, options)
+    assert [(p["step"], p["peak"], p["devices"]) for p in points] == [
+        (point.step_ns, point.peak_bytes, point.num_devices) for point in expected
+    ]
+    for point in points:
+        answer: Any = page.judge(msgspec.convert(point["state"], State))
+        assert answer["step"] == point["step"]
+
+
+@pytest.mark.parametrize("axis", ["link", "devices", "memory", "minibatch"])
+def test_a_curve_has_the_best_plan_at_each_value_and_the_plan_of_the_page(axis: str) -> None:
+    page = session()
+    analyses = Analyses(page)
+    state = replace(page.first, memory_bytes=6000)
+    analyses.sweep(axis, state, ("1f1b",), 1000)
+    points = ended(analyses)["points"]
+    values = [point["value"] for point in points]
+    assert values == sorted(set(values)) == list(axis_values(axis, state, page))
+    assert any("step" in point for point in points)
+    for point in points:
+        there = on_axis(state, axis, point["value"])
+        if "whyNot" in point:
+            assert "no plan fits" in point["whyNot"]
+            continue
+        best = bapipe.plan(PROFILE, cluster_of(there, CLUSTER), minibatch_size=there.minibatch_size, schedules=["1f1b"])
+        assert point["step"] == best.prediction.step_ns
+        assert point["state"][FIELDS[axis]] == point["value"]
+        if point["same"] is not None:
+            same: Any = page.judge(there)
+            assert point["same"] == same["step"] >= point["step"]
 
 
 def test_the_command_lines_name_what_differs() -> None:
@@ -200,12 +266,10 @@ def test_the_page_without_a_server_holds_the_plans_that_were_tried() -> None:
     layers = tuple(replace(layer, name=f"</script><b>{layer.name}") for layer in PROFILE.layers)
     page = Session({"a": replace(PROFILE, layers=layers, model="<i>x</i>")}, CLUSTER, 12)
     other = replace(page.first, schedule="gpipe")
-    text = standalone_page(page, page.first, (("start", page.first), ("other", other))).decode()
-    assert not any(word in text for word in ("http", " src=", "@import", "url("))
-    assert "<i>x</i>" not in text
-    data = text.partition('id="data">')[2].partition("</script>")[0]
-    assert "<" not in data
-    content = json.loads(data)
+    text = standalone_page(page, page.first, (("start", page.first), ("other", other)))
+    assert loads_nothing(text)
+    assert b"<i>x</i>" not in text
+    content = data_of(text)
     assert [entry["name"] for entry in content["tried"]] == ["start", "other"]
     assert content["model"]["layers"][0]["name"] == "</script><b>l0"
     steps = [page.plan(state).prediction.step_ns for state in (page.first, other)]
@@ -251,10 +315,15 @@ def test_the_server_answers_its_page(server: Server) -> None:
     assert len(json.loads(ask(server, "POST", "stages", {"state": state, "num_stages": 2})[1])["cuts"]) == 1
     compared = {"before": state, "after": state}
     assert json.loads(ask(server, "POST", "compare", compared)[1]) == ["no difference"]
-    for kind, begin in (("svg", "<svg xmlns="), ("html", "<!DOCTYPE html>"), ("cluster", "{")):
+    for kind, begin in (("html", "<!DOCTYPE html>"), ("cluster", "{")):
         assert json.loads(ask(server, "POST", "export", {"state": state, "kind": kind})[1])["text"].startswith(begin)
-    assert json.loads(ask(server, "POST", "cancel", {})[1]) == {}
-    assert json.loads(ask(server, "POST", "status", {})[1]) == {"running": False}
+    begun = {"state": state, "kind": "sweep", "axis": "link", "schedules": ["1f1b"]}
+    assert json.loads(ask(server, "POST", "begin", begun)[1]) == {}
+    assert "no axis" in json.loads(ask(server, "POST", "begin", begun | {"axis": "x"})[1])["error"]
+    while (status := json.loads(ask(server, "POST", "status", {})[1]))["running"]:
+        time.sleep(0.01)
+    assert status["axis"] == "link"
+    assert json.loads(ask(server, "POST", "stop", {})[1]) == {}
 
 
 def test_the_server_refuses_what_its_page_does_not_send(server: Server) -> None:

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 
 from bapipe.errors import BapipeError
-from bapipe.formats.plan import Memory
+from bapipe.formats.plan import Memory, Plan
+from bapipe.planner.plan import plan
 from bapipe.report.chrome_trace import encode_trace, read_trace
 from bapipe.schedules.table import Phase, parse_action
+from bapipe.simulator.simulate import simulate
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
+from tests.random_profiles import random_cluster, random_profile
 
 MEMORY = Memory(params=1, gradients=2, optimizer=3, stash=4, workspace=5, buffers=6)
 
@@ -81,3 +85,43 @@ def test_devices_are_told_apart_by_their_threads(tmp_path: Path) -> None:
     timeline = replace(TIMELINE, devices=("a", "a sends"))
     path.write_bytes(encode_trace([("one", timeline)]))
     assert read_trace(path) == [("one", timeline)]
+
+
+def planned(schedule: str, *, side_by_side: bool = False) -> tuple[Plan, Timeline]:
+    random = Random(3)
+    profile, cluster = random_profile(random, 8), random_cluster(random, 2)
+    devices = tuple(msgspec.structs.replace(d, memory_bytes=10**12, overlaps_transfers=True) for d in cluster.devices)
+    found = plan(
+        profile,
+        msgspec.structs.replace(cluster, devices=devices),
+        minibatch_size=12,
+        schedules=[schedule],
+        microbatch_size=3,
+    )
+    devices = tuple(msgspec.structs.replace(d, side_by_side=side_by_side) for d in devices)
+    found = msgspec.structs.replace(found, cluster=msgspec.structs.replace(found.cluster, devices=devices))
+    return found, simulate(found, {"a": profile})
+
+
+@pytest.mark.parametrize(("schedule", "side_by_side"), [("zb-v", False), ("fbp-as", True)])
+def test_a_written_trace_is_read_back(tmp_path: Path, schedule: str, side_by_side: bool) -> None:
+    _, timeline = planned(schedule, side_by_side=side_by_side)
+    path = tmp_path / "trace.json"
+    path.write_bytes(encode_trace([("predicted", timeline), ("again", timeline)]))
+    (title, found), (other, _) = read_trace(path)
+    assert (title, other) == ("predicted", "again")
+    assert found.devices == timeline.devices
+    assert found.spans == timeline.spans
+    assert sorted(found.transfers) == sorted(timeline.transfers)
+    assert found.updates == timeline.updates
+    assert found.memory_over_time == timeline.memory_over_time
+    assert [memory.total for memory in found.memory] == [memory.total for memory in timeline.memory]
+
+
+def test_errors_of_a_trace_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with pytest.raises(BapipeError, match=r"x\.json: no such file$"):
+        read_trace(path)
+    path.write_text('{"traceEvents": [{"ph": "X"}]}')
+    with pytest.raises(BapipeError, match=r"x\.json is not a trace of bapipe \(.*name.*\): write one with `trace`$"):
+        read_trace(path)

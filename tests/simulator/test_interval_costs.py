@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import StagePlan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
@@ -138,10 +138,14 @@ def test_every_count_of_the_bytes_at_a_cut_is_the_same() -> None:
         profile = random_profile(Random(seed), 7) if seed % 2 else branching_profile(Random(seed), 7)
         layers = list(zip(profile.layers, profile.at(2), strict=True))
         names = [layer.name for layer in profile.layers]
-        want = [stage_cost.cut_bytes(layers, set(names[:cut])) for cut in range(len(names) + 1)]
+
+        def at_cut(before: set[str], layers: list[tuple[LayerProfile, LayerMeasurement]] = layers) -> tuple[int, int]:
+            return stage_cost.cut_bytes(layers, {layer.name: int(layer.name not in before) for layer, _ in layers})[0]
+
+        want = [at_cut(set(names[:cut])) for cut in range(len(names) + 1)]
         assert list(zip(*(column.tolist() for column in cut_bytes(profile, 2)), strict=True)) == want
         boundaries = boundaries_of(profile)
-        want = [stage_cost.cut_bytes(layers, {names[i] for i in members(nodes)}) for nodes in boundaries]
+        want = [at_cut({names[i] for i in members(nodes)}) for nodes in boundaries]
         send, grad = cut_bytes(profile, 2, inside_of(profile, boundaries))
         assert list(zip(send.tolist(), grad.tolist(), strict=True)) == want
 

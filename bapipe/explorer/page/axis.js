@@ -1,6 +1,7 @@
 // The time axis that the timeline and the memory charts share: which part of the step is seen.
 "use strict";
 explorer.MARGIN = 84;
+explorer.TOP = 4;
 
 explorer.Axis = class {
   constructor(redraw) {

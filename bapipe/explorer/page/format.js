@@ -8,8 +8,9 @@ explorer.number = (value) => {
   return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 };
 explorer.ms = (ns) => `${explorer.number(ns / 1e6)} ms`;
-explorer.mib = (bytes) => `${explorer.number(bytes / 2 ** 20)} MiB`;
+explorer.mib = (bytes) => (bytes >= 2 ** 40 ? `${explorer.number(bytes / 2 ** 30)} GiB` : `${explorer.number(bytes / 2 ** 20)} MiB`);
 explorer.percent = (share) => `${(100 * share).toFixed(1)}%`;
+explorer.signed = (text, value) => (value > 0 ? `+${text}` : text);
 
 explorer.make = (tag, attributes = {}, ...children) => {
   const element = document.createElement(tag);
@@ -18,14 +19,17 @@ explorer.make = (tag, attributes = {}, ...children) => {
     else if (name in element && name !== "list") element[name] = value;
     else element.setAttribute(name, value);
   }
-  element.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  element.append(...children.map((child) => (child instanceof Node ? child : explorer.plain(child))));
   return element;
 };
+// What nobody could see in a name, or what would change the direction of writing, as an escape.
+explorer.plain = (text) => String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (char) => (char === "\n" ? char : `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`));
 
+// A row is { cells, now }; a cell is a text, or { cell, className, title }. Heads that end with > are of numbers.
 explorer.table = (title, heads, rows) => {
   const { make } = explorer;
   const cell = (tag, content, numeric) =>
-    content && content.cell ? make(tag, { className: `${numeric ? "n " : ""}${content.className || ""}`, title: content.title || "" }, ...[content.cell].flat())
+    content && content.cell !== undefined ? make(tag, { className: `${numeric ? "n " : ""}${content.className || ""}`, title: content.title || "" }, ...[content.cell].flat())
       : make(tag, { className: numeric ? "n" : "" }, content);
   const numeric = heads.map((head) => head.endsWith(">"));
   const head = make("tr", {}, ...heads.map((text, i) => {
@@ -34,22 +38,51 @@ explorer.table = (title, heads, rows) => {
     return th;
   }));
   const body = rows.map(({ cells, now }) => make("tr", { className: now ? "now" : "" }, ...cells.map((c, i) => cell("td", c, numeric[i]))));
-  return [make("h2", {}, title), make("div", { className: "table" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)))];
+  const table = make("table", {}, make("caption", { className: "hidden" }, title), make("thead", {}, head), make("tbody", {}, ...body));
+  return [make("h2", {}, title), make("div", { className: "table", tabIndex: 0, role: "region", ariaLabel: title }, table)];
 };
 
 explorer.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// Phases that are equally bright are told apart by stripes, too.
+explorer.STRIPES = { I: 1, W: -1, workspace: 1, sync: -1 };
+explorer.patterns = new Map();
+explorer.fill = (context, name) => {
+  const colour = explorer.colour(name), direction = explorer.STRIPES[name];
+  if (!direction) return colour;
+  if (context.stripes) return context.stripes(name, colour, direction);
+  const key = `${name} ${colour}`;
+  if (!explorer.patterns.has(key)) {
+    const tile = explorer.make("canvas", { width: 6, height: 6 }), on = tile.getContext("2d");
+    on.fillStyle = colour;
+    on.fillRect(0, 0, 6, 6);
+    on.strokeStyle = explorer.colour("stripe");
+    on.lineWidth = 1.2;
+    for (const x of [-6, 0, 6]) {
+      on.moveTo(x, direction > 0 ? 6 : 0);
+      on.lineTo(x + 6, direction > 0 ? 0 : 6);
+    }
+    on.stroke();
+    explorer.patterns.set(key, context.createPattern(tile, "repeat"));
+  }
+  return explorer.patterns.get(key);
+};
+explorer.fills = (context, names) => Object.fromEntries(names.map((name) => [name, explorer.fill(context, name)]));
+explorer.key = (name, text) => explorer.make("span", { className: "key" }, explorer.make("i", { className: `swatch${explorer.STRIPES[name] ? ` stripes${explorer.STRIPES[name]}` : ""}`, style: `background-color: var(--${name})` }), text);
 
 explorer.tip = (event, text) => {
   const tip = document.getElementById("tooltip");
   tip.hidden = !text;
   if (!text) return;
-  tip.textContent = text;
+  tip.textContent = explorer.plain(text.length > 2000 ? `${text.slice(0, 2000)}…` : text);
   tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
   tip.style.top = `${Math.max(4, Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8))}px`;
 };
 
-// A canvas with as many pixels as the screen has; returns its context, scaled to CSS pixels.
+// A canvas with as many pixels as the screen has; returns its context, scaled to CSS pixels. While the picture is saved as
+// SVG, returns an object that writes down what is drawn.
 explorer.context = (canvas, width, height) => {
+  if (canvas.saves) return (canvas.drawn = new explorer.SvgContext(width, height));
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
@@ -63,7 +96,8 @@ explorer.context = (canvas, width, height) => {
   return context;
 };
 
-explorer.crop = (context, text, width) => {
+explorer.crop = (context, name, width) => {
+  const text = explorer.plain(name.length > 400 ? `${name.slice(0, 250)}…${name.slice(-150)}` : name);
   if (context.measureText(text).width <= width) return text;
   for (let kept = Math.min(text.length, Math.floor(width / 4)); kept > 2; kept--) {
     const half = Math.floor(kept / 2);

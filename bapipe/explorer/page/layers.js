@@ -18,7 +18,7 @@ explorer.Layers = class {
       make("div", { className: "tools" },
         make("button", { type: "button", onclick: zoom(1 / 1.5), ariaLabel: "smaller rows" }, "−"),
         make("button", { type: "button", onclick: zoom(1.5), ariaLabel: "larger rows" }, "+"),
-        ...["F", "I", "W"].map((phase) => explorer.key(phase, { F: "forward", I: "input gradient", W: "weight gradient" }[phase]))),
+        ...["F", "I", "W"].map((phase) => explorer.key(phase, phase)), explorer.key("transfer", "a cut's bytes"), explorer.savePictures(this, "layers")),
       this.scroll,
     );
     this.scroll.addEventListener("scroll", () => this.draw());
@@ -30,12 +30,15 @@ explorer.Layers = class {
     this.row = Math.min(22, Math.max((innerHeight - 120) / this.count, 5));
     this.handles = [];
   }
-  update(state, data) {
+  // `before` is the state before the last change: its cuts are drawn as dashed lines.
+  update(state, data, before) {
+    this.before = before && before.cuts.join() !== state.cuts.join() ? before.cuts : [];
     this.order = state.layer_order || this.model.layers.map((_, i) => i);
     this.natural = !state.layer_order;
     this.state = state;
     this.data = data;
-    this.longest = Math.max(1, ...this.order.map((i) => data.F[i] + data.I[i] + data.W[i]));
+    this.longest = this.order.reduce((most, i) => Math.max(most, data.F[i] + data.I[i] + data.W[i]), 1);
+    this.largest = data.cut.reduce((most, bytes) => Math.max(most, bytes), 1);
     this.legal = this.natural ? this.model.legal : this.order.map((_, i) => i).slice(1);
     this.pinned = new Set(state.constraints.map((text) => text.split(" on ")[0]));
     this.placeHandles();
@@ -54,6 +57,7 @@ explorer.Layers = class {
   }
   describe(row) {
     const i = this.order[row], layer = this.model.layers[i], { data } = this, { ms, mib } = explorer;
+    if (data.isKnown === false) return layer.name;
     const sent = row + 1 < this.count && this.natural ? `\na cut behind it sends ${mib(data.cut[row + 1])}` : "";
     return `${layer.name} (${layer.kind})\nF ${ms(data.F[i])}, I ${ms(data.I[i])}, W ${ms(data.W[i])}\n` +
       `parameters ${mib(layer.params)}, stash ${mib(data.stash[i])}${sent}` + (this.live ? "\nclick to pin it to its stage's devices for “best”" : "");
@@ -77,7 +81,7 @@ explorer.Layers = class {
       handle.setAttribute("aria-valuenow", cut);
       handle.setAttribute("aria-valuetext", `before ${this.model.layers[this.order[cut]].name}`);
       handle.setAttribute("aria-label", `cut between stage ${index} and stage ${index + 1}`);
-      handle.firstChild.textContent = this.natural ? `${index} | ${index + 1}  ${explorer.mib(this.data.cut[cut])}` : `${index} | ${index + 1}`;
+      handle.firstChild.textContent = this.natural && this.data.isKnown !== false ? `${index} | ${index + 1}  ${explorer.mib(this.data.cut[cut])}` : `${index} | ${index + 1}`;
     });
   }
   hold(handle, index) {
@@ -128,7 +132,7 @@ explorer.Layers = class {
     const first = Math.floor(this.scroll.scrollTop / row), last = Math.min(this.count, Math.ceil((this.scroll.scrollTop + height) / row));
     const bounds = [0, ...this.state.cuts, this.count], y = (index) => index * row - this.scroll.scrollTop;
     const rails = 26, railsWidth = this.natural ? Math.min(48, 6 * (1 + Math.max(0, ...this.model.rails.map((r) => r[0])))) : 0;
-    const left = rails + railsWidth + 4, bars = Math.round(width * 0.62), named = row >= 11;
+    const left = rails + railsWidth + 4, bars = Math.round(width * 0.5), named = row >= 11, cutRoom = this.natural ? Math.round(width * 0.16) : 0;
     bounds.slice(1).forEach((end, stage) => {
       const top = y(bounds[stage]), bottom = y(end);
       if (bottom < 0 || top > height) return;
@@ -139,19 +143,29 @@ explorer.Layers = class {
       if (bottom - top > 11) context.fillText(`${stage}${this.state.recompute[stage] ? "r" : ""}`, 3, middle);
     });
     if (this.natural) this.drawRails(context, rails, y, height);
+    const fills = explorer.fills(context, ["F", "I", "W"]), colours = Object.fromEntries(["transfer", "accent", "text"].map((name) => [name, colour(name)]));
     for (let index = first; index < last; index++) {
       const i = this.order[index], top = y(index), thickness = Math.max(row - (row > 5 ? 2 : 0), 0.7);
       let x = named ? bars : left + 4;
-      const room = width - x - (named ? 6 : 10);
+      const room = width - x - cutRoom - 6;
       for (const phase of ["F", "I", "W"]) {
         const length = (this.data[phase][i] / this.longest) * room;
-        context.fillStyle = colour(phase);
+        context.fillStyle = fills[phase];
         context.fillRect(x, top + 1, length, thickness);
         x += length;
       }
+      if (cutRoom && index + 1 < this.count) {
+        context.fillStyle = colours.transfer;
+        const sent = (this.data.cut[index + 1] / this.largest) * (cutRoom - 4);
+        context.fillRect(width - 2 - sent, top + row - Math.max(1, row / 6), sent, Math.max(0.8, Math.min(4, row / 3)));
+      }
+      if (this.before.includes(index)) {
+        context.fillStyle = colours.accent;
+        for (let dash = rails; dash < width; dash += 9) context.fillRect(dash, top - 0.5, 5, 1);
+      }
       if (named) {
         const { name } = this.model.layers[i];
-        context.fillStyle = colour(this.pinned.has(name) ? "accent" : "text");
+        context.fillStyle = colours[this.pinned.has(name) ? "accent" : "text"];
         context.fillText(explorer.crop(context, (this.pinned.has(name) ? "● " : "") + name, bars - left - 6), left, top + row / 2);
       }
     }
@@ -174,4 +188,3 @@ explorer.Layers = class {
   }
 };
 
-explorer.key = (name, text) => explorer.make("span", { className: "key" }, explorer.make("i", { style: `background: var(--${name})` }), text);

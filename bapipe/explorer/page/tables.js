@@ -1,47 +1,82 @@
-// Tables of stages, devices and tried plans; those of stages are also controls.
+// Tables of stages, devices, actions and layers; that of stages is also a control.
 "use strict";
 explorer.stageTable = (root, state, answer, model, data, actions) => {
   const { make, ms, mib } = explorer, bounds = [0, ...state.cuts, model.layers.length];
   const order = state.layer_order || model.layers.map((_, i) => i);
   const busy = Object.fromEntries((answer.ranks || []).map((rank) => [rank.device, rank.busy]));
+  const loads = state.devices.map((devices) => Math.max(0, ...devices.map((device) => busy[device] || 0))), longest = Math.max(1, ...loads);
   const rows = state.devices.map((devices, s) => {
     const own = order.slice(bounds[s], bounds[s + 1]), sum = (column) => own.reduce((total, i) => total + data[column][i], 0);
     const name = (i) => ({ cell: model.layers[i].name, className: "name", title: model.layers[i].name });
     const recompute = make("input", { type: "checkbox", checked: state.recompute[s], disabled: !actions, ariaLabel: `stage ${s} recomputes its forward` });
-    const place = actions ? make("input", { type: "text", value: devices.join(", "), ariaLabel: `devices of stage ${s}` }) : devices.join(", ");
+    const place = actions ? make("input", { type: "text", value: devices.join(", "), ariaLabel: `devices of stage ${s}` }) : { cell: devices.join(", "), className: "name", title: devices.join(", ") };
     if (actions) {
       recompute.addEventListener("change", () => actions.recompute(s, recompute.checked));
       place.addEventListener("change", () => actions.place(s, place.value));
     }
-    const busiest = Math.max(0, ...devices.map((device) => busy[device] || 0));
-    return { cells: [String(s), String(own.length), name(own[0]), name(own[own.length - 1]), { cell: place }, { cell: recompute }, ms(sum("F")), ms(sum("I") + sum("W")), mib(own.reduce((total, i) => total + model.layers[i].params, 0)), s + 1 < state.devices.length && !state.layer_order ? mib(data.cut[bounds[s + 1]]) : "", busiest ? ms(busiest) : ""] };
+    const load = make("span", { className: "bar" }, make("i", { style: `width:${(100 * loads[s]) / longest}%; background-color: var(--F)` }));
+    const times = data.isKnown === false ? ["", "", ""] : [ms(sum("F")), ms(sum("I") + sum("W")), mib(own.reduce((total, i) => total + model.layers[i].params, 0))];
+    return { now: loads[s] === longest && loads.length > 1, cells: [String(s), String(own.length), name(own[0]), name(own[own.length - 1]), actions ? { cell: place } : place, { cell: recompute }, loads[s] ? { cell: load, title: "busy in a step" } : "", loads[s] ? ms(loads[s]) : "", ...times, s + 1 < state.devices.length && !state.layer_order && data.isKnown !== false ? mib(data.cut[bounds[s + 1]]) : ""] };
   });
-  root.replaceChildren(...explorer.table("Stages", ["stage", "layers>", "first", "last", "devices", "recompute", "F a micro-batch>", "I + W>", "parameters>", "sends>", "busy in a step>"], rows));
+  root.replaceChildren(...explorer.table("Stages", ["stage", "layers>", "first", "last", "devices", "recompute", "busy", "in a step>", "F a micro-batch>", "I + W>", "parameters>", "sends>"], rows));
 };
 
-explorer.deviceTable = (root, answer) => {
+explorer.deviceTable = (root, answer, rows) => {
   const { make, ms, mib, percent } = explorer, step = Math.max(answer.step, 1);
   const fill = { "before its first action": "band-b", transfer: "transfer", "another stage": "I", "all-reduce": "sync", "after its last action": "fixed", "no stage": "band-a" };
-  const rows = answer.ranks.map((rank) => {
-    const causes = Object.entries(rank.causes).filter(([, ns]) => ns > 0);
-    const bar = make("span", { className: "bar", title: causes.map(([name, ns]) => `${name}: ${ms(ns)}`).join("\n") },
-      make("i", { style: `width:${(100 * rank.busy) / step}%; background: var(--F)` }),
-      ...causes.map(([name, ns]) => make("i", { style: `width:${(100 * ns) / step}%; background: var(--${fill[name]})` })));
-    const longest = causes.sort((a, b) => b[1] - a[1])[0];
-    const lack = rank.peak - rank.limit;
-    return { cells: [rank.device, rank.kind, String(rank.speed), ms(rank.busy), percent(rank.idle / step), { cell: bar }, longest ? `${longest[0]} ${ms(longest[1])}` : "", mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "fits"] };
-  });
-  root.replaceChildren(...explorer.table("Devices, and why they are idle", ["device", "kind", "speed>", "busy>", "idle>", "busy and idle", "longest cause", "peak>", "limit>", "memory"], rows),
-    make("div", { className: "tools" }, explorer.key("F", "busy"), ...Object.entries(fill).map(([name, colour]) => explorer.key(colour, name))));
+  const shown = new Map(rows.map((row) => [row.rank, row])), folded = new Set(rows.flatMap((row) => row.ranks.slice(1)));
+  const cells = answer.ranks.map((rank, index) => {
+    if (folded.has(index)) return null;
+    const causes = Object.entries(rank.causes).filter(([, ns]) => ns > 0).sort((a, b) => b[1] - a[1]);
+    const part = (ns, name, title) => make("i", { title: `${title}: ${ms(ns)}`, className: explorer.STRIPES[name] ? `stripes${explorer.STRIPES[name]}` : "", style: `width:${(100 * ns) / step}%; background-color: var(--${name})` });
+    const bar = make("span", { className: "bar" }, part(rank.busy, "F", "busy"), ...causes.map(([name, ns]) => part(ns, fill[name], name)));
+    const lack = rank.peak - rank.limit, row = shown.get(index);
+    const name = { cell: row ? explorer.rowLabel(row, answer) : rank.device, title: row ? explorer.rowTitle(row, answer) : rank.device, className: "name" };
+    const memory = make("span", { className: "bar short" }, make("i", { style: `width:${Math.min(100, (100 * rank.peak) / Math.max(rank.limit, 1))}%; background-color: var(--${lack > 0 ? "alarm" : "stash"})` }));
+    const why = causes.slice(0, 2).map(([cause, ns]) => `${cause} ${ms(ns)}`).join(", ");
+    return { cells: [name, rank.kind, rank.host, String(rank.speed), { cell: bar }, ms(rank.busy), percent(rank.idle / step), { cell: why, className: "name", title: why }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "fits"] };
+  }).filter(Boolean);
+  root.replaceChildren(...explorer.table("Devices, and why they are idle", ["device", "kind", "host", "speed>", "busy and idle", "busy>", "idle>", "longest causes", "memory", "peak>", "limit>", ""], cells),
+    make("div", { className: "tools keys" }, explorer.key("F", "busy"), ...Object.entries(fill).map(([name, colour]) => explorer.key(colour, name))));
 };
 
-explorer.triedTable = (root, tried, now, actions) => {
-  const { make, ms, mib, percent } = explorer;
-  const rows = tried.map((entry, index) => {
-    const go = make("button", { type: "button", onclick: () => actions.show(index) }, entry.name);
-    const mark = make("input", { type: "checkbox", checked: !!entry.marked, disabled: !actions.compare, ariaLabel: `compare ${entry.name}`, onchange: () => actions.mark(index, mark.checked) });
-    const failed = entry.figures.error;
-    return { now: index === now, cells: [{ cell: mark }, { cell: go, className: "name", title: entry.name }, entry.state.schedule, String(entry.state.cuts.length + 1), `${entry.state.minibatch_size / entry.state.microbatch_size} of ${entry.state.microbatch_size}`, ...(failed ? ["", "", "", { cell: failed, className: "name", title: failed }] : [ms(entry.figures.step), mib(entry.figures.peak), percent(entry.figures.gap), entry.figures.fits ? "" : { cell: "does not fit", className: "alarm" }])] };
-  });
-  root.replaceChildren(...explorer.table("Plans tried", ["", "plan", "schedule", "stages>", "micro-batches>", "step>", "peak>", "above the bound>", ""], rows), ...(actions.compared || []));
+// The actions of a timeline as a table, for those who cannot see the picture; made when it is opened.
+explorer.MAX_ROWS = 2000;
+explorer.actionTable = (view) => {
+  const { make, ms } = explorer, inside = make("div"), details = make("details", {}, make("summary", {}, "The actions as a table"), inside);
+  const fill = () => {
+    if (!details.open) return;
+    const seen = view.rows.flatMap((row) => row.spans.start.map((start, i) => ({ row, i, start, end: row.spans.end[i] })).filter((one) => one.end >= view.axis.from && one.start <= view.axis.to));
+    const rows = seen.slice(0, explorer.MAX_ROWS).map(({ row, i, start, end }) => ({ cells: [explorer.rowLabel(row, view.answer) + (row.isMeasured ? ", measured" : ""), explorer.PHASES[row.spans.phase[i]], String(row.spans.stage[i]), String(row.spans.microbatch[i]), ms(start), ms(end - start)] }));
+    const title = seen.length > rows.length ? `The first ${rows.length} of ${seen.length} actions in the part that is shown; zoom in for others` : "Actions in the part that is shown";
+    inside.replaceChildren(...explorer.table(title, ["device", "action", "stage>", "micro-batch>", "begins>", "takes>"], rows));
+  };
+  details.addEventListener("toggle", fill);
+  return details;
+};
+
+explorer.layerTable = (root, model, data) => {
+  const { make, ms, mib } = explorer, place = make("div");
+  const draw = (wanted) => {
+    const found = model.layers.map((layer, i) => ({ layer, i })).filter(({ layer }) => `${layer.name} ${layer.kind}`.toLowerCase().includes(wanted.toLowerCase()));
+    const rows = found.map(({ layer, i }) => ({ cells: [String(i), { cell: layer.name, className: "name", title: layer.name }, { cell: layer.kind, className: "name", title: layer.kind }, ms(data.F[i]), ms(data.I[i]), ms(data.W[i]), mib(layer.params), mib(data.stash[i]), i + 1 < model.layers.length ? mib(data.cut[i + 1]) : ""] }));
+    place.replaceChildren(...explorer.table(`${found.length} of ${model.layers.length} layers`, ["", "layer", "kind", "F>", "I>", "W>", "parameters>", "stash>", "a cut behind it sends>"], rows));
+  };
+  const search = make("input", { type: "search", placeholder: "name or kind", oninput: () => draw(search.value) });
+  root.replaceChildren(make("label", {}, "find layers", search), place);
+  draw("");
+};
+
+// The actions whose measured time differs most from the predicted one.
+explorer.WORST = 10;
+explorer.differenceTable = (root, answer, index = 0) => {
+  const measured = answer.measured[index], { make, ms } = explorer;
+  const all = explorer.differences(answer.timeline, measured.timeline), ratio = (one) => one.measured / Math.max(one.predicted, 1);
+  const ratios = all.map(ratio).sort((a, b) => a - b), middle = ratios[ratios.length >> 1] || 0, low = ratios[Math.floor(ratios.length / 10)] || 0, high = ratios[Math.floor((ratios.length * 9) / 10)] || 0;
+  const worst = [...all].sort((a, b) => Math.abs(b.measured - b.predicted) - Math.abs(a.measured - a.predicted)).slice(0, explorer.WORST);
+  const rows = worst.map((one) => ({ cells: [one.name, answer.ranks[one.rank].device, explorer.PHASES[one.name.match(/[FBIW]/)[0]], ms(one.predicted), ms(one.measured), explorer.signed(ms(one.measured - one.predicted), one.measured - one.predicted), ratio(one).toFixed(2), explorer.signed(ms(one.began - one.start), one.began - one.start)] }));
+  const words = `${measured.title}: the step took ${ms(measured.timeline.length)}, predicted ${ms(answer.step)} (${(measured.timeline.length / Math.max(answer.step, 1)).toFixed(2)} times as long). The median action took ${middle.toFixed(2)} times as long as predicted, eight of ten between ${low.toFixed(2)} and ${high.toFixed(2)}.`;
+  const hint = low > 1.3 ? " All actions were slower by much the same: this machine was busy, or the profile is of another one." : "";
+  root.replaceChildren(...explorer.table(`The ${rows.length} largest differences of ${all.length} actions`, ["action", "device", "", "predicted>", "measured>", "difference>", "times>", "began later by>"], rows));
+  root.firstChild.after(make("p", {}, words + hint));
 };

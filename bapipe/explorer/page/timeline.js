@@ -1,24 +1,28 @@
 // The timeline of a step: a row for each device, to scale, with its critical path and transfers.
 "use strict";
 explorer.PHASES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
+explorer.COLUMN = 3; // pixels of a column that sums up actions which are too short to be drawn
 
 explorer.Timeline = class {
-  constructor(root, axis) {
-    const { make } = explorer;
+  constructor(root, axis, { title = "One step", name = "timeline", small = false } = {}) {
+    const { make } = explorer, redraw = () => this.draw();
     this.axis = axis;
+    this.small = small;
     this.canvas = make("canvas", { className: "chart", role: "img" });
-    this.path = make("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
-    this.sent = make("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
-    this.keys = make("div", { className: "tools" });
-    this.shares = make("p", {});
-    const button = (text, label, action) => make("button", { type: "button", onclick: action, ariaLabel: label }, text);
-    root.append(
-      make("h2", {}, "One step"),
-      make("div", { className: "tools" },
-        button("−", "zoom out", () => axis.zoom(1.6)), button("+", "zoom in", () => axis.zoom(1 / 1.6)), button("whole step", "show the whole step", () => axis.show(0, axis.step)),
-        make("label", { className: "inline" }, this.path, "critical path (K)"), make("label", { className: "inline" }, this.sent, "transfers")),
-      this.keys, this.canvas, this.shares,
-    );
+    this.path = make("input", { type: "checkbox", checked: true, onchange: redraw });
+    this.sent = make("input", { type: "checkbox", checked: true, onchange: redraw });
+    this.folds = make("input", { type: "checkbox", checked: true, onchange: () => this.answer && this.update(this.answer) });
+    this.source = make("select", { ariaLabel: "which step is drawn", hidden: true, onchange: () => this.update(this.answer) });
+    this.foldLabel = make("label", { className: "inline" }, this.folds, "fold alike devices");
+    this.keys = make("div", { className: "tools keys" });
+    this.heading = make("h2", {}, title);
+    this.shares = make("p", { className: "why" });
+    this.note = make("p", { className: "why", hidden: true });
+    const button = (text, label, action) => make("button", { type: "button", className: "quiet", onclick: action, ariaLabel: label }, text);
+    const tools = make("div", { className: "tools" },
+      button("−", "zoom out", () => axis.zoom(1.6)), button("+", "zoom in", () => axis.zoom(1 / 1.6)), button("whole step", "show the whole step", () => axis.show(0, axis.step)),
+      this.source, make("label", { className: "inline", title: "key K" }, this.path, "critical path"), make("label", { className: "inline" }, this.sent, "transfers"), this.foldLabel, explorer.savePictures(this, name));
+    root.append(this.heading, ...(small ? [] : [tools, this.keys]), this.canvas, ...(small ? [] : [this.shares, this.note, explorer.actionTable(this)]));
     axis.attach(this.canvas);
     this.canvas.addEventListener("keydown", (event) => {
       if (event.key.toLowerCase() === "k") this.path.click();
@@ -26,89 +30,133 @@ explorer.Timeline = class {
     this.canvas.addEventListener("pointermove", (event) => explorer.tip(event, this.describe(event)));
     this.canvas.addEventListener("pointerleave", (event) => explorer.tip(event, ""));
   }
-  update(answer) {
-    const { timeline } = answer;
+  // Predicted, measured, or both on one axis.
+  chooseSource(answer) {
+    const measured = answer.measured || [];
+    const options = [["", "predicted"], ...measured.map((one, i) => [String(i), one.title]), ...measured.map((one, i) => [`both${i}`, `predicted and ${one.title}`])];
+    if (options.length !== this.source.options.length) {
+      this.source.replaceChildren(...options.map(([value, text]) => explorer.make("option", { value }, text)));
+      this.source.hidden = options.length < 2;
+      if (measured.length) this.source.value = "both0";
+    }
+    const both = this.source.value.startsWith("both"), index = Number(this.source.value.replace("both", ""));
+    this.measured = measured.length ? measured[this.source.value ? index : 0].timeline : null;
+    return { both, timeline: this.source.value && !both ? this.measured : answer.timeline };
+  }
+  update(answer, stageRanks = this.stageRanks) {
     this.answer = answer;
-    this.rows = []; // a row for each lane of each device that has a stage
-    timeline.spans.forEach((spans, rank) => {
-      if (!spans.start.length) return;
-      if (timeline.lanes[rank] < 2) this.rows.push({ rank, lane: 0, spans });
-      else [true, false].forEach((forward, lane) => {
-        const kept = [...spans.phase].map((phase, i) => ((phase === "F") === forward ? i : -1)).filter((i) => i >= 0);
-        const pick = (column) => kept.map((i) => column[i]);
-        this.rows.push({ rank, lane, spans: { stage: pick(spans.stage), microbatch: pick(spans.microbatch), start: pick(spans.start), end: pick(spans.end), phase: pick(spans.phase).join("") } });
-      });
-    });
+    this.stageRanks = stageRanks;
+    const { both, timeline } = this.chooseSource(answer);
+    this.timeline = timeline;
+    this.rows = explorer.rowsOf(timeline, stageRanks, this.folds.checked && !both);
+    this.foldLabel.hidden = !stageRanks.some((group) => group.length > 1);
+    if (both) {
+      const split = new Map(explorer.rowsOf(this.measured, [], false).map((row) => [`${row.rank} ${row.lane}`, row.spans]));
+      // A clock may let two actions of a device overlap by a little: they stay in one row if they were predicted to.
+      const took = (row) => (timeline.lanes[row.rank] < 2 ? this.measured.spans[row.rank] : split.get(`${row.rank} ${row.lane}`) || row.spans);
+      this.rows = this.rows.flatMap((row) => [row, { ...row, lane: row.lane + 2, isMeasured: true, spans: took(row) }]);
+    }
     this.rowOf = new Map();
-    this.rows.forEach((row, index) => this.rowOf.has(row.rank) || this.rowOf.set(row.rank, index));
+    this.rows.forEach((row, index) => row.ranks.forEach((rank) => this.rowOf.has(rank) || this.rowOf.set(rank, index)));
     this.firstStage = this.rows.map((row) => row.spans.stage.reduce((a, b) => Math.min(a, b), Infinity));
+    this.hasSeveral = this.rows.map((row, index) => row.spans.stage.some((stage) => stage !== this.firstStage[index]));
+    this.took = this.measured && new Map(explorer.differences(answer.timeline, this.measured).map((one) => [`${one.rank} ${one.name}`, one]));
     const phases = new Set(this.rows.flatMap((row) => [...new Set(row.spans.phase)]));
     this.keys.replaceChildren(
       ...Object.keys(explorer.PHASES).filter((p) => phases.has(p)).map((p) => explorer.key(p, explorer.PHASES[p])),
       ...(timeline.updates.start.length ? [explorer.key("update", "update")] : []),
       ...(timeline.syncs.start.length ? [explorer.key("sync", "all-reduce")] : []),
-      explorer.key("path", "critical path"));
-    const { path } = answer;
-    if (path) {
-      this.shares.textContent = `Critical path: ${path.shares.map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ")}.`;
-    }
-    this.canvas.setAttribute("aria-label", `Timeline of ${this.rows.length} devices over ${explorer.ms(answer.step)}. ${this.shares.textContent}`);
+      ...(answer.path ? [explorer.key("path", "critical path")] : []));
+    if (answer.path) this.shares.textContent = `Critical path: ${answer.path.shares.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ")}.`;
+    this.shares.hidden = !answer.path && !this.shares.textContent;
+    this.canvas.setAttribute("aria-label", `Timeline of ${answer.ranks.length} devices over ${explorer.ms(timeline.length)}. ${this.shares.textContent} Plus and minus zoom, the arrow keys move, 0 shows the whole step. The actions are in the table below.`);
     this.draw();
   }
   get rowHeight() {
-    return Math.min(28, Math.max(9, Math.floor(560 / Math.max(this.rows.length, 1))));
+    return Math.min(this.small ? 18 : 30, Math.max(this.small ? 4 : 9, Math.floor((this.small ? 200 : 560) / Math.max(this.rows.length, 1))));
   }
   draw() {
     if (!this.answer) return;
     const { axis, rows, rowHeight } = this, width = this.canvas.parentElement.clientWidth, height = rows.length * rowHeight;
-    const context = explorer.context(this.canvas, width, height + 20), x = (time) => axis.x(time, width);
-    const colours = Object.fromEntries([..."FBIW", "update", "sync", "path", "transfer", "text"].map((name) => [name, explorer.colour(name)]));
+    if (width <= explorer.MARGIN) return;
+    const context = explorer.context(this.canvas, width, height + 20 + explorer.TOP), x = (time) => axis.x(time, width);
+    const colours = { ...explorer.fills(context, ["F", "B", "I", "W", "update", "sync"]), ...Object.fromEntries(["path", "transfer", "text", "faint", "line"].map((name) => [name, explorer.colour(name)])) };
+    context.save();
+    context.translate(0, explorer.TOP);
+    context.fillStyle = colours.line;
+    rows.forEach((row, index) => index && !row.isMeasured && rowHeight > 12 && context.fillRect(0, index * rowHeight - 1, width, 0.5));
     context.save();
     context.beginPath();
     context.rect(explorer.MARGIN, 0, width, height);
     context.clip();
-    this.drawTransfers(context, x, colours);
+    this.isSummed = false;
+    if (!rows.some((row) => row.isMeasured)) this.drawTransfers(context, x, colours);
     rows.forEach((row, index) => this.drawRow(context, row, index, x, width, colours));
     this.drawRest(context, x, colours);
     context.restore();
-    const shown = rowHeight >= 12 ? 1 : Math.ceil(12 / rowHeight);
-    context.fillStyle = colours.text;
+    const shown = rowHeight >= 11 ? 1 : Math.ceil(11 / rowHeight);
     rows.forEach((row, index) => {
-      if (index % shown === 0 && !row.lane) context.fillText(explorer.crop(context, this.answer.ranks[row.rank].device, explorer.MARGIN - 8), 0, (index + 0.5) * rowHeight);
+      if (index % shown || row.lane === 1) return;
+      context.fillStyle = row.isMeasured ? colours.faint : colours.text;
+      context.fillText(explorer.crop(context, row.isMeasured ? "  measured" : explorer.rowLabel(row, this.answer), explorer.MARGIN - 8), 0, (index + 0.5) * rowHeight);
     });
     axis.ticks(context, width, height + 2);
+    context.restore();
+    this.note.textContent = this.isSummed ? "The actions are too short to be drawn one by one: a column shows the shares of its time in which the device computes. Zoom in to see them." : "";
+    this.note.hidden = !this.isSummed;
   }
   drawRow(context, row, index, x, width, colours) {
     const { spans } = row, { rowHeight, axis } = this, top = index * rowHeight, thick = rowHeight - (rowHeight > 12 ? 3 : 1);
-    let drawn = -1;
-    for (let i = explorer.firstEndingAfter(spans.end, axis.from); i < spans.start.length && spans.start[i] < axis.to; i++) {
+    const first = explorer.firstEndingAfter(spans.end, axis.from), end = explorer.firstEndingAfter(spans.start, axis.to);
+    if ((end - first) * 2.5 > width - explorer.MARGIN) return this.drawSums(context, row, first, end, top, thick, width, colours);
+    for (let i = first; i < end; i++) {
       const left = Math.max(x(spans.start[i]), explorer.MARGIN), right = Math.min(x(spans.end[i]), width);
-      if (right - drawn < 0.4) continue; // too short to be seen beside the one before
-      drawn = right;
-      const later = spans.stage[i] !== this.firstStage[index];
+      const later = spans.stage[i] !== this.firstStage[index], phase = spans.phase[i];
       context.globalAlpha = later ? 0.62 : 1;
-      context.fillStyle = colours[spans.phase[i]];
-      const gap = right - left > 3 ? 0.6 : 0;
+      context.fillStyle = colours[phase];
+      const gap = right - left > 3 ? 0.8 : 0;
       context.fillRect(left, top, Math.max(right - left - gap, 0.4), thick);
       context.globalAlpha = 1;
-      const text = rowHeight >= 12 && right - left > 9 ? `${spans.phase[i]}${spans.microbatch[i]}` : "";
-      if (text && context.measureText(text).width < right - left - 2) {
-        context.fillStyle = "FI".includes(spans.phase[i]) ? "#111" : later ? colours.text : "#fff";
-        context.fillText(text, left + 2, top + thick / 2 + 0.5);
+      const text = rowHeight >= 12 && right - left > 9 ? `${this.hasSeveral[index] ? spans.stage[i] : ""}${phase}${spans.microbatch[i]}` : "";
+      const shown = [text, text && String(spans.microbatch[i])].find((one) => one && context.measureText(one).width < right - left - 3);
+      if (shown) {
+        context.fillStyle = "FI".includes(phase) ? "#10161f" : "#fff";
+        context.fillText(shown, left + 2, top + thick / 2 + 0.5);
       }
     }
+  }
+  // The share of each column's time that every phase takes, one on top of the other.
+  drawSums(context, row, first, end, top, thick, width, colours) {
+    const { spans } = row, { axis } = this, count = Math.ceil((width - explorer.MARGIN) / explorer.COLUMN), each = ((axis.to - axis.from) * explorer.COLUMN) / (width - explorer.MARGIN);
+    const sums = Object.fromEntries(Object.keys(explorer.PHASES).map((phase) => [phase, new Float64Array(count)]));
+    for (let i = first; i < end; i++) {
+      const from = Math.max(spans.start[i], axis.from) - axis.from, to = Math.min(spans.end[i], axis.to) - axis.from;
+      for (let column = Math.floor(from / each); column < count && column * each < to; column++) sums[spans.phase[i]][column] += Math.min(to, (column + 1) * each) - Math.max(from, column * each);
+    }
+    const low = new Float64Array(count).fill(top + thick);
+    for (const phase of Object.keys(sums)) {
+      context.fillStyle = colours[phase];
+      for (let column = 0; column < count; column++) {
+        const height = (sums[phase][column] / each) * thick;
+        if (height < 0.05) continue;
+        low[column] -= height;
+        context.fillRect(explorer.MARGIN + column * explorer.COLUMN, low[column], explorer.COLUMN, height);
+      }
+    }
+    this.isSummed = true;
   }
   isVisible(column, i) {
     return column.end[i] >= this.axis.from && column.start[i] <= this.axis.to;
   }
   // A line for each transfer, from its sender to its receiver; too many of them would hide the step.
   drawTransfers(context, x, colours) {
-    const { transfers } = this.answer.timeline, middle = (rank) => (this.rowOf.get(rank) + 0.5) * this.rowHeight;
-    const seen = this.sent.checked ? transfers.start.map((_, i) => i).filter((i) => this.isVisible(transfers, i)) : [];
+    const { transfers } = this.timeline, middle = (rank) => (this.rowOf.get(rank) + 0.5) * this.rowHeight;
+    const seen = this.sent.checked && !this.small ? transfers.start.map((_, i) => i).filter((i) => this.isVisible(transfers, i)) : [];
     if (seen.length > 1500) return;
     context.strokeStyle = colours.transfer;
     context.beginPath();
     for (const i of seen) {
+      if (!this.rowOf.has(transfers.source[i]) || !this.rowOf.has(transfers.target[i])) continue;
       context.moveTo(x(transfers.start[i]), middle(transfers.source[i]));
       context.lineTo(x(transfers.end[i]), middle(transfers.target[i]));
     }
@@ -116,46 +164,40 @@ explorer.Timeline = class {
   }
   // Updates, all-reduces and the critical path, on top of the actions.
   drawRest(context, x, colours) {
-    const { timeline, path } = this.answer, { rowHeight } = this;
-    const { updates, syncs } = timeline, visible = (column, i) => this.isVisible(column, i);
-    const thick = rowHeight - (rowHeight > 12 ? 3 : 1);
+    const { rowHeight, answer } = this, { updates, syncs } = this.timeline, visible = (column, i) => this.isVisible(column, i);
+    const thick = rowHeight - (rowHeight > 12 ? 3 : 1), isFirst = (rank) => this.rowOf.has(rank) && this.rows[this.rowOf.get(rank)].ranks[0] === rank;
     context.fillStyle = colours.update;
-    updates.start.forEach((start, i) => visible(updates, i) && context.fillRect(x(start), this.rowOf.get(updates.rank[i]) * rowHeight, Math.max(x(updates.end[i]) - x(start), 0.5), thick));
+    updates.start.forEach((start, i) => isFirst(updates.rank[i]) && visible(updates, i) && context.fillRect(x(start), this.rowOf.get(updates.rank[i]) * rowHeight, Math.max(x(updates.end[i]) - x(start), 0.5), thick));
     context.fillStyle = colours.sync;
-    const devices = this.stageRanks || [];
-    syncs.start.forEach((start, i) => visible(syncs, i) && (devices[syncs.stage[i]] || []).forEach((rank) => this.rowOf.has(rank) && context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thick - 3, Math.max(x(syncs.end[i]) - x(start), 0.5), 3)));
-    if (this.path.checked && path) {
+    syncs.start.forEach((start, i) => visible(syncs, i) && (this.stageRanks[syncs.stage[i]] || []).forEach((rank) => isFirst(rank) && context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thick - 4, Math.max(x(syncs.end[i]) - x(start), 0.5), 4)));
+    if (this.path.checked && answer.path && this.timeline === answer.timeline) {
       context.fillStyle = colours.path;
-      for (const [rank, start, end] of path.events) if (this.rowOf.has(rank)) context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thick - 1, Math.max(x(end) - x(start), 1), 2.5);
+      for (const [rank, start, end] of answer.path.events) if (this.rowOf.has(rank)) context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thick - 1, Math.max(x(end) - x(start), 1), 2.5);
     }
   }
   describe(event) {
-    const row = this.rows && this.rows[Math.floor(event.offsetY / this.rowHeight)];
-    if (!row || event.offsetX < explorer.MARGIN) return row ? this.answer.ranks[row.rank].device : "";
-    const time = this.axis.time(event.offsetX, this.canvas.clientWidth), { spans } = row, { ms } = explorer;
-    const i = explorer.firstEndingAfter(spans.end, time), name = this.answer.ranks[row.rank].device;
-    if (i < spans.start.length && spans.start[i] <= time) {
-      return `${spans.stage[i]}${spans.phase[i]}${spans.microbatch[i]} on ${name}\n${explorer.PHASES[spans.phase[i]]} of micro-batch ${spans.microbatch[i]}, stage ${spans.stage[i]}\n${ms(spans.start[i])} to ${ms(spans.end[i])}: ${ms(spans.end[i] - spans.start[i])}`;
-    }
-    const { updates } = this.answer.timeline;
-    const update = updates.start.findIndex((start, u) => updates.rank[u] === row.rank && start <= time && time <= updates.end[u]);
-    if (update >= 0) return `update of stage ${updates.stage[update]} on ${name}: ${ms(updates.end[update] - updates.start[update])}`;
-    const from = i ? spans.end[i - 1] : 0, to = i < spans.start.length ? spans.start[i] : this.answer.step;
-    if (i === spans.start.length) return `${name} has run its actions`;
-    const { transfers } = this.answer.timeline;
-    const waited = transfers.end.findIndex((end, t) => end === to && transfers.target[t] === row.rank && transfers.start[t] < to);
-    const cause = waited >= 0 ? `, waits for the transfer of micro-batch ${transfers.microbatch[waited]} from ${this.answer.ranks[transfers.source[waited]].device}` : "";
-    return `${name} is idle for ${ms(to - from)}${cause}`;
+    const row = this.rows && this.rows[Math.floor((event.offsetY - explorer.TOP) / this.rowHeight)];
+    if (!row || event.offsetX < explorer.MARGIN) return row ? explorer.rowTitle(row, this.answer) : "";
+    return explorer.describeMoment(this, row, this.axis.time(event.offsetX, this.canvas.clientWidth));
   }
 };
 
-// The index of the first action that ends after a time.
-explorer.firstEndingAfter = (ends, time) => {
-  let low = 0, high = ends.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (ends[middle] > time) high = middle;
-    else low = middle + 1;
+// What a device does at a time, in words.
+explorer.describeMoment = (view, row, time) => {
+  const { ms } = explorer, { spans } = row, { answer } = view, timeline = row.isMeasured ? view.measured : view.timeline;
+  const i = explorer.firstEndingAfter(spans.end, time), name = explorer.rowLabel(row, answer);
+  if (i < spans.start.length && spans.start[i] <= time) {
+    const action = `${spans.stage[i]}${spans.phase[i]}${spans.microbatch[i]}`, took = view.took && view.took.get(`${row.rank} ${action}`);
+    const lines = [`${action} on ${name}`, `${explorer.PHASES[spans.phase[i]]} of micro-batch ${spans.microbatch[i]}, stage ${spans.stage[i]}`, `${ms(spans.start[i])} to ${ms(spans.end[i])}: ${ms(spans.end[i] - spans.start[i])}`];
+    if (took) lines.push(`predicted ${ms(took.predicted)}, measured ${ms(took.measured)} (${(took.measured / Math.max(took.predicted, 1)).toFixed(2)} times as long), begins ${ms(Math.abs(took.began - took.start))} ${took.began < took.start ? "earlier" : "later"}`);
+    return lines.join("\n");
   }
-  return low;
+  const { updates, transfers } = timeline;
+  const update = updates.start.findIndex((start, u) => updates.rank[u] === row.rank && start <= time && time <= updates.end[u]);
+  if (update >= 0) return `update of stage ${updates.stage[update]} on ${name}: ${ms(updates.end[update] - updates.start[update])}`;
+  if (i === spans.start.length) return `${name} has run its actions`;
+  const from = i ? spans.end[i - 1] : 0, to = spans.start[i];
+  const waited = transfers.end.findIndex((end, t) => end === to && transfers.target[t] === row.rank && transfers.start[t] < to);
+  const cause = waited >= 0 ? `, waits for the transfer of micro-batch ${transfers.microbatch[waited]} from ${answer.ranks[transfers.source[waited]].device}` : "";
+  return `${name} is idle for ${ms(to - from)}${cause}`;
 };

@@ -6,6 +6,7 @@ and the most likely cause is chosen (`_unlikeliness`).
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from bapipe.schedules.table import Phase
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
@@ -66,10 +67,10 @@ def _stage(event: Event) -> int:
     return event.action.stage if isinstance(event, Span) else event.stage
 
 
-def time_shares(timeline: Timeline) -> list[tuple[str, int]]:
-    """Returns what the critical path consists of, in words and nanoseconds, the longest first."""
+def time_shares(timeline: Timeline, path: Sequence[Event] | None = None) -> list[tuple[str, int]]:
+    """Returns what the critical path, if it is not given, consists of: words and nanoseconds, the longest first."""
     spent: Counter[str] = Counter()
-    for event in critical_path(timeline):
+    for event in critical_path(timeline) if path is None else path:
         spent[_name(event, timeline.devices)] += event.end_ns - event.start_ns
     return sorted(spent.items(), key=lambda item: (-item[1], item[0]))
 

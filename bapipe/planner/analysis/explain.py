@@ -31,10 +31,23 @@ MIN_TIME_SHARE_NAMED = 0.0005
 """A smaller difference, as a share of the step, is not mentioned."""
 
 
+TOPICS = (
+    "strategy",
+    "critical path",
+    "stages",
+    "cuts",
+    "memory",
+    "layers",
+    "data parallelism",
+    "resources",
+)
+"""What each sentence of `explain` is about."""
+
+
 def explain(
     plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, effects: Sequence[Effect]
 ) -> tuple[str, ...]:
-    """Returns sentences: the strategy, its critical path, BaPipe's ways to balance, the most helpful changes."""
+    """Returns a sentence or two on each of `TOPICS`."""
     return (
         _strategy(plan),
         _limit(simulate(plan, profiles)),
@@ -183,7 +196,9 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     numbers = f"s {', '.join(recomputed)}" if len(recomputed) > 1 else f" {''.join(recomputed)}"
     recompute = f"Recomputed to fit: stage{numbers}. " if recomputed else ""
     usage = f"{recompute}{fullest} is the fullest device, with {shares[fullest]:.0%} of its limit"
-    unlimited_ns = next(effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY)
+    unlimited_ns = next((effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY), None)
+    if unlimited_ns is None:
+        return f"Memory fine-tuning: not known; no time was left to plan with more memory. {usage}."
     if unlimited_ns >= plan.prediction.step_ns:
         return f"Memory fine-tuning: not needed; no plan found is faster with more memory. {usage}."
     return f"Memory fine-tuning: used; with unlimited memory a step would take {unlimited_ns / 1e6:,.1f} ms. {usage}."

@@ -1,0 +1,114 @@
+"""The command that shows files as tables and as pages: show."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapipe import report
+from bapipe.cli.inputs import profiles_of_plan
+from bapipe.cli.progress import note, out, show_line, show_parts, show_timeline, show_written
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import check_writable, read, read_any, write_bytes
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.plan import unit_cost_timeline
+from bapipe.report.chrome_trace import read_trace
+from bapipe.report.plan_changes import render_changes
+from bapipe.report.profile_diff import render_profile_diff
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="Profile, cluster or plan file.")],
+    other: Annotated[
+        Path | None, typer.Argument(help="A second profile or plan, to compare the first one with.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Also write the plan, two plans or the profile to this file, as an HTML page."),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option("--trace", help="With a plan: a trace that simulate or run wrote, to draw. May be repeated."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", help="With --html: a profile of the plan, if the cache has it no more."),
+    ] = None,
+) -> None:
+    """Show a profile, a cluster or a plan, or the difference of two."""
+    content = read_any(file)
+    if trace and not isinstance(content, Plan):
+        raise BapipeError(f"--trace goes with a plan; {file} is none")
+    if trace and other is not None:
+        raise BapipeError("--trace goes with one plan, not with two")
+    if html is not None:
+        if isinstance(content, Cluster):
+            raise BapipeError(f"--html goes with a plan or a profile; {file} is neither")
+        if other is not None and not isinstance(content, Plan):
+            raise BapipeError("--html goes with two plans, not with two profiles")
+        check_writable(html)
+    if other is not None:
+        _show_two(content, file, other, html, profile or [])
+    elif isinstance(content, Cluster):
+        show_parts(report.render_cluster(content))
+    elif isinstance(content, ModelProfile):
+        show_parts(report.render_profile(content))
+        if html is not None:
+            from bapipe.explorer.pages import profile_page
+
+            _write_html(html, profile_page(content))
+    else:
+        _show_plan(content, html, trace or [], profile or [])
+
+
+def _show_two(
+    content: Plan | ModelProfile | Cluster, file: Path, other: Path, html: Path | None, profiles: list[Path]
+) -> None:
+    """Prints the differences of two profiles or of two plans."""
+    if not isinstance(content, Plan):
+        show_parts(render_profile_diff(read(file, ModelProfile), read(other, ModelProfile)))
+        return
+    after = read(other, Plan)
+    for line in render_changes(content, after):
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
+    if html is not None:
+        from bapipe.explorer.pages import two_plans_page
+
+        of_kind = _known_profiles(content, profiles)
+        _write_html(html, two_plans_page((file.name, content), (other.name, after), of_kind))
+
+
+def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: list[Path]) -> None:
+    """Prints a plan with its recorded timelines; without any, with its order drawn in units of a millisecond."""
+    recorded = [named for path in traces for named in read_trace(path)]
+    for title, timeline in recorded:
+        if not report.is_step_of(timeline, plan):
+            raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
+    show_parts(report.render_plan(plan))
+    order = ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(plan))
+    for title, timeline in recorded or [order]:
+        show_line(f"{title}:")
+        show_timeline(timeline)
+    if html is not None:
+        from bapipe.explorer.pages import plan_page
+
+        _write_html(html, plan_page(plan, _known_profiles(plan, profiles), recorded))
+
+
+def _known_profiles(plan: Plan, paths: list[Path]) -> dict[str, ModelProfile]:
+    """Returns the profiles of a plan, none if they are neither given nor in the cache."""
+    if paths:
+        return profiles_of_plan(plan, paths)
+    with suppress(BapipeError):
+        return profiles_of_plan(plan, [])
+    note("the profile of the plan is not at hand, so the page has no times of its layers: name its file with --profile")
+    return {}
+
+
+def _write_html(path: Path, text: bytes) -> None:
+    write_bytes(path, text)
+    show_written(path)

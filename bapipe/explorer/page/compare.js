@@ -1,0 +1,72 @@
+// The plans that were tried, and two of them side by side.
+"use strict";
+explorer.triedTable = (root, tried, now, actions) => {
+  const { make, ms, mib, percent } = explorer, listed = tried.filter((entry) => entry.name), first = listed[0] && listed[0].figures.step;
+  const fastest = Math.min(...listed.filter((entry) => entry.figures.fits).map((entry) => entry.figures.step));
+  const rows = listed.map((entry) => {
+    const index = tried.indexOf(entry), { figures } = entry;
+    const go = make("button", { type: "button", ariaCurrent: index === now ? "true" : "false", onclick: () => actions.show(index) }, entry.name);
+    const mark = make("input", { type: "checkbox", checked: !!entry.marked, ariaLabel: `compare ${entry.name}`, onchange: () => actions.mark(index, mark.checked) });
+    const against = first && figures.step && figures.step !== first ? explorer.signed(percent(figures.step / first - 1), figures.step - first) : "";
+    const fits = figures.fits ? (figures.step === fastest ? "fastest" : "") : { cell: "does not fit", className: "alarm" };
+    const shown = figures.error ? ["", "", "", "", { cell: figures.error, className: "name alarm", title: figures.error }] : [ms(figures.step), against, mib(figures.peak), percent(figures.gap), fits];
+    return { now: index === now, cells: [{ cell: mark }, { cell: go, className: "name", title: entry.name }, entry.state.schedule, String(entry.state.cuts.length + 1), `${entry.state.minibatch_size / entry.state.microbatch_size} of ${entry.state.microbatch_size}`, ...shown] };
+  });
+  root.replaceChildren(...explorer.table("Plans tried", ["", "plan", "schedule", "stages>", "micro-batches>", "step>", "against the first>", "peak>", "above the bound>", ""], rows),
+    make("p", { className: "why" }, "Mark two plans to see them side by side."));
+};
+
+// Two plans side by side: figures, stages, and both timelines on one axis; what differs is marked.
+explorer.Compared = class {
+  constructor(root) {
+    this.root = root;
+    this.axis = new explorer.Axis(() => this.timelines.forEach((view) => view.draw()));
+    this.figures = explorer.make("div");
+    this.words = explorer.make("ul", { className: "changes" });
+    this.places = [explorer.make("div"), explorer.make("div")];
+    root.append(this.figures, this.words, ...this.places);
+    this.timelines = this.places.map((place, i) => new explorer.Timeline(place, this.axis, { small: true, name: `timeline-${i}`, title: "" }));
+    root.hidden = true;
+  }
+  show(pair, words, model) {
+    this.root.hidden = !pair;
+    if (!pair) return;
+    this.figures.replaceChildren(...this.tables(pair, model));
+    this.words.replaceChildren(...words.map((text) => explorer.make("li", {}, text)));
+    const length = Math.max(...pair.map((one) => one.answer.timeline.length));
+    this.axis.setStep(length);
+    this.axis.from = 0;
+    this.axis.to = length;
+    pair.forEach((one, i) => {
+      const ranks = Object.fromEntries(one.answer.ranks.map((rank, index) => [rank.device, index]));
+      this.timelines[i].heading.textContent = `${one.name}: ${explorer.ms(one.answer.step)}`;
+      this.timelines[i].update({ ...one.answer, measured: [] }, one.state.devices.map((group) => group.map((name) => ranks[name])));
+    });
+  }
+  draw() {
+    if (!this.root.hidden) this.timelines.forEach((view) => view.draw());
+  }
+  tables([a, b], model) {
+    const { ms, mib, number, percent } = explorer, peak = (one) => Math.max(...one.answer.ranks.map((rank) => rank.peak));
+    const lines = [
+      ["step", ms, (one) => one.answer.step], ["samples/s", number, (one) => one.answer.rate], ["bubble", percent, (one) => one.answer.bubble],
+      ["largest peak", mib, peak], ["above the bound", percent, (one) => (one.answer.bound.ns ? one.answer.step / one.answer.bound.ns - 1 : 0)],
+      ["devices used", String, (one) => new Set(one.state.devices.flat()).size],
+    ].map(([name, words, value]) => {
+      const [x, y] = [value(a), value(b)], share = x ? y / x - 1 : 0;
+      const difference = x === y ? "equal" : name.startsWith("b") || name.startsWith("a") ? `${explorer.signed((100 * (y - x)).toFixed(1), y - x)} points` : name.startsWith("d") ? explorer.signed(String(y - x), y - x) : explorer.signed(percent(share), y - x);
+      return { cells: [name, words(x), words(y), { cell: difference, className: x === y ? "" : "differs" }] };
+    });
+    const settings = [["schedule", (one) => one.state.schedule], ["micro-batches", (one) => `${one.state.minibatch_size / one.state.microbatch_size} of ${one.state.microbatch_size}`]].map(([name, value]) => ({ cells: [name, value(a), value(b), value(a) === value(b) ? "equal" : { cell: "differs", className: "differs" }] }));
+    const stage = (one, s) => {
+      if (s >= one.state.devices.length) return "none";
+      const bounds = [0, ...one.state.cuts, model.layers.length], order = one.state.layer_order || model.layers.map((_, i) => i);
+      return `${model.layers[order[bounds[s]]].name} … ${model.layers[order[bounds[s + 1] - 1]].name} (${bounds[s + 1] - bounds[s]}), ${one.state.devices[s].join(", ")}${one.state.recompute[s] ? ", recomputes" : ""}`;
+    };
+    const stages = Array.from({ length: Math.max(a.state.devices.length, b.state.devices.length) }, (_, s) => {
+      const [x, y] = [stage(a, s), stage(b, s)];
+      return { cells: [`stage ${s}`, { cell: x, className: "name", title: x }, { cell: y, className: "name", title: y }, x === y ? "equal" : { cell: "differs", className: "differs" }] };
+    });
+    return explorer.table("Side by side", ["", a.name, b.name, "difference"], [...lines, ...settings, ...stages]);
+  }
+};
