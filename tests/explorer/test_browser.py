@@ -65,10 +65,12 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
         browser.mouse("mousePressed", x, y)
         browser.mouse("mouseMoved", x, y + row / 2)
         browser.mouse("mouseMoved", x, y + row)
-        browser.mouse("mouseReleased", x, y + row)
         moved = replace(first, cuts=(first.cuts[0] + 1, *first.cuts[1:]))
         expected = session.plan(moved).prediction.step_ns
-        browser.wait(f"{SHOWN_STEP} === {expected}")
+        browser.wait(f"{SHOWN_STEP} === {expected}")  # while the cut is held
+        assert browser.value("document.getElementById('error').hidden")
+        browser.mouse("mouseReleased", x, y + row)
+        browser.wait(f"document.querySelectorAll('#tried tbody tr').length === 2 && {SHOWN_STEP} === {expected}")
         assert expected != begun
         # The same by keyboard, back and forth.
         browser.value("document.querySelector('.cut').focus()")

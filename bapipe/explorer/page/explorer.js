@@ -33,7 +33,7 @@ explorer.begin = async () => {
 
   // One request at a time; while it is under way only the newest wish is kept.
   const judge = async (detailed) => {
-    wanted = { detailed: detailed || (wanted && wanted.detailed) };
+    wanted = { detailed: detailed || !!(wanted && wanted.detailed) };
     if (busy) return;
     busy = true;
     while (wanted) {

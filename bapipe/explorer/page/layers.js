@@ -22,13 +22,14 @@ explorer.Layers = class {
       this.scroll,
     );
     this.scroll.addEventListener("scroll", () => this.draw());
-    this.scroll.addEventListener("pointermove", (event) => explorer.tip(event, this.describe(this.rowAt(event))));
+    this.scroll.addEventListener("pointermove", (event) => explorer.tip(event, this.held === null ? this.describe(this.rowAt(event)) : this.describeCut(this.held)));
     this.scroll.addEventListener("pointerleave", (event) => explorer.tip(event, ""));
     this.space.addEventListener("click", (event) => {
       if (live && event.target === this.canvas) actions.pin(this.order[this.rowAt(event)]);
     });
     this.row = Math.min(22, Math.max((innerHeight - 120) / this.count, 5));
     this.handles = [];
+    this.held = null; // the cut that is dragged
   }
   // `before` is the state before the last change: its cuts are drawn as dashed lines.
   update(state, data, before) {
@@ -62,6 +63,16 @@ explorer.Layers = class {
     return `${layer.name} (${layer.kind})\nF ${ms(data.F[i])}, I ${ms(data.I[i])}, W ${ms(data.W[i])}\n` +
       `parameters ${mib(layer.params)}, stash ${mib(data.stash[i])}${sent}` + (this.live ? "\nclick to pin it to its stage's devices for “best”" : "");
   }
+  // What the two stages at a cut have, and what it sends.
+  describeCut(index) {
+    const { cuts } = this.state, bounds = [0, ...cuts, this.count], { data, order } = this, { ms, mib } = explorer;
+    const stage = (s) => {
+      const own = order.slice(bounds[s], bounds[s + 1]), sum = (column) => own.reduce((total, i) => total + data[column][i], 0);
+      return `stage ${s}: ${own.length} layers, F ${ms(sum("F"))}, I + W ${ms(sum("I") + sum("W"))} a micro-batch`;
+    };
+    const sent = this.natural ? `, sends ${mib(data.cut[cuts[index]])}` : "";
+    return `cut before ${this.model.layers[order[cuts[index]]].name}${sent}\n${stage(index)}\n${stage(index + 1)}`;
+  }
   placeHandles() {
     const { make } = explorer, { cuts } = this.state;
     this.space.style.height = `${this.count * this.row}px`;
@@ -85,24 +96,23 @@ explorer.Layers = class {
     });
   }
   hold(handle, index) {
-    let held = false;
     handle.addEventListener("pointerdown", (event) => {
-      held = true;
+      this.held = index;
       handle.classList.add("held");
       handle.setPointerCapture(event.pointerId);
       event.preventDefault();
       handle.focus();
     });
     handle.addEventListener("pointermove", (event) => {
-      if (!held) return;
+      if (this.held !== index) return;
       const box = this.scroll.getBoundingClientRect();
       if (event.clientY < box.top + 20) this.scroll.scrollTop -= 12;
       if (event.clientY > box.bottom - 20) this.scroll.scrollTop += 12;
       this.move(index, Math.round((event.clientY - box.top + this.scroll.scrollTop) / this.row), false);
     });
     for (const end of ["pointerup", "pointercancel"]) handle.addEventListener(end, () => {
-      if (held) this.actions.cut(this.state.cuts, true);
-      held = false;
+      if (this.held === index) this.actions.cut(this.state.cuts, true);
+      this.held = null;
       handle.classList.remove("held");
     });
     handle.addEventListener("keydown", (event) => {
