@@ -32,7 +32,8 @@ explorer.Analyses = class {
       make("p", { className: "why" }, "The best plan at each value, everything else as on the page. The dashed line is the plan of the page, unchanged."),
       make("div", { className: "tools" }, this.axis, this.button("sweep", "compute this curve", () => this.computeCurve())), this.resources, this.curve.element, this.curveTable);
     this.sentences = make("dl", { className: "sentences" });
-    at("why").append(make("h2", {}, "Why this plan"), this.button("explain", "explain this plan", () => this.explain()), this.sentences);
+    this.changes = make("div");
+    at("why").append(make("h2", {}, "Why this plan"), this.button("explain", "explain this plan", () => this.explain()), this.sentences, this.changes);
     this.drawFront();
     this.drawCurve();
   }
@@ -128,6 +129,10 @@ explorer.Analyses = class {
       ? [choice(point), ms(point.step), number(point.rate), point.same ? ms(point.same) : "", mib(point.peak), point.kind + (point.isNewKind ? " ∗" : ""), percent(point.gap)]
       : [axis.words(point.value), "", "", "", "", { cell: point.whyNot, className: "name", title: point.whyNot }, ""] }));
     this.curveTable.replaceChildren(...explorer.table(`Best plans over the ${axis.short}; ∗: another kind than before`, [axis.short, "step>", "samples/s>", "this plan>", "peak>", "devices of each stage, schedule", "gap at most>"], rows));
+  }
+  showChanges(changes) {
+    const { make } = explorer;
+    this.changes.replaceChildren(make("h2", {}, "What the planner changed last"), make("ul", { className: "changes" }, ...changes.map((text) => make("li", {}, text))));
   }
   // Sentences beside what they speak of, as long as the plan is the one that was explained.
   drawWhy() {

@@ -94,6 +94,7 @@ explorer.begin = async () => {
 
   // A change that can be undone.
   const change = (changes, name) => {
+    progress("");
     past.push(state);
     future = [];
     state = { ...state, ...changes };
@@ -200,7 +201,8 @@ explorer.begin = async () => {
   const adoptBest = async (found, from) => {
     const compared = await ask("compare", { before: from, after: found });
     await change(found, "best");
-    progress(compared.error ? "planned" : `the planner changed: ${compared.join("; ")}`);
+    views.analyses.showChanges(compared.error ? [] : compared);
+    progress(compared.error ? "planned" : `the planner changed: ${compared.slice(0, 2).join("; ")}; all changes are under “Why”`);
   };
 
   model = live ? await ask("model") : given.model;
