@@ -43,7 +43,12 @@ class Analyses:
             cluster = cluster_of(state, self._session.cluster)
             options = self._options(state, schedules, job)
             found = plan(self._session.profiles, cluster, options, deadline=job.deadline, progress=progress)
-            return {"state": msgspec.to_builtins(self._session.adopt(found, state))}
+            better = self._session.adopt(found, state)
+            own = self._own_plan(state)
+            # A search that was ended early may not have reached the plan of the page.
+            if own is not None and not state.constraints and own.prediction.step_ns <= found.prediction.step_ns:
+                better = state
+            return {"state": msgspec.to_builtins(better)}
 
         self.background.begin("best", seconds, work)
 
@@ -82,8 +87,10 @@ class Analyses:
                 job.report(axis=axis, done=done, total=len(values), points=list(points))
                 if job.deadline.is_over:
                     break
-                point, kind = self._point(on_axis(state, axis, value), schedules, job, len(values) - done)
-                points.append({"value": value, "same": self._same_plan_ns(state, axis, value), **point})
+                there = on_axis(state, axis, value)
+                own = self._own_plan(there) if axis != "devices" else None
+                point, kind = self._point(there, own, schedules, job, len(values) - done)
+                points.append({"value": value, "same": own and own.prediction.step_ns, **point})
                 points[-1]["isNewKind"] = kind is not None and before is not None and kind != before
                 before = kind or before
             found: Json = {"axis": axis, "points": points}
@@ -92,12 +99,22 @@ class Analyses:
 
         self.background.begin("sweep", seconds, work)
 
-    def _point(self, state: State, schedules: tuple[str, ...], job: Job, num_left: int) -> tuple[Json, str | None]:
-        """Returns the best plan of a state's cluster and its kind; why there is none, and None."""
+    def _point(
+        self, state: State, own: Plan | None, schedules: tuple[str, ...], job: Job, num_left: int
+    ) -> tuple[Json, str | None]:
+        """Returns the best plan of a state's cluster and its kind; why there is none, and None.
+
+        Args:
+            own: the plan of the page there; the best one if the search, ended early, did not reach it.
+        """
         try:
             best = best_at(self._session, state, schedules, job.deadline.share(num_left))
         except BapipeError as error:
-            return {"whyNot": str(error).replace("`", "")}, None
+            if own is None:
+                return {"whyNot": str(error).replace("`", "")}, None
+            best = own
+        if own is not None and not state.constraints and own.prediction.step_ns < best.prediction.step_ns:
+            best = own
         return {**self._figures(best, state), "gap": best.certificate.gap}, kind_of(best)
 
     def _figures(self, found: Plan, state: State) -> Json:
@@ -109,16 +126,14 @@ class Analyses:
             "state": msgspec.to_builtins(self._session.adopt(found, state)),
         }
 
-    def _same_plan_ns(self, state: State, axis: str, value: float) -> int | None:
-        """Returns the step of the state's own plan at a value; None if it cannot run or does not fit there."""
-        if axis == "devices":
-            return None
+    def _own_plan(self, state: State) -> Plan | None:
+        """Returns the plan of a state; None if it cannot run or does not fit."""
         try:
-            _, cluster, timeline = self._session.simulate(on_axis(state, axis, value))
+            own = self._session.plan(state)
         except BapipeError:
             return None
-        fits = all(m.total <= d.memory_bytes for m, d in zip(timeline.memory, cluster.devices, strict=True))
-        return timeline.step_ns if fits else None
+        limits = {device.name: device.memory_bytes for device in own.cluster.devices}
+        return own if all(rank.peak_bytes <= limits[rank.device] for rank in own.prediction.ranks) else None
 
     def explain(self, state: State, schedules: tuple[str, ...], seconds: float) -> None:
         """Begins to explain a state's plan: sentences by topic."""

@@ -199,10 +199,15 @@ explorer.begin = async () => {
     else explorer.save(found.name, found.text, { html: "text/html" }[kind] || "application/json");
   };
   const adoptBest = async (found, from) => {
+    if (JSON.stringify(found) === JSON.stringify(from)) {
+      await judge(true);
+      return progress("no faster plan was found; the bound is that of the search");
+    }
     const compared = await ask("compare", { before: from, after: found });
     await change(found, "best");
     views.analyses.showChanges(compared.error ? [] : compared);
     progress(compared.error ? "planned" : `the planner changed: ${compared.slice(0, 2).join("; ")}; all changes are under “Why”`);
+    return null;
   };
 
   model = live ? await ask("model") : given.model;
