@@ -6,7 +6,7 @@ values, and the others return strings or bytes. The command line writes them.
 - `formatting`: numbers, units and empty tables.
 - `plans`, `profiles`, `profile_diff`, `comparisons`, `runs`: one subject each, as tables and as JSON.
 - `plan_changes`: the differences between two plans. `idle_time`: why devices are idle.
-- `text_gantt`, `timeline_svg`: a timeline drawn as text and as SVG.
+- `text_gantt`: a timeline drawn as text.
 - `chrome_trace`: timelines written as a trace for Perfetto, and read back.
 - `layer_diagram`: the layers of a model with the tensors alive between them.
 """
