@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
 from bapipe.errors import BapipeError, InvalidModel
