@@ -1,4 +1,4 @@
-"""A stage that computes in a narrower type; tensors between stages keep the model's types."""
+"""A stage that computes in a narrower type."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Autocast(nn.Module):
-    """A stage's module under `torch.autocast`; its outputs are cast to the types that the plan counts on."""
+    """A stage's module under `torch.autocast`; its outputs have the types that the next stage expects."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, outputs: Sequence[torch.dtype]

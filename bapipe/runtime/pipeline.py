@@ -31,6 +31,7 @@ from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
 from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names, trace, unused_state
+from bapipe.tracing.captured import Autocast
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import with_inputs
@@ -74,9 +75,9 @@ class Pipeline:
                 any device, in the order in which `step` takes them; and constants that the forward takes.
             optimizer: makes the optimizer of a stage's parameters; by default `sgd()`.
             clip_norm: the maximum norm of all gradients of the model together.
-            autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors between
-                stages keep their types. With float16 losses are scaled (see `grad_scaler`), and a step with gradients
-                that are not finite updates nothing.
+            autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors are sent
+                in the types that it gives them. With float16 losses are scaled (see `grad_scaler`), and a step with
+                gradients that are not finite updates nothing.
             seed: of initial values, and of operators that draw random numbers.
             initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.
             buckets: examples of inputs of other sizes, such as shorter sentences, that whole mini-batches may have.
@@ -95,7 +96,10 @@ class Pipeline:
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         with only_tensor_inputs(module, inputs) as tensors:
             self._split = split(
-                trace(module, tensors, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, tensors
+                trace(module, tensors, leaf_modules=leaf_modules, operator_layers=operator_layers),
+                plan,
+                tensors,
+                None if autocast is None else Autocast(self._device.type, autocast, True),
             )
             if check:
                 check_stages_equal(self._split, tensors, plan, group)

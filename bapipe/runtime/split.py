@@ -9,11 +9,14 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
 from bapipe.simulator.stage_cost import check_flow
 from bapipe.tracing import TracedModel
+from bapipe.tracing.captured import Autocast
 from bapipe.tracing.stages import Split, cut_into_stages
 
 
-def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
+def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor], autocast: Autocast | None = None) -> Split:
     """Returns a plan's stages of a model; `inputs` are examples of any batch size, on any device.
+
+    Under `autocast` tensors between stages have the types that the model computes them in, which profiles count.
 
     Raises:
         InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, or as `cut_into_stages`.
@@ -21,7 +24,7 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor]) -> Split:
     check_layers(model, plan)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
     check_flow(model.layers, stage_of)
-    return cut_into_stages(model, stage_of, inputs, plan.microbatch_size)
+    return cut_into_stages(model, stage_of, inputs, plan.microbatch_size, autocast)
 
 
 def check_layers(model: TracedModel, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """Cuts a traced model into stages: the tensors that each stage receives, loads and sends, and their shapes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import FakeTensorMode
 from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.captured import AUTOCAST
+from bapipe.tracing.captured import AUTOCAST, Autocast
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.python_random import generators_restored
@@ -42,6 +43,7 @@ class Split:
     Attributes:
         examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
             inputs and outputs, for one micro-batch.
+        autocast: the mode in which the stages run; None for that of the process.
         tied: parameters that several stages use.
     """
 
@@ -49,6 +51,7 @@ class Split:
     stages: tuple[StageTensors, ...]
     examples: dict[str, Tensor]
     tied: tuple["TiedParameter", ...]
+    autocast: Autocast | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +69,17 @@ class TiedParameter:
 
 
 def cut_into_stages(
-    model: TracedModel, stage_of: Mapping[str, int], inputs: Sequence[Tensor], microbatch_size: int
+    model: TracedModel,
+    stage_of: Mapping[str, int],
+    inputs: Sequence[Tensor],
+    microbatch_size: int,
+    autocast: Autocast | None = None,
 ) -> Split:
     """Returns the stages of a model; `stage_of` is the stage of each layer, `inputs` are examples of any batch size.
 
     A tensor that is used later than in the next stage is relayed by the stages between. A model input is loaded by
-    every stage that uses it. Shapes and types come from one pass of the model on tensors without values; if the model's
-    code needs values, from a pass on its own device.
+    every stage that uses it. Shapes and types come from one pass of the model on tensors without values, in the mode
+    `autocast`; if the model's code needs values, from a pass on its own device.
 
     Raises:
         InvalidModel: stages share a buffer that one of them changes, or memory that one changes in place, or a value
@@ -86,8 +93,8 @@ def cut_into_stages(
         )
     stages = stages_of(model, stage_of)
     crossing = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
-    examples = _examples(model, crossing, inputs, microbatch_size)
-    return Split(model=model, stages=stages, examples=examples, tied=tied)
+    examples = _examples(model, crossing, inputs, microbatch_size, autocast)
+    return Split(model=model, stages=stages, examples=examples, tied=tied, autocast=autocast)
 
 
 def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
@@ -98,7 +105,7 @@ def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
     """
     crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
     inputs = [parts.examples[name] for name in parts.model.inputs]
-    return _examples(parts.model, crossing, inputs, microbatch_size)
+    return _examples(parts.model, crossing, inputs, microbatch_size, parts.autocast)
 
 
 def with_inputs(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) -> Split:
@@ -108,7 +115,7 @@ def with_inputs(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) ->
         InvalidModel: the model does not run on these sizes.
     """
     crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
-    return replace(parts, examples=_examples(parts.model, crossing, inputs, microbatch_size))
+    return replace(parts, examples=_examples(parts.model, crossing, inputs, microbatch_size, parts.autocast))
 
 
 def trained_layers(
@@ -182,17 +189,23 @@ def stages_of(model: TracedModel, stage_of: Mapping[str, int]) -> tuple[StageTen
 
 
 def _examples(
-    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int
+    model: TracedModel,
+    names: Sequence[str],
+    inputs: Sequence[Tensor],
+    microbatch_size: int,
+    autocast: Autocast | None,
 ) -> dict[str, Tensor]:
     nodes = [model.node_of[name] for name in names]
     autocast_on = {node.meta[AUTOCAST].device_type for node in model.layer_of if AUTOCAST in node.meta}
-    try:
-        if autocast_on:
-            values = _fake_values(model, names, inputs, microbatch_size, torch.device(autocast_on.pop()))
-        else:
-            values = meta_values(model.module, inputs, microbatch_size, nodes)
-    except Exception as error:  # whatever the model's own code raises
-        values = _run_once(model, names, inputs, microbatch_size, error)
+    autocast_on |= {autocast.device_type} if autocast is not None else set()
+    with nullcontext() if autocast is None else torch.autocast(autocast.device_type, autocast.dtype):
+        try:
+            if autocast_on:
+                values = _fake_values(model, names, inputs, microbatch_size, torch.device(autocast_on.pop()))
+            else:
+                values = meta_values(model.module, inputs, microbatch_size, nodes)
+        except Exception as error:  # whatever the model's own code raises
+            values = _run_once(model, names, inputs, microbatch_size, error)
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise InvalidModel(

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import LOSS
+from bapipe.formats.settings import Settings
+from bapipe.profiler.measure import measure_model
 from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.split import split
 from bapipe.tracing import trace
+from bapipe.tracing.captured import Autocast
 from bapipe.tracing.stage_module import stage_module
-from bapipe.tracing.stages import Split
+from bapipe.tracing.stages import Split, cut_into_stages
 from tests.multiprocess.runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order
 
 
@@ -333,3 +336,20 @@ def test_the_loss_stays_on_the_last_stage() -> None:
     stages = (StagePlan(layers=("0", LOSS), devices=("cpu0",)), StagePlan(layers=("1",), devices=("cpu1",)))
     with pytest.raises(InvalidModel, match=r"^the plan's last stage does not hold the layer 'loss': plan again$"):
         split(trace(model), _changed(plan, stages=stages), [torch.zeros(1, 4)])
+
+
+def test_under_autocast_a_cut_is_counted_in_the_types_that_are_sent() -> None:
+    module = nn.Sequential(nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    inputs, target = (torch.randn(2, 8),), torch.randn(2, 4)
+    settings = Settings(autocast="bfloat16")
+    loss = nn.functional.mse_loss
+    made = measure_model(
+        module, inputs, target, loss, microbatch_sizes=[2], name="m", settings=settings, seconds_per_size=0.1
+    )
+    profiled = [layer.output_bytes[0] for layer in made.measurements[0].layers[:-1]]
+    model = trace(module, inputs)
+    stage_of = {layer.name: index for index, layer in enumerate(model.layers)}
+    parts = cut_into_stages(model, stage_of, inputs, 2, Autocast("cpu", torch.bfloat16, True))
+    sent = [parts.examples[stage.outputs[0]] for stage in parts.stages]
+    assert [tensor.dtype for tensor in sent] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    assert [tensor.nbytes for tensor in sent] == profiled

@@ -48,7 +48,10 @@ def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor]
     with evaluation_mode([module]):
         try:
             parts = split(
-                trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers), plan, inputs
+                trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers),
+                plan,
+                inputs,
+                training.autocast,
             )
         except InvalidModel as error:
             raise InvalidModel(f"in evaluation mode the model cannot be cut as the plan says: {error}") from error
