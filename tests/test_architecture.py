@@ -237,12 +237,12 @@ def test_command_line_options() -> None:
         ],
         "cluster": ["--between", "--device", "--devices", "--hosts", "--like", "--output", "--probe", "--within"],
         "plan": [
-            "--arg", "--cluster", "--constraint", "--devices", "--explain", "--json", "--memory-limit",
+            "--arg", "--cluster", "--constraint", "--device", "--devices", "--explain", "--json", "--memory-limit",
             "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",
             "--recompute", "--replicas", "--schedule", "--stages", "--time-limit",
         ],
         "compare": [
-            "--arg", "--cluster", "--devices", "--html", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
+            "--arg", "--cluster", "--device", "--devices", "--html", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
             "--recompute", "--replicas", "--schedule", "--time-limit",
         ],
         "edit": [
@@ -257,7 +257,7 @@ def test_command_line_options() -> None:
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--profile", "--trace"],
         "run": [
-            "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers",
+            "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers", "--device",
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
             "--replan", "--resume", "--seed", "--skip-unreadable", "--steps", "--tensorboard", "--timeout", "--trace", "--trust-factory", "--warmup", "--weights", "--without",
         ],

@@ -30,28 +30,32 @@ def is_file(source: str) -> bool:
     return source.endswith(".json") or Path(source).is_file()
 
 
-def profiles_by_kind(sources: list[str], arguments: list[str] | None) -> dict[str, ModelProfile]:
+def profiles_by_kind(sources: list[str], arguments: list[str] | None, device: str = "cpu") -> dict[str, ModelProfile]:
     """Returns profiles by device kind: read from files, or of a model, measured unless it is in the cache."""
-    return by_kind(all_profiles(sources, arguments, num_threads=(1,)))
+    return by_kind(all_profiles(sources, arguments, num_threads=(1,), device=device))
 
 
 def all_profiles(
-    sources: list[str], arguments: list[str] | None, num_threads: Sequence[int]
+    sources: list[str], arguments: list[str] | None, num_threads: Sequence[int], device: str = "cpu"
 ) -> tuple[ModelProfile, ...]:
-    """Returns the profiles in some files, or of a model: one for each number of threads."""
+    """Returns the profiles in some files, or of a model on a device: on a CPU one for each number of threads."""
     if len(sources) == 1 and not is_file(sources[0]):
         resolve(sources[0])  # an unknown name is refused before anything is measured
-        return tuple(_measure_or_load(sources[0], arguments, num) for num in num_threads)
+        num_threads = num_threads if device == "cpu" else (1,)
+        return tuple(_measure_or_load(sources[0], arguments, num, device) for num in num_threads)
     if arguments:
         raise BapipeError("--arg goes with a model; a profile holds its arguments already")
+    if device != "cpu":
+        raise BapipeError(f"--device {device} goes with a model; a profile says where it was measured")
     return tuple(read(Path(source), ModelProfile) for source in sources)
 
 
-def _measure_or_load(model: str, arguments: list[str] | None, num_threads: int) -> ModelProfile:
+def _measure_or_load(model: str, arguments: list[str] | None, num_threads: int, device: str) -> ModelProfile:
     with parts_bar() as progress:
         return profile_model_cached(
             model,
             key_values(arguments),
+            device=device,
             microbatch_sizes=MULTI_THREAD_SIZES if num_threads > 1 else MODEL_SIZES,
             settings=Settings(threads=num_threads),
             progress=progress,
@@ -89,13 +93,15 @@ def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None)
     return cluster
 
 
-def read_or_make_plan(source: str, arguments: list[str] | None) -> Plan:
+def read_or_make_plan(source: str, arguments: list[str] | None, device: str = "cpu") -> Plan:
     """Returns the plan of a file, or of a model that is profiled and planned for this machine."""
     if is_file(source):
         if arguments:
             raise BapipeError("--arg goes with a model; a plan holds its arguments already")
+        if device != "cpu":
+            raise BapipeError(f"--device {device} goes with a model; a plan says on which devices it runs")
         return read(Path(source), Plan)
-    profiles = all_profiles([source], arguments, thread_counts())
+    profiles = all_profiles([source], arguments, thread_counts(), device)
     with err.status("measuring the link between two ranks"):
         cluster = local_cluster(None, profiles[0].device.kind)
     with planning_status() as progress:

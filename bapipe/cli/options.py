@@ -16,6 +16,7 @@ Devices = Annotated[
     typer.Option("--devices", min=1, max=4096, help="Number of devices of this machine to use, all of the same kind."),
 ]
 Kind = Annotated[str, typer.Option("--device", help="Kind of device: cpu or cuda.")]
+ModelDevice = Annotated[str, typer.Option("--device", help="Where to measure a named model: cpu or cuda.")]
 Arguments = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the model's factory. May be repeated."),

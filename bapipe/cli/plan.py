@@ -24,6 +24,7 @@ from bapipe.cli.options import (
     MemoryLimit,
     Microbatch,
     Minibatch,
+    ModelDevice,
     Output,
     Recompute,
     Replicas,
@@ -108,6 +109,7 @@ def plan(
     ] = False,
     as_json: AsJson = False,
     arg: Arguments = None,
+    device: ModelDevice = "cpu",
     output: Output = Path("plan.json"),
 ) -> None:
     """Find the fastest plan, and prove how good it is."""
@@ -119,7 +121,7 @@ def plan(
     check_writable(output)
     if pin is not None and output.resolve() == pin.resolve():
         raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
-    measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,))
+    measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,), device)
     options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
@@ -226,13 +228,14 @@ def compare(
     ] = None,
     as_json: AsJson = False,
     arg: Arguments = None,
+    device: ModelDevice = "cpu",
 ) -> None:
     """Compare the best plan of each schedule with the usual strategies.
 
     The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
     """
     check_one_source_of_devices(cluster, devices)
-    profiles = profiles_by_kind(sources, arg)
+    profiles = profiles_by_kind(sources, arg, device)
     options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,

@@ -15,7 +15,7 @@ from bapipe.cli import is_first_rank
 from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
-from bapipe.cli.options import Arguments, AsJson, Output, key_values
+from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
 from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read, write_bytes
@@ -71,6 +71,7 @@ def run(
     seed: Annotated[int, typer.Option("--seed", min=-MAX_INT, max=MAX_INT, help=_HELP["seed"])] = 0,
     weights: Annotated[Path | None, typer.Option("--weights", help=_HELP["weights"])] = None,
     arg: Arguments = None,
+    device: ModelDevice = "cpu",
     trust_factory: Annotated[
         str | None, typer.Option("--trust-factory", metavar="MODULE.PATH:FUNCTION", help=_HELP["trust_factory"])
     ] = None,
@@ -118,7 +119,7 @@ def run(
     if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
         check_training(resolve(source), key_values(arg), config)
     plan, result = train_with_bar(
-        read_or_make_plan(source, arg),
+        read_or_make_plan(source, arg, device),
         {name: getattr(config, name) for name in given_options(context)},
         [read(path, ModelProfile) for path in profile] if profile else None,
     )

@@ -334,6 +334,8 @@ def test_every_command_has_help(folder: Path) -> None:
         (("show", "cluster.json", "--html", "x.html"), 1, "--html goes with a plan or a profile; cluster.json is neither"),
         (("show", "profile.json", "--trace", "t.json"), 1, "--trace goes with a plan; profile.json is none"),
         (("run", "none.json"), 1, "none.json: no such file"),
+        (("plan", "vgg16", "--device", "cuda:99"), 1, "torch finds no device 'cuda:99' on this machine: choose --device cpu, or install torch for CUDA"),
+        (("compare", "profile.json", "--device", "cuda"), 1, "--device cuda goes with a model; a profile says where it was measured"),
         (("run", "vgg17"), 1, "did you mean 'vgg16'?"),
         (("plan", "profile.json", "--cluster", "cluster.json", "-o", "none/plan.json"), 1, "none/plan.json: cannot be written: no folder none"),
     ],
