@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec import UNSET
+
 from bapipe import report
 from bapipe.cli.options import key_values
 from bapipe.cli.progress import err, note, parts_bar, planning_status, show_parts
@@ -77,7 +79,17 @@ def read_or_assume_cluster(
     profiles: Mapping[str, ModelProfile], cluster: Path | None, num_devices: int | None
 ) -> Cluster:
     """Returns the cluster of a file, or of devices of this machine with an assumed link."""
-    return read(cluster, Cluster) if cluster is not None else _this_machine(profiles, num_devices)
+    if cluster is None:
+        return _this_machine(profiles, num_devices)
+    found = read(cluster, Cluster)
+    for kind, profile in profiles.items():
+        models = {d.model for d in found.devices if d.kind == kind and d.model is not UNSET} - {profile.device.name}
+        if models:
+            note(
+                f"the profile was measured on {profile.device.name}, and the cluster has {', '.join(sorted(models))}: "
+                "times hold for the former only; profile there, or give those devices a `speed`"
+            )
+    return found
 
 
 def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:

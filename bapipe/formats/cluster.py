@@ -15,6 +15,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         memory_bytes: the memory of the device; of a group, that of each member.
+        model: its name, as its driver gives it, such as NVIDIA H200.
         speed: the times of the profile of its kind are divided by this.
         overlaps_transfers: whether it computes while it transfers.
         side_by_side: whether it can run a forward and a backward at the same time, each on a share of its compute; in
@@ -26,6 +27,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host: str
     kind: str
     memory_bytes: NonNegative
+    model: str | msgspec.UnsetType = msgspec.UNSET
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     overlaps_transfers: bool = True
     side_by_side: bool = False

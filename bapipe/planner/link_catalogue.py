@@ -121,6 +121,7 @@ def cluster_like(
                 host=f"host{i // per_host}",
                 kind=device.kind,
                 memory_bytes=max(device.memory_bytes - taken, 0),
+                model=device.name,
             )
             for i in range(num_devices)
         ),

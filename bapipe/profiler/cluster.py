@@ -31,7 +31,13 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
     link, host_sum_link = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
     return Cluster(
         devices=tuple(
-            Device(name=f"{kind}{index}", host="host0", kind=kind, memory_bytes=_memory_bytes(kind, index, count))
+            Device(
+                name=f"{kind}{index}",
+                host="host0",
+                kind=kind,
+                memory_bytes=_memory_bytes(kind, index, count),
+                model=describe(torch.device("cuda", index)).name if kind == "cuda" else UNSET,
+            )
             for index in range(count)
         ),
         intra_host=link,
