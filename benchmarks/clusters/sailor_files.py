@@ -1,0 +1,98 @@
+"""The files of Sailor's repository, or of a folder with its data only."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from bapipe.errors import BapipeError
+from bapipe.formats.strict_json import decode_json, naming_file, read_limited
+from bapipe.importers.sailor import Models, Times, layers_of, read_models, read_times
+
+
+class PublishedPipeline(msgspec.Struct, frozen=True):
+    """A pipeline of a plan; `tmp_per_stage` has for each replica of each stage its hosts, and its number of members."""
+
+    num_stages: int
+    layers_per_stage: tuple[tuple[int, ...], ...]
+    tmp_per_stage: tuple[tuple[tuple[tuple[tuple[str, int, str], ...], int], ...], ...]
+
+
+class PublishedRun(msgspec.Struct, frozen=True):
+    """A plan with its micro-batch size, mini-batch size, and measured seconds a step."""
+
+    pipeline_list: tuple[PublishedPipeline]
+    mbs: int
+    gbs: int
+    real: float
+
+
+_Bandwidths = dict[str, dict[str, tuple[tuple[float, ...], float]]]
+
+
+class SailorFiles:
+    """Where a folder has what; the folder is a checkout, or holds the same data without the code around it.
+
+    Raises:
+        BapipeError: the folder holds neither.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        planner = folder / "sailor" / "Planner"
+        is_checkout = planner.is_dir()
+        self._layers = (planner if is_checkout else folder) / "llm_info.json"
+        self._times = (planner / "sailor_planner" if is_checkout else folder) / "profiles"
+        self._metis = (planner / "baselines" if is_checkout else folder) / "Metis" / "profiles"
+        self._runs = (planner / "simulations" if is_checkout else folder) / "validation"
+        self._links = (folder / "sailor" if is_checkout else folder) / "providers" / "intra_node_bandwidths.json"
+        for path in (self._layers, self._times, self._metis, self._runs, self._links):
+            if not path.exists():
+                raise BapipeError(f"{path}: no such file; want a checkout of github.com/eth-easl/sailor, or its data")
+
+    @property
+    @cache  # noqa: B019 (one instance for each run of the program)
+    def models(self) -> Models:
+        """The layers of each model."""
+        return read_models(self._layers)
+
+    def runs(self) -> Mapping[str, PublishedRun]:
+        """Returns the published runs by their paths in the folder of runs, without endings."""
+        found: dict[str, PublishedRun] = {}
+        for path in sorted(self._runs.rglob("plan_config_*.json"), key=_natural):
+            with naming_file(path):
+                name = path.relative_to(self._runs).with_suffix("").as_posix().replace("plan_config_", "")
+                found[name] = decode_json(read_limited(path), PublishedRun)
+        return found
+
+    def ring_bytes_per_s(self, gpu: str, members: int) -> int:
+        """Returns what a member sends to the next one in a ring within a host."""
+        with naming_file(self._links):
+            total = decode_json(read_limited(self._links), _Bandwidths)[gpu][str(members)][1]
+        return round(total / (members // 2))
+
+    @cache  # noqa: B019
+    def times(self, model: str, gpu: str) -> tuple[Times, str]:
+        """Returns the times of a model, and what is to be said about them: from which file, and why not another."""
+        own = self._times / model / gpu / "profile.json"
+        why_not = self._why_not(own, model)
+        if not why_not:
+            return read_times(own), ""
+        return read_times(self._metis / model / gpu), f"{model} on {gpu}: table for Metis; {why_not}"
+
+    def _why_not(self, path: Path, model: str) -> str:
+        """Returns why a file of times is not a model's; empty if it is."""
+        if not path.exists():
+            return "no file of its own"
+        times = read_times(path)
+        for other in sorted(self._times.glob(f"*/{path.parent.name}/profile.json")):
+            if other != path and read_times(other) == times:
+                return f"its own file is a copy of that of {other.parent.parent.name}"
+        num_layers = {len(found.forward_ns) for found in times.values()}
+        wanted = len(layers_of(self.models, model, min(self.models[model])))
+        return "" if num_layers == {wanted} else f"its own file has {max(num_layers)} layers, the model {wanted}"
+
+
+def _natural(path: Path) -> tuple[tuple[int, str], ...]:
+    """Returns what sorts N2 before N16."""
+    return tuple((len(part), part) for part in path.parts)
