@@ -13,7 +13,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read, write
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file
+from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, import_group
 from bapipe.planner.inputs import local_cluster, probed_cluster
 from bapipe.planner.link_catalogue import CATALOGUE, cluster_like
 from bapipe.profiler.profile import profile_model
@@ -113,10 +113,18 @@ def profile(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="PipeDream's graph.txt, or a table with one row per layer.")],
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, max=MAX_INT, help="Number of samples in the pass that was measured.")
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="PipeDream's graph.txt, a table with one row per layer, or Sailor's profile.json (or Metis tables)."
+        ),
     ],
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", min=1, max=MAX_INT, help="Number of samples in the measured pass; not with --layers."
+        ),
+    ] = None,
     microbatch_size: Annotated[
         str | None,
         typer.Option(
@@ -138,24 +146,35 @@ def import_(
     optimizer: Annotated[
         str, typer.Option("--optimizer", help=f"Optimizer whose state is counted: {', '.join(NUM_OPTIMIZER_STATES)}.")
     ] = "sgd-momentum",
+    layers: Annotated[
+        Path | None, typer.Option("--layers", help="Sailor's llm_info.json, for FILE from Sailor; --model selects.")
+    ] = None,
+    members: Annotated[
+        int, typer.Option("--members", min=1, max=MAX_INT, help="Number of devices that share each layer.")
+    ] = 1,
     output: Output = Path("profile.json"),
 ) -> None:
     """Convert a profile that another tool measured.
 
-    The file is PipeDream's graph.txt, or a table with one row per layer.
+    The file is PipeDream's graph.txt, or a table with one row per layer. With --layers it is one of Sailor: its
+    profile.json, or a folder with its tables for Metis.
     """
     check_writable(output)
+    if (batch_size is None) == (layers is None):
+        raise BapipeError("want --batch-size (PipeDream's graph.txt or a table), or --layers (a profile of Sailor)")
+    if members > 1 and layers is None:
+        raise BapipeError("--members is for a profile of Sailor: add --layers llm_info.json")
     origin = ImportMetadata(
         model=model or (file.parent.name if file.name == "graph.txt" else file.stem),
         source=source or file.name,
         kind=device,
         device_name=device_name,
         memory_bytes=memory_bytes,
-        batch_size=batch_size,
-        sizes=integers(microbatch_size) if microbatch_size else (batch_size,),
+        batch_size=batch_size or 1,
+        sizes=integers(microbatch_size) if microbatch_size else () if batch_size is None else (batch_size,),
         optimizer=optimizer,
     )
-    imported = import_file(file, origin)
+    imported = import_file(file, origin) if layers is None else import_group(file, layers, origin, members)
     write(output, imported)
     show_parts(report.render_profile(imported))
     show_written(output)

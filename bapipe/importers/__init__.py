@@ -1,7 +1,7 @@
 """Imports profiles that other tools measured, as profile/1.
 
 A parser for each format (`pipedream`, `table`) returns a tuple of `ImportedLayer`. `to_profile` makes a profile of
-these and of an `ImportMetadata`, the facts that the file does not contain.
+these and of an `ImportMetadata`, the facts that the file does not contain. `sailor` has profiles of groups of devices.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from bapipe.formats.codec import decode_as, encode, read_text
 from bapipe.formats.profile import ModelProfile
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.importers.pipedream import is_pipedream, parse_pipedream
+from bapipe.importers.sailor import import_group
 from bapipe.importers.table import parse_table
 from bapipe.importers.to_profile import ImportedLayer, to_profile
 
-__all__ = ["NUM_OPTIMIZER_STATES", "ImportMetadata", "import_file", "import_profile"]
+__all__ = ["NUM_OPTIMIZER_STATES", "ImportMetadata", "import_file", "import_group", "import_profile"]
 
 
 MAX_LINES = 50_000

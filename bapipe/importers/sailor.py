@@ -1,10 +1,10 @@
-"""Profiles of groups that share each layer by tensor parallelism, as Sailor publishes them (github.com/eth-easl/sailor).
+"""Profiles of groups that share each layer by tensor parallelism, as github.com/eth-easl/sailor publishes them.
 
-`llm_info.json` has the bytes of a layer: model -> members -> layer -> bytes of one sample on one member. Its times are in
+`llm_info.json` has the bytes: model -> members -> layer -> bytes of one sample on one member. The times are in
 
-    profile.json         samples -> members -> layer -> [forward, backward, update] in seconds
-    mbs8_tmp4.json       a folder of tables for Metis: one number of samples and of members each, milliseconds of forward
-                         and backward together
+    profile.json       samples -> members -> layer -> [forward, backward, update] in seconds
+    mbs8_tmp4.json     a folder of tables for Metis, each for one number of samples and of members: milliseconds of
+                       forward and backward together
 
 What the figures mean, and which of them are corrected here, is written in docs/clusters.md.
 """
@@ -18,32 +18,36 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.codec import decode_as, encode
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.formats.strict_json import decode_json, naming_file, read_limited
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
-from bapipe.units import MAX_INT, NonNegative
 
 MAX_SECONDS = 10**6
 """Longest time of a layer that is read."""
 
+MAX_BYTES = 2**40
+"""Most bytes of one sample in a layer, or of its parameters, that are read."""
+
 FORWARD_SHARE = 3
 """A forward takes one third of forward and backward: a backward has two products of matrices for each of a forward."""
 
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 _Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1000 * MAX_SECONDS)]
 _Rows = dict[str, tuple[_Seconds, _Seconds, _Seconds]]
 T = TypeVar("T")
-_TABLE = re.compile(r"mbs([1-9][0-9]{0,8})_tmp([1-9][0-9]{0,8})\.json")
+_NUMBER = re.compile(r"[1-9][0-9]{0,5}")
+_TABLE = re.compile(rf"mbs({_NUMBER.pattern})_tmp({_NUMBER.pattern})\.json")
 
 
 class LayerBytes(msgspec.Struct, frozen=True, kw_only=True):
     """A layer in `llm_info.json`: its parameters, and what one sample takes; of one member, outputs whole."""
 
-    params_bytes: NonNegative
-    act_output_bytes: NonNegative
-    act_mem_bytes: NonNegative
+    params_bytes: _Bytes
+    act_output_bytes: _Bytes
+    act_mem_bytes: _Bytes
 
 
 class _MetisTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +131,15 @@ def read_models(path: Path) -> Models:
         return parse_models(read_limited(path))
 
 
+def import_group(path: Path, layers: Path, metadata: ImportMetadata, members: int) -> ModelProfile:
+    """Returns the profile in Sailor's files: `path` has the times, `layers` the bytes; errors begin with `path`."""
+    times, models = read_times(path), read_models(layers)
+    try:
+        return group_profile(times, models, metadata, members)
+    except BapipeError as error:
+        raise BapipeError(f"{path}: {error}") from None
+
+
 def layers_of(models: Models, model: str, members: int) -> tuple[LayerBytes, ...]:
     """Returns a model's layers on one of some members.
 
@@ -197,8 +210,8 @@ def _kind(index: int, num_layers: int) -> str:
 
 
 def _number(text: str, what: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise BapipeError(f"'{text[:40]}' is not a number of {what}; want an integer from 1")
+    if not _NUMBER.fullmatch(text):
+        raise InvalidFile(f"'{text[:40]}' is not a number of {what}; want an integer from 1 to 999,999", "$")
     return int(text)
 
 
@@ -206,12 +219,13 @@ def _in_order(rows: Mapping[str, T]) -> tuple[T, ...]:
     """Returns the rows of layers by their numbers, from 0."""
     missing = [index for index in range(len(rows)) if str(index) not in rows]
     if missing:
-        raise BapipeError(f"{len(rows)} layers without layer {missing[0]}; want them numbered from 0")
+        raise InvalidFile(f"{len(rows)} layers without layer {missing[0]}; want them numbered from 0", "$")
     return tuple(rows[str(index)] for index in range(len(rows)))
 
 
 def _times(rows: Sequence[tuple[float, float, float]]) -> LayerTimes:
-    forward_ns, backward_ns, update_ns = ([round(seconds * 10**9) for seconds in column] for column in zip(*rows, strict=True))
+    columns = zip(*rows, strict=True)
+    forward_ns, backward_ns, update_ns = ([round(seconds * 10**9) for seconds in column] for column in columns)
     return LayerTimes(
         forward_ns=_first_block_as_second(forward_ns),
         backward_ns=_first_block_as_second(backward_ns),
@@ -221,7 +235,7 @@ def _times(rows: Sequence[tuple[float, float, float]]) -> LayerTimes:
 
 def _first_block_as_second(times_ns: Sequence[int]) -> tuple[int, ...]:
     """Returns times in which the first block takes as long as the second, without what runs once in a network."""
-    return (times_ns[0], times_ns[2], *times_ns[2:]) if len(times_ns) > 3 else tuple(times_ns)  # noqa: PLR2004
+    return (times_ns[0], times_ns[2], *times_ns[2:]) if len(times_ns) > 3 else tuple(times_ns)
 
 
 def _selected(times: Times, metadata: ImportMetadata, members: int) -> dict[int, LayerTimes]:
@@ -241,8 +255,8 @@ def _check_model(num_timed: int, num_layers: int, models: Models, model: str, si
     others = sorted(name for name, by_members in models.items() if num_timed in map(len, by_members.values()))
     whose = f", as {' and '.join(others)} {'has' if len(others) == 1 else 'have'}" if others else ""
     raise BapipeError(
-        f"the times at micro-batches of {size} are those of {num_timed} layers{whose}; {model} has {num_layers}: the file "
-        "is not of this model"
+        f"the times at micro-batches of {size} are those of {num_timed} layers{whose}; {model} has {num_layers}: "
+        "the file is not of this model"
     )
 
 

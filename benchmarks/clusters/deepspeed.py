@@ -102,9 +102,7 @@ def with_gathers(run: Run, stages: Sequence[Stage], files: SailorFiles) -> tuple
     def with_gather(cost: StageCost, s: int, group: tuple[str, int]) -> StageCost:
         received = gather_ns(stages[s - 1].send_bytes, group) if s else 0
         gradient = gather_ns(stages[s].grad_bytes, group) if s < last else 0
-        return replace(
-            cost, forward_ns=cost.forward_ns + received, input_grad_ns=cost.input_grad_ns + gradient
-        )
+        return replace(cost, forward_ns=cost.forward_ns + received, input_grad_ns=cost.input_grad_ns + gradient)
 
     return tuple(
         replace(stage, costs=tuple(with_gather(c, s, g) for c, g in zip(stage.costs, run.replicas[s], strict=True)))

@@ -1,4 +1,4 @@
-"""What leaves a host: published bytes per second by GPU of the host and number of senders (docs/clusters.md, rule 15)."""
+"""What leaves a host: published bytes per second by GPU and number of senders (docs/clusters.md, rule 15)."""
 
 from collections.abc import Mapping, Sequence
 

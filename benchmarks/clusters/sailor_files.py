@@ -1,14 +1,14 @@
 """The files of Sailor's repository, or of a folder with its data only."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import msgspec
 
 from bapipe.errors import BapipeError
 from bapipe.formats.strict_json import decode_json, naming_file, read_limited
-from bapipe.importers.sailor import Models, Times, layers_of, read_models, read_times
+from bapipe.importers.sailor import Models, Times, read_models, read_times
 
 
 class PublishedPipeline(msgspec.Struct, frozen=True):
@@ -50,8 +50,7 @@ class SailorFiles:
             if not path.exists():
                 raise BapipeError(f"{path}: no such file; want a checkout of github.com/eth-easl/sailor, or its data")
 
-    @property
-    @cache  # noqa: B019 (one instance for each run of the program)
+    @cached_property
     def models(self) -> Models:
         """The layers of each model."""
         return read_models(self._layers)
@@ -71,7 +70,7 @@ class SailorFiles:
             total = decode_json(read_limited(self._links), _Bandwidths)[gpu][str(members)][1]
         return round(total / (members // 2))
 
-    @cache  # noqa: B019
+    @cache  # noqa: B019 (one object for each run of the program)
     def times(self, model: str, gpu: str) -> tuple[Times, str]:
         """Returns the times of a model, and what is to be said about them: from which file, and why not another."""
         own = self._times / model / gpu / "profile.json"
@@ -81,16 +80,25 @@ class SailorFiles:
         return read_times(self._metis / model / gpu), f"{model} on {gpu}: table for Metis; {why_not}"
 
     def _why_not(self, path: Path, model: str) -> str:
-        """Returns why a file of times is not a model's; empty if it is."""
+        """Returns why a file of times is not a model's; empty if it is.
+
+        Of two equal files, the one is a copy whose model has another number of layers; if both models have as many,
+        neither is used.
+        """
         if not path.exists():
             return "no file of its own"
         times = read_times(path)
+        wanted, found = self._num_layers(model), max(len(at.forward_ns) for at in times.values())
         for other in sorted(self._times.glob(f"*/{path.parent.name}/profile.json")):
-            if other != path and read_times(other) == times:
-                return f"its own file is a copy of that of {other.parent.parent.name}"
-        num_layers = {len(found.forward_ns) for found in times.values()}
-        wanted = len(layers_of(self.models, model, min(self.models[model])))
-        return "" if num_layers == {wanted} else f"its own file has {max(num_layers)} layers, the model {wanted}"
+            name = other.parent.parent.name
+            is_copy = found != wanted or self._num_layers(name) == found
+            if other != path and is_copy and read_times(other) == times:
+                return f"its own file is a copy of that of {name}"
+        return "" if found == wanted else f"its own file has {found} layers, the model {wanted}"
+
+    def _num_layers(self, model: str) -> int:
+        """Returns how many layers a model has, 0 for an unknown one."""
+        return max(map(len, self.models.get(model, {}).values()), default=0)
 
 
 def _natural(path: Path) -> tuple[tuple[int, str], ...]:
