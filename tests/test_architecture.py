@@ -232,7 +232,7 @@ def test_command_line_options() -> None:
             "--leaf-module", "--microbatch-size", "--operator-layers", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [
-            "--batch-size", "--device", "--device-name", "--memory-bytes", "--microbatch-size", "--model",
+            "--batch-size", "--device", "--device-name", "--layers", "--members", "--memory-bytes", "--microbatch-size", "--model",
             "--optimizer", "--output", "--source",
         ],
         "cluster": ["--between", "--device", "--devices", "--hosts", "--like", "--output", "--probe", "--within"],

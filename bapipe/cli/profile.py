@@ -116,7 +116,7 @@ def import_(
     file: Annotated[
         Path,
         typer.Argument(
-            help="PipeDream's graph.txt, a table with one row per layer, or Sailor's profile.json (or Metis tables)."
+            help="PipeDream's graph.txt, ParaDL's or another table with a row per layer, or Sailor's profile.json."
         ),
     ],
     batch_size: Annotated[
@@ -156,8 +156,8 @@ def import_(
 ) -> None:
     """Convert a profile that another tool measured.
 
-    The file is PipeDream's graph.txt, or a table with one row per layer. With --layers it is one of Sailor: its
-    profile.json, or a folder with its tables for Metis.
+    The file is PipeDream's graph.txt, ParaDL's table of a network, or a table with one row per layer. With --layers it
+    is one of Sailor: its profile.json, or a folder with its tables for Metis.
     """
     check_writable(output)
     if (batch_size is None) == (layers is None):

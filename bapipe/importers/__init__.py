@@ -1,7 +1,8 @@
 """Imports profiles that other tools measured, as profile/1.
 
-A parser for each format (`pipedream`, `paradl`, `table`) returns a tuple of `ImportedLayer`. `to_profile` makes a profile of
-these and of an `ImportMetadata`, the facts that the file does not contain. `sailor` has profiles of groups of devices.
+A parser for each format (`pipedream`, `paradl`, `table`) returns a tuple of `ImportedLayer`. `to_profile` makes a
+profile of these and of an `ImportMetadata`, the facts that the file does not contain. `sailor` has profiles of groups
+of devices.
 """
 
 from pathlib import Path

@@ -6,7 +6,7 @@
     CONV1_1|3x226x226|3x64x3x3|64x226x226|0.008245589
 
 A line has the name, the input (channels and extents), the weights (channels, filters and window), the output, and the
-seconds of forward and backward of one sample. Lines that begin with `#` are comments. The tables have these peculiarities:
+seconds of forward and backward of one sample. Lines that begin with `#` are comments. The tables are peculiar:
 
 - If one layer only has a time, it is that of the whole network; here each layer has a share in proportion to its
   multiplications, as ParaDL itself divides it.
@@ -56,7 +56,7 @@ def _times_ns(rows: Sequence[tuple[int, Sequence[str]]], batch_size: int) -> lis
     """Returns the time of each layer for a batch."""
     given = []
     for number, cells in rows:
-        if len(cells) != 5:  # noqa: PLR2004
+        if len(cells) != 5:
             raise BapipeError(f"line {number} is no layer of ParaDL's table: '{'|'.join(cells)[:80]}'; {_WANTED}")
         given.append(figure(number, cells[4], "time", 10**9))
     if sum(ns > 0 for ns in given) != 1:

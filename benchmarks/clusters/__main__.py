@@ -1,9 +1,10 @@
 """Published training runs, predicted and measured: seconds a step, errors, and the order of plans on the same devices.
 
-    python -m benchmarks.clusters FOLDER
+    python -m benchmarks.clusters FOLDER [--paradl LOGS ANALYSIS]
 
 FOLDER is a checkout of github.com/eth-easl/sailor (MIT licence, tested with commit cf2c8e3), or a folder with its
-`llm_info.json`, `profiles`, `Metis`, `providers` and `validation` only. docs/clusters.md has the rules of the
+`llm_info.json`, `profiles`, `Metis`, `providers` and `validation` only. LOGS is a checkout of ankahira/paraDL (commit
+cc23ef0), ANALYSIS one of TruongThaoNguyen/paraDL-analysis (commit ce36803). docs/clusters.md has the rules of the
 predictions.
 """
 
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from bapipe.errors import BapipeError
 from benchmarks.clusters.deepspeed import Step, predict
+from benchmarks.clusters.paradl import paradl_table
 from benchmarks.clusters.runs import Run, left_out, read_runs
 from benchmarks.clusters.sailor_files import SailorFiles
 from benchmarks.clusters.tables import ENGINE, compared, errors, order, others, remarks
@@ -35,8 +37,12 @@ def groups_of(runs: Iterable[Run]) -> Mapping[str, Sequence[Run]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkout of eth-easl/sailor, or its data")
+    parser.add_argument("--paradl", type=Path, nargs=2, metavar=("LOGS", "ANALYSIS"), help="checkouts of ParaDL")
+    arguments = parser.parse_args()
     try:
-        compare(SailorFiles(parser.parse_args().folder))
+        compare(SailorFiles(arguments.folder))
+        if arguments.paradl:
+            out.print(paradl_table(*arguments.paradl))
     except BapipeError as error:
         sys.exit(str(error))
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -74,13 +76,15 @@ def points(network: Network, logs: Path, analysis: Path) -> Iterator[Point]:
 
 
 def measured_step_s(folder: Path) -> float | None:
-    """Returns the seconds of a step in the latest log with two epochs and more; None without one."""
+    """Returns the seconds of a step in the latest log of several epochs: the median over all but the first.
+
+    None if there is no such log.
+    """
     for path in sorted(folder.glob("*.log"), reverse=True):
         with naming_file(path):
             epochs = decode_json(read_limited(path), tuple[_Epoch, ...])
         if len(epochs) > 1:
-            first, last = epochs[0], epochs[-1]
-            return (last.elapsed_time - first.elapsed_time) / (last.iteration - first.iteration)
+            return median((b.elapsed_time - a.elapsed_time) / (b.iteration - a.iteration) for a, b in pairwise(epochs))
     return None
 
 
@@ -89,7 +93,7 @@ def projections(path: Path, batch_size: int) -> dict[int, float]:
     steps = {}
     for line in read_limited(path).decode().splitlines():
         cells = line.split()
-        if len(cells) == 8 and cells[0] == "data":  # noqa: PLR2004 (name, B, p, memory, compute, exchange, time, cost)
+        if len(cells) == 8 and cells[0] == "data":
             num_devices, epoch_s = round(float(cells[2])), float(cells[6])
             steps[num_devices] = epoch_s / -(-NUM_SAMPLES // (batch_size * num_devices))
     return steps
