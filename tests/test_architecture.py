@@ -232,8 +232,8 @@ def test_command_line_options() -> None:
             "--leaf-module", "--microbatch-size", "--operator-layers", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [
-            "--batch-size", "--device", "--device-name", "--layers", "--members", "--memory-bytes", "--microbatch-size", "--model",
-            "--optimizer", "--output", "--source",
+            "--batch-size", "--device", "--device-name", "--layers", "--members", "--memory-bytes",
+            "--microbatch-size", "--model", "--optimizer", "--output", "--source",
         ],
         "cluster": ["--between", "--device", "--devices", "--hosts", "--like", "--output", "--probe", "--within"],
         "plan": [

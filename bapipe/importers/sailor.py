@@ -202,7 +202,8 @@ def kind_of(gpu: str, members: int) -> str:
 
 def _device(metadata: ImportMetadata, members: int) -> DeviceKind:
     kind = kind_of(metadata.kind, members)
-    return DeviceKind(kind=kind, name=metadata.device_name, memory_bytes=metadata.memory_bytes)
+    device = DeviceKind(kind=kind, name=metadata.device_name, memory_bytes=metadata.memory_bytes)
+    return device if members == 1 else msgspec.structs.replace(device, members=members, split="tensor")
 
 
 def _kind(index: int, num_layers: int) -> str:

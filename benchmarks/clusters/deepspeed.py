@@ -69,7 +69,14 @@ def plan_of(run: Run) -> Plan:
     groups = {name: group for stage in stages for name, group in stage}
     fastest = max(member_bytes_per_s(gpu, members) for gpu, members in groups.values())
     devices = tuple(
-        Device(name=name, host=name, kind=kind_of(gpu, members), memory_bytes=0, overlaps_transfers=False)
+        Device(
+            name=name,
+            host=name,
+            kind=kind_of(gpu, members),
+            memory_bytes=0,
+            overlaps_transfers=False,
+            members=tuple(f"{name}.{member}" for member in range(members)),
+        )
         for name, (gpu, members) in groups.items()
     )
     between = Bandwidth(bytes_per_s=fastest, latency_ns=0)

@@ -62,6 +62,7 @@ def small(members: int, **changes: Any) -> ModelProfile:
 def test_a_group_of_two() -> None:
     profile = small(2)
     assert (profile.device.kind, profile.dtype, profile.microbatch_sizes) == ("GPUx2", "float32", (1, 4))
+    assert (profile.device.members, profile.device.split) == (2, "tensor")
     assert [a.name for a in profile.layers] == ["layer0", "layer1", "layer2", "layer3", "layer4"]
     assert [a.kind for a in profile.layers] == ["embedding", "block", "block", "block", "head"]
     assert [a.inputs for a in profile.layers] == [("tokens",), ("layer0",), ("layer1",), ("layer2",), ("layer3",)]
@@ -81,7 +82,7 @@ def test_a_group_of_two() -> None:
 
 def test_a_single_device_and_chosen_sizes() -> None:
     profile = small(1)
-    assert (profile.device.kind, profile.microbatch_sizes) == ("GPU", (4,))
+    assert (profile.device.kind, profile.device.num_members, profile.microbatch_sizes) == ("GPU", 1, (4,))
     assert [a.param_bytes for a in profile.layers] == [80, 20, 20, 20, 40]
     assert small(2, sizes=(4,)).microbatch_sizes == (4,)
 
