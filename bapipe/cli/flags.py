@@ -18,6 +18,7 @@ FLAGS = {
     "evaluate_every": "--eval-every",
     "evaluate_samples": "--eval-samples",
     "layer_by_layer": "--layer-by-layer",
+    "group": "--group",
     "learning_rate": "--lr",
     "learning_rate_schedule": "--lr-schedule",
     "memory_limit_bytes": "--memory-limit",
@@ -47,6 +48,7 @@ FLAGS = {
     "trace": "--trace",
     "trust_factory": "--trust-factory",
     "warmup_steps": "--warmup",
+    "whole": "--whole",
     "without": "--without",
 }
 """The flag of each argument that an error text of the library may name."""

@@ -13,6 +13,10 @@ from bapipe.errors import Stopped
 COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("bapipe.cli.profile:profile", "Measure the time and memory of each layer of a model."),
     "import": ("bapipe.cli.profile:import_", "Convert a profile that another tool measured."),
+    "estimate": (
+        "bapipe.cli.estimate:estimate",
+        "Estimate the profile of a group of devices from that of a single one.",
+    ),
     "cluster": ("bapipe.cli.profile:cluster", "List the devices of this machine or job, and measure their links."),
     "plan": ("bapipe.cli.plan:plan", "Find the fastest plan, and prove how good it is."),
     "compare": ("bapipe.cli.plan:compare", "Compare the best plan of each schedule with the usual strategies."),

@@ -46,7 +46,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, fingerprint, read, write, write_bytes
 from bapipe.formats.plan import Objective, Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.compare import compare as compare_strategies
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
@@ -88,6 +88,10 @@ def plan(
     ] = 0.0,
     replicas: Replicas = True,
     recompute: Recompute = True,
+    group: Annotated[
+        int | None,
+        typer.Option("--group", min=1, help="Fix how many devices run a micro-batch together, of the profiles given."),
+    ] = None,
     constraint: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,6 +138,7 @@ def plan(
         constraints=constraint or (),
         objective=objective,
         time_limit_s=time_limit,
+        group=group,
     )
     pinned = None if pin is None else read(pin, Plan)
     devices_to_use = (
@@ -153,6 +158,9 @@ def plan(
         sentences = _explain(made, profiles, options, deadline.share(1 + pareto)) if explain else ()
         front = _pareto_front(profiles, made.cluster, options, deadline) if pareto else ()
     _say_what_more_time_could_do(made, first)
+    for profile in profiles.values():
+        if is_estimate(profile):
+            note(f"the profile of {profile.device.kind} is {profile.environment[ESTIMATE]}")
     if as_json:
         show_json(report.plan_json(made, sentences, front))
         return

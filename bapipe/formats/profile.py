@@ -10,6 +10,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.group_check import check_group
+from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.settings import Settings, difference
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
@@ -21,6 +22,9 @@ TARGET = "target"
 
 EQUIVALENCE = "equivalence"
 """Key in `environment`: how the split model was compared with the original, or why it was not."""
+
+ESTIMATE = "estimate"
+"""Key in `environment`: what a profile was estimated from, if it was not measured."""
 
 LOSS_OVER_PARTS = "loss_over_parts"
 """Key in `environment`: in which way the loss of a mini-batch is not the mean of its micro-batches'."""
@@ -70,6 +74,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             its inputs, a queue), so that replicas, which see some of the micro-batches each, would differ.
         group_sum_bytes: of a group, how many bytes of the gradients its members must sum once a step: all where they
             share the samples, none where they share the weights. If left out, none.
+        shape: the channels and planes of a layer that a group can split; see `bapipe estimate`.
     """
 
     name: str
@@ -86,6 +91,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     no_gradient: tuple[str, ...] = ()
     no_replicas: bool | msgspec.UnsetType = msgspec.UNSET
     group_sum_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    shape: LayerShape | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def allows_replicas(self) -> bool:
@@ -248,6 +254,11 @@ class ModelProfile(
         low, high = sizes[above - 1], sizes[above]
         weight = Fraction(microbatch_size - low, high - low)
         return tuple(_between(a, b, weight) for a, b in zip(by_size[low], by_size[high], strict=True))
+
+
+def is_estimate(profile: ModelProfile) -> bool:
+    """Returns whether a profile was estimated, not measured."""
+    return ESTIMATE in profile.environment
 
 
 def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.UnsetType:

@@ -1,24 +1,26 @@
-"""Groupings of devices: each core a device, or several cores merged into one device; the fastest is chosen."""
+"""Ways to see a cluster: each device by itself, several cores merged into one, or groups; the fastest is chosen."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Alternative, Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, is_estimate
 from bapipe.planner.deadline import OutOfTime
+from bapipe.planner.device_groups import with_groups
 from bapipe.planner.inputs import Profiles, listed
 from bapipe.planner.solution import Solution, sort_alternatives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """A cluster whose devices have the number of threads that the profiles were measured with.
+    """A cluster whose devices have as many threads and members as the profiles.
 
     Attributes:
         name: in words, such as "1 device of 2 threads".
@@ -29,41 +31,66 @@ class Grouping:
     cluster: Cluster
 
 
-def groupings(profiles: Profiles, cluster: Cluster) -> tuple[Grouping, ...]:
-    """Returns the cluster as it is, and one with merged devices for each number of threads of the other profiles.
+def groupings(profiles: Profiles, cluster: Cluster, num_members: int | None = None) -> tuple[Grouping, ...]:
+    """Returns the cluster as it is, and one with merged devices or groups for each of the other profiles.
 
-    Of the profiles of a kind, the one with the fewest threads is that of the cluster's devices as they are. A mapping
-    of profiles by kind allows one grouping only.
+    Of the profiles of a kind, the one with the fewest members and threads is that of the cluster's devices as they are;
+    if it is of groups, and the devices are single ones, these are grouped. A mapping of profiles by kind allows one
+    grouping only.
+
+    Args:
+        num_members: only groups of so many devices; 1 for single devices.
 
     Raises:
-        BapipeError: no profile, two of a kind with the same number of threads, or one with more threads than
-            any number of the cluster's devices has together.
+        BapipeError: no profile, or none of so many members; two of a kind with the same number of threads and members;
+            one with more of them than any number of a host's devices has together.
     """
     if isinstance(profiles, Mapping):
         return (_grouping(profiles, cluster),)
-    of_kind = _by_threads(listed(profiles))
+    of_kind = _by_size(listed(profiles))
     finest = {kind: known[min(known)] for kind, known in of_kind.items()}
+    for kind, profile in finest.items():
+        if profile.device.num_members > 1 and all(d.num_members == 1 for d in cluster.devices if d.kind == kind):
+            cluster = with_groups(cluster, kind, profile.device.num_members)
     found = [_grouping(finest, cluster)]
     for kind, known in of_kind.items():
-        for num in sorted(known)[1:]:
-            found.append(_grouping({**finest, kind: known[num]}, _merge_devices(cluster, kind, num, min(known))))
-    return tuple(found)
+        for size in sorted(known)[1:]:
+            merged = _with_devices_of(cluster, kind, known[size], finest[kind])
+            found.append(_grouping({**finest, kind: known[size]}, merged))
+    return tuple(found) if num_members is None else _of_size(found, num_members)
+
+
+def _of_size(found: Iterable[Grouping], num_members: int) -> tuple[Grouping, ...]:
+    fitting = tuple(each for each in found if max(device.num_members for device in each.cluster.devices) == num_members)
+    if not fitting:
+        raise BapipeError(
+            f"`group` {num_members}: no profile is of {num_members} members; measure one, or estimate it with "
+            "`bapipe estimate`"
+        )
+    return fitting
 
 
 def profiles_with_fewest_threads(profiles: Profiles) -> dict[str, ModelProfile]:
-    """Returns by kind the profiles with the fewest threads: those of the cluster's devices as they are."""
+    """Returns by kind the profiles with the fewest members and threads: those of the devices as they are."""
     if isinstance(profiles, Mapping):
         return dict(profiles)
-    return {kind: known[min(known)] for kind, known in _by_threads(listed(profiles)).items()}
+    return {kind: known[min(known)] for kind, known in _by_size(listed(profiles)).items()}
 
 
-def _by_threads(profiles: Iterable[ModelProfile]) -> dict[str, dict[int, ModelProfile]]:
-    of_kind: dict[str, dict[int, ModelProfile]] = {}
+_Size = tuple[int, int, str]
+"""Members, threads, and how the members split layers."""
+
+
+def _by_size(profiles: Iterable[ModelProfile]) -> dict[str, dict[_Size, ModelProfile]]:
+    """The profiles of each kind by their size; of a measured and an estimated one, the measured one."""
+    of_kind: dict[str, dict[_Size, ModelProfile]] = {}
     for profile in profiles:
-        known, num = of_kind.setdefault(profile.device.kind, {}), profile.threads
-        if num in known:
+        known, split = of_kind.setdefault(profile.device.kind, {}), profile.device.split
+        size = profile.device.num_members, profile.threads, "" if split is UNSET else split
+        if size in known and is_estimate(profile) == is_estimate(known[size]):
             raise BapipeError(f"two profiles are of device kind '{profile.device.kind}'; give one for each kind")
-        known[num] = profile
+        if size not in known or is_estimate(known[size]):
+            known[size] = profile
     if not of_kind:
         raise BapipeError("no profile given")
     return of_kind
@@ -101,9 +128,25 @@ def _grouping(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Groupin
     kinds = [device.kind for device in cluster.devices]
     parts = []
     for kind in dict.fromkeys(kinds):
-        num, threads = kinds.count(kind), profiles[kind].threads if kind in profiles else 1
-        parts.append(f"{num} {kind} device{'s' * (num > 1)} of {threads} thread{'s' * (threads > 1)}")
+        parts.append(_counted(kind, kinds.count(kind), profiles.get(kind)))
     return Grouping(name=", ".join(parts), profiles=profiles, cluster=cluster)
+
+
+def _counted(kind: str, num: int, profile: ModelProfile | None) -> str:
+    """How many devices there are, in words."""
+    if profile is not None and profile.device.num_members > 1:
+        return f"{num} {kind} group{'s' * (num > 1)} of {profile.device.num_members} ({profile.device.split})"
+    threads = 1 if profile is None else profile.threads
+    return f"{num} {kind} device{'s' * (num > 1)} of {threads} thread{'s' * (threads > 1)}"
+
+
+def _with_devices_of(cluster: Cluster, kind: str, profile: ModelProfile, finest: ModelProfile) -> Cluster:
+    """Returns the cluster with its devices of a kind merged into those that a profile is of."""
+    if profile.device.num_members == finest.device.num_members == 1:
+        return _merge_devices(cluster, kind, profile.threads, finest.threads)
+    if profile.device.num_members == finest.device.num_members:
+        return cluster  # groups of as many members, which split layers in another way
+    return with_groups(cluster, kind, profile.device.num_members)
 
 
 def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) -> Cluster:

@@ -32,6 +32,7 @@ class PlanOptions:
         time_limit_s: how long planning may take, all its searches together; the result then depends on the machine.
             Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
             only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
+        group: how many members each device has, of the profiles given: 1 for single devices. None for any.
         search_effort: roughly the number of seconds that the search for an order takes; see `search_order`.
     """
 
@@ -47,6 +48,7 @@ class PlanOptions:
     objective: Objective = "step"
     time_limit_s: float | None = None
     search_effort: float = 10.0
+    group: int | None = None
 
     def __post_init__(self) -> None:
         given = (self.schedules,) if isinstance(self.schedules, str) else self.schedules

@@ -44,7 +44,7 @@ def plan(
 
     Args:
         profiles: one per kind of device. Further profiles of a kind, measured with more threads, describe several of
-            the cluster's devices merged into one; the faster grouping is chosen.
+            the cluster's devices merged into one, and those with members groups of them; the fastest way is chosen.
         cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
         options: restrictions and preferences; its fields may be given as keyword arguments instead, for example
             `bapipe.plan(profile, 4, minibatch_size=32, schedules=["1f1b"])`.
@@ -60,7 +60,7 @@ def plan(
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
     solve = partial(_solve, options=options, deadline=deadline or deadline_of(options.time_limit_s), progress=progress)
-    return make_plan(best_grouping(groupings(profiles, cluster), solve))
+    return make_plan(best_grouping(groupings(profiles, cluster, options.group), solve))
 
 
 def plan_once(

@@ -15,6 +15,7 @@ from bapipe.optimizers import OPTIMIZERS
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
+from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.layer_times import LayerTimes, time_layers
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 from bapipe.profiler.prepare import (
@@ -210,7 +211,7 @@ def _layer_profiles(
     trained = [[p for p in used if p.requires_grad] for used in counted]
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
     updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
-    keep_values = layers_that_keep_values(model, changed)
+    keep_values, shapes = layers_that_keep_values(model, changed), layer_shapes(training_pass)
     inseparable = layers_with_same_changing_buffer(model)
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
@@ -234,6 +235,7 @@ def _layer_profiles(
             shared_trained_bytes=_trained_bytes(shared[index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
             no_replicas=True if layer.name in keep_values else UNSET,
+            shape=shapes.get(layer.name, UNSET),
         )
     yield _loss_profile(model, training_pass.loss)
 

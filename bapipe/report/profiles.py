@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import EQUIVALENCE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
+from bapipe.formats.profile import EQUIVALENCE, ESTIMATE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report import layer_diagram
 from bapipe.report.formatting import add_row, empty_table, number
@@ -17,6 +17,8 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
     device = profile.device
     yield printable(f"{profile.model} on {device.name} ({device.kind}), {profile.dtype}, {profile.optimizer}", MAX_LINE)
+    if ESTIMATE in profile.environment:
+        yield printable(str(profile.environment[ESTIMATE]), MAX_LINE)
     if EQUIVALENCE in profile.environment:
         yield printable(str(profile.environment[EQUIVALENCE]), MAX_LINE)
     if LOSS_OVER_PARTS in profile.environment:

@@ -1,0 +1,53 @@
+"""The command that estimates the profile of a group: estimate."""
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from bapipe import report
+from bapipe.cli.options import Output
+from bapipe.cli.progress import show_parts, show_written
+from bapipe.errors import BapipeError
+from bapipe.estimates import estimate as estimate_group
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import check_writable, read, write
+from bapipe.formats.profile import ModelProfile, Split
+
+
+def estimate(
+    profile: Annotated[Path, typer.Argument(help="Profile of single devices.")],
+    split: Annotated[
+        str,
+        typer.Option(
+            "--split",
+            metavar="HOW:MEMBERS",
+            help=f"How the members share layers ({', '.join(get_args(Split))}), and how many they are.",
+        ),
+    ],
+    cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file, for the links among the members.")],
+    whole: Annotated[
+        list[str] | None,
+        typer.Option("--whole", metavar="LAYER", help="A layer that every member computes whole. May be repeated."),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Kind of the groups, for clusters that also have single devices.")
+    ] = None,
+    output: Output = Path("group.json"),
+) -> None:
+    """Estimate the profile of a group of devices from that of a single one."""
+    check_writable(output)
+    how, _, members = split.partition(":")
+    if how not in get_args(Split) or not members.isdecimal():
+        raise BapipeError(f"--split {split}: want one of {', '.join(get_args(Split))}, and members, such as spatial:4")
+    estimated = estimate_group(
+        read(profile, ModelProfile),
+        cast(Split, how),
+        int(members),
+        read(cluster, Cluster),
+        whole=whole or (),
+        kind=kind,
+    )
+    write(output, estimated)
+    show_parts(report.render_profile(estimated))
+    show_written(output)

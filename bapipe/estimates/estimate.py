@@ -1,0 +1,184 @@
+"""The profile of a group, estimated from that of a single device: compute is shared, and exchanges are added."""
+
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from itertools import permutations
+from math import ceil
+
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from bapipe.errors import BapipeError
+from bapipe.estimates.exchange import Members, Part
+from bapipe.estimates.split_layers import MemberLayer, split_layers
+from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.profile import (
+    ESTIMATE,
+    LayerMeasurement,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    Split,
+)
+from bapipe.units import round_half_up
+
+
+def estimate(
+    profile: ModelProfile,
+    split: Split,
+    num_members: int,
+    cluster: Cluster,
+    *,
+    whole: Collection[str] = (),
+    kind: str | None = None,
+) -> ModelProfile:
+    """Returns the profile of groups of `num_members` devices that split the layers of a profile of single devices.
+
+    Args:
+        cluster: single devices of the profile's kind, of which the links on one host are taken.
+        whole: names of layers that every member computes whole.
+        kind: the kind of the groups, if it is another than that of the devices.
+
+    Raises:
+        BapipeError: the profile or the cluster is not of single devices, a layer cannot be split so, or the profile
+            lacks the shapes of its layers.
+    """
+    _check(profile, split, num_members, whole)
+    members = Members(num=num_members, links=_links(cluster, profile.device.kind, num_members))
+    layers = split_layers(profile.layers, split, num_members, whole)
+    measurements = tuple(
+        _measurement(profile.layers, layers, measurement, members)
+        for measurement in profile.measurements
+        if split != "sharded" or measurement.microbatch_size >= num_members
+    )
+    if not measurements:
+        raise BapipeError(
+            f"the profile has micro-batches of at most {profile.microbatch_sizes[-1]} samples, fewer than the "
+            f"{num_members} members that share them: profile larger micro-batches, or use fewer members"
+        )
+    name = profile.device.kind if kind is None else kind
+    text = f"estimated, not measured: {split} split of the profile of one {profile.device.kind} over {num_members}"
+    return replace(
+        profile,
+        device=replace(profile.device, kind=name, members=num_members, split=split),
+        environment=profile.environment | {ESTIMATE: text},
+        layers=tuple(map(_layer, profile.layers, layers, _shared_shares(profile.layers, layers))),
+        measurements=measurements,
+    )
+
+
+def _check(profile: ModelProfile, split: Split, num_members: int, whole: Collection[str]) -> None:
+    if profile.device.num_members > 1:
+        raise BapipeError("the profile is of a group already: estimate from a profile of single devices")
+    if num_members < 2:
+        raise BapipeError(f"a group of {num_members}: want two or more members")
+    names = {layer.name for layer in profile.layers}
+    for name in whole:
+        if name not in names:
+            raise BapipeError(f"`whole` names '{name}', which is no layer of {profile.model}")
+    if split == "sharded" and whole:
+        raise BapipeError("members that share samples compute no layer `whole`: leave it out, or use another split")
+    if split != "sharded" and all(layer.shape is UNSET for layer in profile.layers):
+        raise BapipeError(
+            f"the profile of {profile.model} lacks `shape`, the planes, channels and windows of its layers, which a "
+            f"{split} split needs: profile the model again, or use the split 'sharded'"
+        )
+
+
+def _links(cluster: Cluster, kind: str, num_members: int) -> tuple[Bandwidth, ...]:
+    """The distinct links among the members of a group: of one in the cluster, else of devices on one host."""
+    for rank, device in enumerate(cluster.devices):
+        if device.num_members == num_members:
+            return tuple(cluster.member_links(rank))
+    ranks_on: dict[str, list[int]] = {}
+    for rank, device in enumerate(cluster.devices):
+        if device.kind == kind and device.num_members == 1:
+            ranks_on.setdefault(device.host, []).append(rank)
+    for ranks in ranks_on.values():
+        if len(ranks) >= num_members:
+            return tuple({cluster.link(a, b): None for a, b in permutations(ranks[:num_members], 2)})
+    counted = ", ".join(f"{host} has {len(ranks)}" for host, ranks in ranks_on.items()) or "there is none"
+    raise BapipeError(
+        f"the members of a group are on one host, and no host of the `cluster` has {num_members} devices of kind "
+        f"'{kind}': {counted}; use fewer members"
+    )
+
+
+def _layer(layer: LayerProfile, member: MemberLayer, shared: Fraction) -> LayerProfile:
+    """What a member holds of a layer's parameters; `shared` is its share of those that another layer counts."""
+    gradient_bytes = _part(layer.gradient_bytes, member.weight_share)
+    return replace(
+        layer,
+        param_bytes=_part(layer.param_bytes, member.weight_share),
+        trained_bytes=_part_if_set(layer.trained_bytes, member.weight_share),
+        optimizer_state_bytes=_part(layer.optimizer_state_bytes, member.weight_share),
+        update_ns=round_half_up(layer.update_ns * member.weight_share),
+        shared_bytes=_part(layer.shared_bytes, shared),
+        shared_trained_bytes=_part_if_set(layer.shared_trained_bytes, shared),
+        group_sum_bytes=gradient_bytes if member.sums_gradients else 0,
+    )
+
+
+def _shared_shares(layers: Sequence[LayerProfile], members: Sequence[MemberLayer]) -> list[Fraction]:
+    """For each layer, the share of the weights of the layer that counts those it shares."""
+    index = {layer.name: i for i, layer in enumerate(layers)}
+    shares = []
+    for layer in layers:
+        owners = [index[name] for name in layer.shares if not layers[index[name]].shared_bytes]
+        shares.append(members[min(owners)].weight_share if layer.shared_bytes and owners else Fraction(1))
+    return shares
+
+
+def _measurement(
+    layers: Sequence[LayerProfile], members: Sequence[MemberLayer], measurement: Measurement, group: Members
+) -> Measurement:
+    tensor_bytes = {
+        tensor: num_bytes
+        for layer, measured in zip(layers, measurement.layers, strict=True)
+        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True)
+    }
+    return replace(
+        measurement,
+        layers=tuple(
+            _measured(measured, member, group, tensor_bytes)
+            for measured, member in zip(measurement.layers, members, strict=True)
+        ),
+    )
+
+
+def _measured(
+    measured: LayerMeasurement, member: MemberLayer, group: Members, tensor_bytes: Mapping[str, int]
+) -> LayerMeasurement:
+    """What a member does of a layer for a micro-batch, with what it exchanges."""
+
+    def share_ns(ns: int) -> int:
+        return round_half_up(ns * member.share)
+
+    exchange_ns: dict[Part, int] = {"forward": 0, "input_grad": 0, "weight_grad": 0}
+    for exchange in member.exchanges:
+        exchange_ns[exchange.part] += group.exchange_ns(exchange, tensor_bytes)
+    backward_ns = exchange_ns["input_grad"] + exchange_ns["weight_grad"]
+    whole_ns = measured.backward_ns
+    return replace(
+        measured,
+        forward_ns=share_ns(measured.forward_ns) + exchange_ns["forward"],
+        input_grad_ns=share_ns(measured.input_grad_ns) + exchange_ns["input_grad"],
+        weight_grad_ns=share_ns(measured.weight_grad_ns) + exchange_ns["weight_grad"],
+        backward_ns=UNSET if whole_ns is UNSET else share_ns(whole_ns) + backward_ns,
+        stash_bytes=_part(measured.stash_bytes, member.stash_share),
+        gradient_stash_bytes=_part_if_set(measured.gradient_stash_bytes, member.stash_share),
+        workspace_bytes=_part(measured.workspace_bytes, member.stash_share) + member.gathered_bytes,
+        output_bytes=tuple(_part(num_bytes, member.output_share) for num_bytes in measured.output_bytes),
+        spread=UNSET,
+        forward_exchange_ns=exchange_ns["forward"],
+        backward_exchange_ns=backward_ns,
+    )
+
+
+def _part(num_bytes: int, share: Fraction) -> int:
+    """The bytes of a share, rounded up."""
+    return ceil(num_bytes * share)
+
+
+def _part_if_set(num_bytes: int | UnsetType, share: Fraction) -> int | UnsetType:
+    return UNSET if num_bytes is UNSET else _part(num_bytes, share)

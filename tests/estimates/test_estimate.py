@@ -1,0 +1,258 @@
+"""Estimates of groups: three layers worked out by hand for every split in 1D, 2D and 3D, and what never makes them slower.
+
+The layers: two convolutions with windows of 3, the second with a stride of 2, and a linear layer of all their outputs, on
+micro-batches of two samples. A link takes 100 ns, and a nanosecond a byte.
+"""
+
+import re
+from random import Random
+
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from bapipe.errors import BapipeError
+from bapipe.estimates import estimate
+from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.layer_shape import LayerShape
+from bapipe.formats.profile import (
+    DeviceKind,
+    LayerMeasurement,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    Split,
+    is_estimate,
+)
+from tests.builders import chain, devices
+
+FIRST = LayerShape(in_channels=4, out_channels=4, in_planes=8, out_planes=8, window=3, padding=1)
+SECOND = LayerShape(in_channels=4, out_channels=4, in_planes=8, out_planes=4, window=3, stride=2, padding=1)
+
+
+def network(axes: int) -> ModelProfile:
+    """The three layers; a plane of the first tensor has 16 bytes in 1D, and 8 times as many for each further axis."""
+    first_bytes, second_bytes = 8 * 16 * 8 ** (axes - 1), 4 * 16 * 4 ** (axes - 1)
+    linear = LayerShape(in_channels=second_bytes // 4, out_channels=10)
+    rows = [
+        ("first", FIRST, ("x",), 400, (800, 400, 400), first_bytes),
+        ("second", SECOND, ("first",), 200, (80, 40, 20), second_bytes),
+        ("linear", linear, ("second",), 800, (60, 30, 30), 40),
+    ]
+    return ModelProfile(
+        model="by hand",
+        device=DeviceKind(kind="a", name="none", memory_bytes=10**9),
+        dtype="float32",
+        optimizer="sgd",
+        layers=tuple(
+            LayerProfile(
+                name=name,
+                kind="Layer",
+                inputs=inputs,
+                outputs=(name,),
+                param_bytes=params,
+                optimizer_state_bytes=2 * params,
+                update_ns=params,
+                shape=shape,
+            )
+            for name, shape, inputs, params, _, _ in rows
+        ),
+        measurements=(
+            Measurement(
+                microbatch_size=2,
+                layers=tuple(
+                    LayerMeasurement(
+                        forward_ns=f,
+                        input_grad_ns=i,
+                        weight_grad_ns=w,
+                        stash_bytes=num_bytes,
+                        workspace_bytes=100,
+                        output_bytes=(num_bytes,),
+                    )
+                    for _, _, _, _, (f, i, w), num_bytes in rows
+                ),
+            ),
+        ),
+    )
+
+
+def hosts(num: int = 4, bytes_per_s: int = 10**9, latency_ns: int = 100) -> Cluster:
+    return devices(num, bytes_per_s=bytes_per_s, latency_ns=latency_ns)
+
+
+Row = tuple[tuple[int, int, int], tuple[int, int], int, int, int]
+"""F, I and W; of these in F and in B, exchange; bytes of parameters, of gradients that members sum, of the output."""
+
+
+def by_hand(split: Split, axes: int) -> list[Row]:
+    """What two members take and hold of each layer."""
+    plane = 16 * 8 ** (axes - 1)
+    t, u = 8 * plane, 4 * 16 * 4 ** (axes - 1)  # the bytes of the first and of the second tensor
+    half, quarter = 100 + t // 2, 100 + u // 2  # a message with half of either, which gathers it from two members
+    match split:
+        case "spatial":  # the second reads a plane before its own; the linear layer is whole, of gathered planes
+            halo = 100 + plane
+            return [
+                ((400, 200, 200), (0, 0), 400, 400, t // 2),
+                ((40 + halo, 20 + halo, 10), (halo, halo), 200, 200, u // 2),
+                ((60 + quarter, 30, 30), (quarter, 0), 800, 0, 40),
+            ]
+        case "filter":  # each layer gathers its inputs, and each member keeps the sum of its channels' gradients
+            return [
+                ((400, 200, 200), (0, 0), 200, 0, t // 2),
+                ((40 + half, 20 + half, 10), (half, half), 100, 0, u // 2),
+                ((30 + quarter, 15 + quarter, 15), (quarter, quarter), 400, 0, 20),
+            ]
+        case "channel":  # each layer sums its outputs, of which each member keeps a part, and gathers their gradients
+            return [
+                ((400 + half, 200 + half, 200), (half, half), 200, 0, t // 2),
+                ((40 + quarter, 20 + quarter, 10), (quarter, quarter), 100, 0, u // 2),
+                ((30 + 120, 15 + 120, 15), (120, 120), 400, 0, 20),
+            ]
+        case "tensor":  # filters, then channels whose sum every member has, then filters again
+            return [
+                ((400, 200, 200), (0, 0), 200, 0, t // 2),
+                ((40 + 2 * quarter, 20, 10), (2 * quarter, 0), 100, 0, u),
+                ((30, 15 + 2 * quarter, 15), (0, 2 * quarter), 400, 0, 20),
+            ]
+        case "sharded":  # parameters are gathered for F and for the backward, and their gradients summed
+            return [
+                ((400 + 300, 200 + 300, 200 + 300), (300, 600), 200, 0, t // 2),
+                ((40 + 200, 20 + 200, 10 + 200), (200, 400), 100, 0, u // 2),
+                ((30 + 500, 15 + 500, 15 + 500), (500, 1000), 400, 0, 20),
+            ]
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("split", ["tensor", "filter", "channel", "spatial", "sharded"])
+def test_estimates_are_those_worked_out_by_hand(split: Split, axes: int) -> None:
+    estimated = estimate(network(axes), split, 2, hosts())
+    assert (estimated.device.members, estimated.device.split) == (2, split)
+    for layer, m, row in zip(estimated.layers, estimated.measurements[0].layers, by_hand(split, axes), strict=True):
+        times, exchange, param_bytes, group_bytes, output_bytes = row
+        assert (m.forward_ns, m.input_grad_ns, m.weight_grad_ns) == times, layer.name
+        assert (m.forward_exchange_ns, m.backward_exchange_ns) == exchange, layer.name
+        assert (layer.param_bytes, layer.group_sum_bytes) == (param_bytes, group_bytes), layer.name
+        assert (layer.optimizer_state_bytes, layer.update_ns) == (2 * param_bytes, param_bytes), layer.name
+        assert m.output_bytes == (output_bytes,), layer.name
+
+
+def test_members_between_two_others_send_to_one_after_the_other() -> None:
+    wide = replace(SECOND, stride=1, out_planes=8)
+    profile = network(1)
+    layers = (profile.layers[0], replace(profile.layers[1], shape=wide), profile.layers[2])
+    two, four = (estimate(replace(profile, layers=layers), "spatial", members, hosts()) for members in (2, 4))
+    # A plane of 16 bytes to either side: two members have one neighbour, those in the middle of four have two.
+    assert two.measurements[0].layers[1].forward_exchange_ns == 116
+    assert four.measurements[0].layers[1].forward_exchange_ns == 2 * 116
+
+
+def test_a_batch_norm_sums_over_the_members() -> None:
+    norm = LayerShape(in_channels=4, out_channels=4, mixes_channels=False, in_planes=8, out_planes=8, sums_samples=True)
+    profile = network(1)
+    layers = (profile.layers[0], replace(profile.layers[1], shape=norm), profile.layers[2])
+    measured = estimate(replace(profile, layers=layers), "spatial", 2, hosts()).measurements[0].layers[1]
+    # Two sums of 4 bytes for each of 4 channels: a ring of two sends two messages of 16 bytes.
+    assert (measured.forward_exchange_ns, measured.backward_exchange_ns) == (232, 232)
+
+
+@pytest.mark.parametrize("split", ["tensor", "filter", "channel", "spatial", "sharded"])
+def test_faster_links_fewer_bytes_and_smaller_halos_never_make_an_estimate_slower(split: Split) -> None:
+    for seed in range(40):
+        random = Random(seed)
+        profile, members = network(random.randint(1, 3)), random.choice([2, 4])
+        if split == "sharded":
+            profile = replace(profile, measurements=(replace(profile.measurements[0], microbatch_size=4),))
+        rate, latency = random.randint(10**6, 10**9), random.randrange(1000)
+        before = times_of(estimate(profile, split, members, hosts(4, rate, latency)))
+        faster = hosts(4, rate + random.randrange(10**9), random.randint(0, latency))
+        assert no_slower(times_of(estimate(profile, split, members, faster)), before)
+        fewer = with_bytes_divided(profile, random.randint(2, 5))
+        assert no_slower(times_of(estimate(fewer, split, members, hosts(4, rate, latency))), before)
+        narrow = replace(profile.layers[1], shape=replace(SECOND, window=2, padding=0))
+        smaller = replace(profile, layers=(profile.layers[0], narrow, profile.layers[2]))
+        assert no_slower(times_of(estimate(smaller, split, members, hosts(4, rate, latency))), before)
+
+
+def with_bytes_divided(profile: ModelProfile, by: int) -> ModelProfile:
+    def fewer(m: LayerMeasurement) -> LayerMeasurement:
+        return replace(m, output_bytes=tuple(num_bytes // by for num_bytes in m.output_bytes))
+
+    layers = tuple(replace(layer, param_bytes=layer.param_bytes // by) for layer in profile.layers)
+    measurements = tuple(replace(each, layers=tuple(map(fewer, each.layers))) for each in profile.measurements)
+    return replace(profile, layers=layers, measurements=measurements)
+
+
+def times_of(profile: ModelProfile) -> list[int]:
+    return [ns for m in profile.measurements[0].layers for ns in (m.forward_ns, m.input_grad_ns, m.weight_grad_ns)]
+
+
+def no_slower(times_ns: list[int], than_ns: list[int]) -> bool:
+    return all(a <= b for a, b in zip(times_ns, than_ns, strict=True))
+
+
+def test_an_estimate_says_that_it_is_one() -> None:
+    profile = network(2)
+    estimated = estimate(profile, "spatial", 4, hosts(), kind="four")
+    assert is_estimate(estimated)
+    assert not is_estimate(profile)
+    assert estimated.device.kind == "four"
+    assert estimated.environment["estimate"] == "estimated, not measured: spatial split of the profile of one a over 4"
+
+
+def test_the_links_are_those_among_the_members() -> None:
+    cluster = replace(hosts(), inter_host=Bandwidth(bytes_per_s=1, latency_ns=10**9))
+    assert estimate(network(1), "filter", 4, cluster) == estimate(network(1), "filter", 4, hosts())
+
+
+def test_layers_that_cannot_be_split_are_named() -> None:
+    few = replace(FIRST, in_channels=3)
+    profile = network(1)
+    rgb = replace(profile, layers=(replace(profile.layers[0], shape=few), *profile.layers[1:]))
+    with pytest.raises(BapipeError) as error:
+        estimate(rgb, "channel", 4, hosts())
+    assert str(error.value) == (
+        "layer 'first' has 3 input channels for 4 members: use at most 3 members, or let every member compute it whole, "
+        "with `whole` first"
+    )
+    whole = estimate(rgb, "channel", 4, hosts(), whole=["first"])
+    assert (whole.layers[0].param_bytes, whole.measurements[0].layers[0].forward_ns) == (400, 800)
+    wide = replace(FIRST, window=7, padding=3)
+    with pytest.raises(BapipeError, match=re.escape("its window of 7 needs 3 of a neighbour, which has 2")):
+        estimate(with_second(profile, wide), "spatial", 4, hosts())
+    with pytest.raises(BapipeError, match="layer 'second' has 2 planes for 4 members: use at most 2 members"):
+        estimate(with_second(profile, replace(SECOND, out_planes=2)), "spatial", 4, hosts())
+    with pytest.raises(BapipeError, match="micro-batches of at most 2 samples, fewer than the 4 members"):
+        estimate(profile, "sharded", 4, hosts())
+
+
+def with_second(profile: ModelProfile, shape: LayerShape) -> ModelProfile:
+    return replace(profile, layers=(profile.layers[0], replace(profile.layers[1], shape=shape), profile.layers[2]))
+
+
+def test_an_older_profile_is_told_what_it_lacks() -> None:
+    with pytest.raises(BapipeError) as error:
+        estimate(chain([1, 2]), "filter", 2, hosts())
+    assert str(error.value) == (
+        "the profile of chain lacks `shape`, the planes, channels and windows of its layers, which a filter split needs: "
+        "profile the model again, or use the split 'sharded'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("members", "num_devices", "message"),
+    [
+        (1, 4, "a group of 1: want two or more members"),
+        (8, 4, "no host of the `cluster` has 8 devices of kind 'a': h has 4; use fewer members"),
+    ],
+)
+def test_impossible_groups_are_refused(members: int, num_devices: int, message: str) -> None:
+    with pytest.raises(BapipeError, match=re.escape(message)):
+        estimate(network(1), "spatial", members, hosts(num_devices))
+
+
+def test_unknown_layers_are_computed_whole() -> None:
+    profile = network(1)
+    unknown = replace(profile, layers=(profile.layers[0], replace(profile.layers[1], shape=UNSET), profile.layers[2]))
+    second = estimate(unknown, "spatial", 2, hosts()).measurements[0].layers[1]
+    assert (second.forward_ns, second.input_grad_ns) == (80 + 100 + 64, 40)

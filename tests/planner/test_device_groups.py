@@ -1,0 +1,99 @@
+"""Ways to see a cluster: of profiles with one, two and four members the best is the plan, the others its alternatives."""
+
+from dataclasses import replace as replace_fields
+
+import pytest
+from msgspec.structs import replace
+
+import bapipe
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Bandwidth, Cluster, Link
+from bapipe.formats.profile import ESTIMATE, ModelProfile
+from bapipe.planner.device_grouping import groupings
+from bapipe.planner.device_groups import with_groups
+from bapipe.planner.options import PlanOptions
+from tests.builders import chain, devices
+
+
+def of_members(num: int, forward_ms: int, split: str = "spatial") -> ModelProfile:
+    """Two layers without parameters whose backward takes twice their forward."""
+    profile = chain([forward_ms, forward_ms])
+    return profile if num == 1 else replace(profile, device=replace(profile.device, members=num, split=split))
+
+
+def two_hosts() -> Cluster:
+    four = devices(4)
+    return replace(four, devices=tuple(replace(d, host="hh" if i < 2 else "kk") for i, d in enumerate(four.devices)))
+
+
+def test_the_cluster_is_seen_as_singles_pairs_and_fours() -> None:
+    profiles = [of_members(4, 2), of_members(1, 10), of_members(2, 6), of_members(2, 7, "filter")]
+    seen = groupings(profiles, devices(4))
+    names = [
+        "4 a devices of 1 thread",
+        "2 a groups of 2 (filter)",
+        "2 a groups of 2 (spatial)",
+        "1 a group of 4 (spatial)",
+    ]
+    assert [grouping.name for grouping in seen] == names
+    assert [device.members for device in seen[2].cluster.devices] == [("d0", "d1"), ("d2", "d3")]
+
+
+def test_the_plan_is_the_fastest_of_all_ways_and_each_is_an_alternative() -> None:
+    profiles = {1: of_members(1, 10), 2: of_members(2, 6), 4: of_members(4, 2)}
+    options = PlanOptions(minibatch_size=4)
+    best = bapipe.plan(list(profiles.values()), devices(4), options)
+    alone = {
+        num: bapipe.plan(list(profiles.values()), devices(4), replace_fields(options, group=num)).prediction.step_ns
+        for num in profiles
+    }
+    by_itself = {num: bapipe.plan({"a": each}, seen(num), options).prediction.step_ns for num, each in profiles.items()}
+    assert alone == by_itself
+    assert best.prediction.step_ns == min(alone.values()) == alone[4]
+    steps = {other.name: other.step_ns for other in best.alternatives}
+    assert (steps["4 a devices of 1 thread"], steps["2 a groups of 2 (spatial)"]) == (alone[1], alone[2])
+    assert [device.members for device in best.cluster.devices] == [("d0", "d1", "d2", "d3")]
+
+
+def seen(num_members: int) -> Cluster:
+    return devices(4) if num_members == 1 else with_groups(devices(4), "a", num_members)
+
+
+def test_groups_are_within_hosts() -> None:
+    assert [d.members for d in with_groups(two_hosts(), "a", 2).devices] == [("d0", "d1"), ("d2", "d3")]
+    with pytest.raises(BapipeError) as error:
+        bapipe.plan([of_members(1, 10), of_members(4, 2)], two_hosts(), minibatch_size=4)
+    assert str(error.value) == (
+        "groups of 4 do not tile the host 'hh', which has 2 devices of kind 'a': leave the profile of 4 members out, or "
+        "write the groups into the cluster file"
+    )
+
+
+def test_a_link_between_groups_is_the_slowest_between_partners() -> None:
+    links = (
+        Link(source="d0", target="d2", bytes_per_s=70, latency_ns=1),
+        Link(source="d1", target="d3", bytes_per_s=50, latency_ns=2),
+        Link(source="d0", target="d3", bytes_per_s=1, latency_ns=3),  # not partners
+        Link(source="d0", target="d1", bytes_per_s=20, latency_ns=4),
+    )
+    grouped = with_groups(replace(devices(4), links=links), "a", 2)
+    assert grouped.link(0, 1) == Bandwidth(bytes_per_s=50, latency_ns=2)
+    assert grouped.link(1, 0) == grouped.intra_host
+    assert set(grouped.member_links(0)) == {Bandwidth(bytes_per_s=20, latency_ns=4), grouped.intra_host}
+
+
+def test_a_measured_profile_is_preferred_to_an_estimate() -> None:
+    measured = of_members(2, 6)
+    estimated = replace(of_members(2, 3), environment={ESTIMATE: "estimated"})
+    for profiles in ([estimated, measured], [measured, estimated]):
+        assert groupings([of_members(1, 10), *profiles], devices(2))[1].profiles["a"] == measured
+
+
+def test_a_group_that_no_profile_is_of_is_refused() -> None:
+    with pytest.raises(BapipeError, match="`group` 3: no profile is of 3 members"):
+        bapipe.plan(of_members(1, 10), devices(6), minibatch_size=4, group=3)
+
+
+def test_a_profile_of_groups_alone_groups_the_devices() -> None:
+    plan = bapipe.plan(of_members(2, 6), devices(4), minibatch_size=4)
+    assert [device.members for device in plan.cluster.devices] == [("d0", "d1"), ("d2", "d3")]
