@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak FOLDER [--minutes 60] [--every 10] [--model vgg16] [--arg KEY=VALUE ...]
 
-It trains with checkpoints, evaluation and data workers, and ends the run by SIGTERM, after which nothing may be left
-running. It fails if in the last quarter of the time a process has more files or threads than in the second, or more
-memory than 2 % and 8 MB above.
+It trains with checkpoints, evaluation and data workers, writes what each process uses to FOLDER/samples.csv, and ends
+the run by SIGTERM, after which nothing may be left running. It fails if in the last quarter of the time a process has
+more files or threads than in the second, or more memory than 2 % and 8 MB above.
 """
 
 import argparse
@@ -46,26 +46,56 @@ def sample(pid: int) -> Sample:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes that a process has started."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Returns the processes that a process has started, from any of its threads, the first one first."""
+    started: set[int] = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        started |= {int(child) for child in (thread / "children").read_text().split()}
+    return sorted(started)
+
+
+def job_processes(run_pid: int) -> dict[str, int]:
+    """Returns all processes of a run by name: the parent, each rank, and what each rank has started."""
+    processes = {"parent": run_pid}
+    for rank, rank_pid in enumerate(children(run_pid)):
+        processes[f"rank {rank}"] = rank_pid
+        for pid in children(rank_pid):
+            is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            processes[f"{'tracker' if is_tracker else 'data worker'} of rank {rank}"] = pid
+    return processes
 
 
 def watch(
-    run: "subprocess.Popen[bytes]", checkpoints: Path, duration_s: float, every_s: float
+    run: "subprocess.Popen[bytes]", checkpoints: Path, record: Path, duration_s: float, every_s: float
 ) -> dict[str, list[Sample]]:
-    """Returns the samples of the parent and of each rank, from the first checkpoint on."""
+    """Returns the samples of every process from the first checkpoint on, and writes them to `record` as CSV."""
     samples: dict[str, list[Sample]] = {}
     while run.poll() is None and not list(checkpoints.glob("step-*")):
         time.sleep(1)
-    end_s = time.monotonic() + duration_s
-    while time.monotonic() < end_s:
-        time.sleep(every_s)
-        if run.poll() is not None:
-            raise RuntimeError(f"the run ended by itself, with code {run.returncode}")
-        processes = {"parent": run.pid} | {f"rank {index}": pid for index, pid in enumerate(children(run.pid))}
-        for name, pid in processes.items():
-            samples.setdefault(name, []).append(sample(pid))
+    begin_s = time.monotonic()
+    with record.open("w", buffering=1) as file:
+        print("seconds,process,memory_bytes,num_files,num_threads", file=file)
+        while time.monotonic() < begin_s + duration_s:
+            time.sleep(every_s)
+            if run.poll() is not None:
+                raise RuntimeError(f"the run ended by itself, with code {run.returncode}")
+            for name, one in sample_all(run.pid).items():
+                samples.setdefault(name, []).append(one)
+                row = (f"{time.monotonic() - begin_s:.0f}", name, one.memory_bytes, one.num_files, one.num_threads)
+                print(*row, sep=",", file=file)
     return samples
+
+
+def sample_all(run_pid: int) -> dict[str, Sample]:
+    """Returns what every process of a run uses, or nothing while a process is starting or ending."""
+    try:
+        return {name: sample(pid) for name, pid in job_processes(run_pid).items()}
+    except OSError:
+        return {}
+
+
+def last_line(log: Path) -> str:
+    """Returns the last line that the run has written."""
+    return log.read_text().splitlines()[-1]
 
 
 def growth(name: str, samples: list[Sample]) -> list[str]:
@@ -76,7 +106,7 @@ def growth(name: str, samples: list[Sample]) -> list[str]:
     for what, (factor, extra) in ALLOWED.items():
         before, after = (median(getattr(one, what) for one in part) for part in (early, late))
         values = " -> ".join(mib(value) if what == "memory_bytes" else f"{value:g}" for value in (before, after))
-        print(f"{name:8} {what:12} {values}")
+        print(f"{name:22} {what:12} {values}")
         grown += [f"{name}: {what} {values}"] if after > before * factor + extra else []
     return grown
 
@@ -101,18 +131,19 @@ def main() -> None:
         )
     options = ["--steps", "100000000", "--checkpoint", str(given.folder / "kept"), "--checkpoint-every", "50"]
     options += ["--eval-every", "100", "--eval-samples", "16", "--data-workers", "1", "--resume"]
+    options += ["--trust-factory", given.model] if ":" in given.model else []
     run = subprocess.Popen([*CLI, "run", str(plan), *options], stderr=(given.folder / "log").open("wb"))
     try:
-        samples = watch(run, given.folder / "kept", 60 * given.minutes, given.every)
-        ranks = children(run.pid)
+        samples = watch(run, given.folder / "kept", given.folder / "samples.csv", 60 * given.minutes, given.every)
+        processes = job_processes(run.pid)
         run.send_signal(signal.SIGTERM)
         code = run.wait(120)
     finally:
         run.kill()
     faults = [fault for name, values in samples.items() for fault in growth(name, values)]
-    faults += [f"rank {index} still runs" for index, pid in enumerate(ranks) if Path(f"/proc/{pid}").exists()]
+    faults += [f"{name} still runs" for name, pid in processes.items() if Path(f"/proc/{pid}").exists()]
     faults += [] if code == 128 + signal.SIGTERM else [f"the run ended with code {code}"]
-    print((given.folder / "log").read_text().splitlines()[-1])
+    print(last_line(given.folder / "log"))
     sys.exit("\n".join(faults) if faults else 0)
 
 
