@@ -21,6 +21,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.job.refusal import refusals_told
 from bapipe.planner.inputs import Profiles
 from bapipe.runtime.run import check_training
 from bapipe.runtime.run import convert_checkpoint as convert
@@ -81,48 +82,48 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train a model exactly as its plan says, with one process per device."""
-    if trace is not None:
-        check_writable(trace)
-    if resume and checkpoint is None:
-        raise BapipeError("--resume needs --checkpoint FOLDER, the folder to continue from")
-    if eval_samples is not None and eval_every is None:
-        raise BapipeError("--eval-samples needs --eval-every STEPS, which sets when to evaluate")
-    if profile and not replan:
-        raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
-    config = TrainConfig(
-        trust_factory=trust_factory if is_file(source) else resolve(source),  # what the user names is trusted
-        data=data,
-        data_workers=data_workers,
-        buckets=buckets,
-        augment=augment,
-        skip_unreadable=skip_unreadable,
-        steps=steps,
-        learning_rate=learning_rate,
-        learning_rate_schedule=lr_schedule,
-        warmup_steps=warmup,
-        optimizer=optimizer,
-        optimizer_arguments=key_values(optimizer_arg, "--optimizer-arg", "weight_decay=0.01"),
-        clip_norm=clip_norm,
-        seed=seed,
-        weights=weights,
-        evaluate_every=eval_every,
-        evaluate_samples=eval_samples,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        resume=resume,
-        replan=replan,
-        without=tuple(without or ()),
-        timeout_s=timeout,
-        tensorboard=tensorboard,
-    )
-    if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
-        check_training(resolve(source), key_values(arg), config)
-    plan, result = train_with_bar(
-        read_or_make_plan(source, arg, device),
-        {name: getattr(config, name) for name in given_options(context)},
-        [read(path, ModelProfile) for path in profile] if profile else None,
-    )
+    with refusals_told():
+        if trace is not None:
+            check_writable(trace)
+        if resume and checkpoint is None:
+            raise BapipeError("--resume needs --checkpoint FOLDER, the folder to continue from")
+        if eval_samples is not None and eval_every is None:
+            raise BapipeError("--eval-samples needs --eval-every STEPS, which sets when to evaluate")
+        if profile and not replan:
+            raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
+        config = TrainConfig(
+            trust_factory=trust_factory if is_file(source) else resolve(source),  # what the user names is trusted
+            data=data,
+            data_workers=data_workers,
+            buckets=buckets,
+            augment=augment,
+            skip_unreadable=skip_unreadable,
+            steps=steps,
+            learning_rate=learning_rate,
+            learning_rate_schedule=lr_schedule,
+            warmup_steps=warmup,
+            optimizer=optimizer,
+            optimizer_arguments=key_values(optimizer_arg, "--optimizer-arg", "weight_decay=0.01"),
+            clip_norm=clip_norm,
+            seed=seed,
+            weights=weights,
+            evaluate_every=eval_every,
+            evaluate_samples=eval_samples,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            resume=resume,
+            replan=replan,
+            without=tuple(without or ()),
+            timeout_s=timeout,
+            tensorboard=tensorboard,
+        )
+        if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
+            check_training(resolve(source), key_values(arg), config)
+        plan = read_or_make_plan(source, arg, device)
+        given = {name: getattr(config, name) for name in given_options(context)}
+        profiles = [read(path, ModelProfile) for path in profile] if profile else None
+    plan, result = train_with_bar(plan, given, profiles)
     if not is_first_rank():  # of a torchrun job: rank 0 reports
         return
     if trace is not None:

@@ -2,6 +2,7 @@
 
 import hmac
 import secrets
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -18,40 +19,50 @@ _CODE_BYTES = 32
 def prove_peers(group: dist.ProcessGroup, names: Sequence[str], secret: bytes, timeout: timedelta) -> None:
     """Every rank of a gloo group challenges every other one, over their own connection; all ranks call it together.
 
-    `names` are those of the group's ranks.
+    `names` are those of all ranks of the default group.
 
     Raises:
-        BapipeError: something else than the rank has answered.
-        RuntimeError: there was no answer for `timeout`.
+        BapipeError: something else than the rank has answered, or nothing for `timeout`.
+        RuntimeError: a connection was closed.
     """
-    own, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    peers = [place for place in range(len(ranks)) if place != own]
-    challenges = {place: secrets.token_bytes(_CODE_BYTES) for place in peers}
-    asked = _exchange(group, ranks, challenges, timeout)
-    answers = _exchange(group, ranks, {place: _answer(secret, own, place, asked[place]) for place in peers}, timeout)
-    for place in peers:
-        if not hmac.compare_digest(answers[place], _answer(secret, place, own, challenges[place])):
+    own, begin_s = dist.get_rank(), time.monotonic()
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
+    challenges = {peer: secrets.token_bytes(_CODE_BYTES) for peer in peers}
+    try:
+        asked = _exchange(group, challenges, timeout)
+        own_answers = {peer: _answer(secret, group, own, peer, asked[peer]) for peer in peers}
+        answers = _exchange(group, own_answers, timeout)
+    except RuntimeError:
+        waited_s = time.monotonic() - begin_s
+        if waited_s < timeout.total_seconds():
+            raise
+        others = ", ".join(f"rank {peer} ({names[peer]})" for peer in peers)
+        raise BapipeError(
+            f"rank {own} ({names[own]}) is connected to {others}, but has no answer after {waited_s:.0f} s: one of "
+            "them hangs, or a process that is not of this job is in its place; start the job again"
+        ) from None
+    for peer in peers:
+        if not hmac.compare_digest(answers[peer], _answer(secret, group, peer, own, challenges[peer])):
             raise BapipeError(
-                f"the connection of rank {own} ({names[own]}) to rank {place} ({names[place]}) leads to a process that "
+                f"the connection of rank {own} ({names[own]}) to rank {peer} ({names[peer]}) leads to a process that "
                 "is not of this job: start it again, and see who may use this network"
             )
 
 
-def _answer(secret: bytes, source: int, target: int, challenge: bytes) -> bytes:
-    return digest(secret, b"peer", str(source).encode(), str(target).encode(), challenge)
+def _answer(secret: bytes, group: dist.ProcessGroup, source: int, target: int, challenge: bytes) -> bytes:
+    """Returns the answer to a challenge; with the group's name, as a stranger could pass on one group's in another."""
+    return digest(secret, b"peer", group.group_name.encode(), str(source).encode(), str(target).encode(), challenge)
 
 
-def _exchange(
-    group: dist.ProcessGroup, ranks: Sequence[int], sent: dict[int, bytes], timeout: timedelta
-) -> dict[int, bytes]:
-    """Sends a code to each peer; returns what each has sent."""
-    received = {place: torch.empty(_CODE_BYTES, dtype=torch.uint8) for place in sent}
-    works = [dist.irecv(tensor, ranks[place], group) for place, tensor in received.items()]
-    works += [dist.isend(_tensor(code), ranks[place], group) for place, code in sent.items()]
+def _exchange(group: dist.ProcessGroup, sent: dict[int, bytes], timeout: timedelta) -> dict[int, bytes]:
+    """Sends a code to each rank; returns what each has sent."""
+    received = {rank: torch.empty(_CODE_BYTES, dtype=torch.uint8) for rank in sent}
+    works = [dist.irecv(tensor, rank, group) for rank, tensor in received.items()]
+    works += [dist.isend(_tensor(code), rank, group) for rank, code in sent.items()]
     for work in works:
         assert work is not None  # the group has this rank
         work.wait(timeout)
-    return {place: bytes(tensor.tolist()) for place, tensor in received.items()}
+    return {rank: bytes(tensor.tolist()) for rank, tensor in received.items()}
 
 
 def _tensor(code: bytes) -> Tensor:

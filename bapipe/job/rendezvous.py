@@ -25,6 +25,13 @@ _ANSWER_S = 2.0
 
 _ASK_AGAIN_S = 0.05
 
+REFUSED, HEARD = "refused", "heard"
+"""Keys of the store: why a rank does not join, and, with a rank's number, that it knows."""
+
+
+class Refused(RunFailed):
+    """A rank of the job was refused before it joined; `told` if another one of the same host says so."""
+
 
 def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     """Returns the store of the job that this process is part of, as the environment variables of torchrun say.
@@ -121,12 +128,16 @@ def wait_for_all(store: JobStore, index: int, names: Sequence[str], timeout_s: f
 
     Raises:
         BapipeError: ranks differ.
+        Refused: a rank was refused before it joined.
         RunFailed: some ranks have not called it after `timeout_s`, or one failed.
     """
     store.set(f"here{index}", msgspec.json.encode(facts))
     end_s = time.monotonic() + timeout_s
     while missing := [other for other in range(len(names)) if not store.check([f"here{other}"])]:
         others = ", ".join(f"rank {other} ({names[other]})" for other in missing)
+        if store.check([REFUSED]):
+            store.set(f"{HEARD}{index}", "")
+            raise Refused(store.get(REFUSED).decode(), told=os.environ.get("LOCAL_RANK", "0") != "0")
         if store.add("failed", 0):
             raise RunFailed(f"{others} did not join the job, of which a rank failed")
         if time.monotonic() > end_s:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
-from bapipe.job.peers import prove_peers
+from bapipe.job.groups import init_proven_group
 from bapipe.job.rendezvous import open_store
 from bapipe.job.secret import job_secret
 from bapipe.profiler.links import fit
@@ -58,12 +58,8 @@ def probe_job(kind: str, progress: PartsProgress) -> Cluster:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=_JOIN_S)
     store = open_store(index, names, _JOIN_S)
-    backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=timeout)
+    init_proven_group(kind, store, index, names, job_secret(), timeout)
     try:
-        everyone = dist.group.WORLD
-        if kind == "cpu" and everyone is not None:
-            prove_peers(everyone, names, job_secret(), timeout)
         return probe(kind, progress)
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import RunFailed
+from bapipe.job.groups import init_proven_group, meet
+from bapipe.job.secret import new_secret
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
+
+_JOIN = timedelta(seconds=60)
 
 
 def measure_in_ranks(
@@ -31,7 +35,7 @@ def measure_in_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="bapipe-") as name:
         folder = Path(name)
-        job = measure, num_ranks, kind, str(folder / "store")
+        job = measure, num_ranks, kind, str(folder / "store"), new_secret()
         one_thread = {"OMP_NUM_THREADS": "1"}
         with local_processes(_run_rank, num_ranks, job, folder=folder, environment=one_thread, quiet=True) as processes:
             return _wait(processes, subject, timeout_s)
@@ -64,19 +68,16 @@ def _run_rank(
     num_ranks: int,
     kind: str,
     store: str,
+    secret: bytes,
 ) -> None:
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=60),
-    )
+    shared, names = dist.FileStore(store, num_ranks), [f"{kind}{index}" for index in range(num_ranks)]
+    meet(shared, rank, num_ranks, _JOIN)
+    init_proven_group(kind, shared, rank, names, secret, _JOIN)
     result = measure(rank, kind)
     if rank == 0:
         send(result)

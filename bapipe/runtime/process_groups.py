@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
+from bapipe.job.groups import new_proven_group
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas
@@ -73,5 +74,4 @@ def connect_replicas(
 def _new_group(layout: ProcessLayout, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Returns a group of some of the schedule's ranks, with the timeout of the default group."""
     members = layout.processes_of(ranks)
-    group: dist.ProcessGroup = dist.new_group(members, timeout=default_group_timeout(layout.device))
-    return group
+    return new_proven_group(members, default_group_timeout(layout.device))

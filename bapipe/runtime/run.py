@@ -13,6 +13,7 @@ from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.settings import Settings, check_same
+from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs import Profiles, by_kind
@@ -54,8 +55,20 @@ def run(
     """
     given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
-    if config.resume:
-        config = _resumed(config, given)
+    with refusals_told():
+        if config.resume:
+            config = _resumed(config, given)
+        return _run(plan, config, profiles, on_step, on_evaluation, on_replan)
+
+
+def _run(
+    plan: Plan,
+    config: TrainConfig,
+    profiles: Profiles | None,
+    on_step: OnStep | None,
+    on_evaluation: OnEvaluation | None,
+    on_replan: Callable[[str, Plan], None] | None,
+) -> TrainResult:
     factory = config.factory or plan.factory
     if factory is None:
         raise BapipeError(

@@ -163,7 +163,6 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         ),
         pin_memory=rank.device.type == "cuda",
     )
-    rank.all_connected()
     history, evaluations = _History(), []
     with closing(loader):
         for step in range(start.step, config.steps):

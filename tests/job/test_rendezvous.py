@@ -11,7 +11,8 @@ from torch.distributed import TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.job import secret as secrets
-from bapipe.job.rendezvous import another_rank_reports, open_store, serve, wait_for_all
+from bapipe.job.refusal import refusals_told
+from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, serve, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.server import StoreServer
 from bapipe.job.store import JobStore
@@ -179,3 +180,33 @@ def test_the_users_secret_is_made_once_and_kept_from_others(tmp_path: Path, monk
     )
     monkeypatch.setenv(secrets.VARIABLE, "given")
     assert job_secret() == b"given"
+
+
+def test_a_rank_that_is_refused_ends_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which serves the store; it waits until both others know."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, secrets.VARIABLE: "the job's"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    said: list[str] = []
+
+    def join(index: int) -> None:
+        with pytest.raises(Refused) as caught:
+            wait_for_all(open_store(index, NAMES, 20.0), index, NAMES, 20.0, FACTS)
+        said.append(str(caught.value))
+
+    others = [threading.Thread(target=join, args=(index,)) for index in (1, 2)]
+    for other in others:
+        other.start()
+    with pytest.raises(BapipeError, match=r"^no such plan"), refusals_told(20.0):
+        raise BapipeError("no such plan")
+    for other in others:
+        other.join(20)
+    assert [said.pop() for _ in others] == [f"rank 0 on {socket.gethostname()} is refused: no such plan"] * 2
+    with pytest.raises(RunFailed), refusals_told(20.0):  # in the job, whose ranks know: it tells nobody
+        raise RunFailed("a rank died")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(BapipeError), refusals_told(20.0):  # all ranks are here: torchrun ends them
+        raise BapipeError("no such plan")

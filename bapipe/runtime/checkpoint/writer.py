@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError, RunFailed, first_line
 from bapipe.formats.codec import write_bytes
+from bapipe.job.groups import new_proven_group
 from bapipe.runtime.checkpoint.folder import checkpoint_folder, remove_old_checkpoints, unfinished_folder
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
@@ -49,7 +50,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, keep: int, timeout: timedelta, names: tuple[str, ...]) -> None:
         """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices."""
         self._folder, self._keep, self._names = folder, keep, names
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = new_proven_group(None, timeout, backend="gloo")
         self._thread: Thread | None = None
         self._error: Exception | None = None
         if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped
-from bapipe.job.peers import prove_peers
-from bapipe.job.rendezvous import another_rank_reports, open_store, wait_for_all
+from bapipe.job.groups import init_proven_group, meet
+from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, wait_for_all
 from bapipe.job.secret import job_secret
-from bapipe.job.sockets import OpenSocket, open_sockets, refuse_newcomers
 from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
 from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu
+
+_START = timedelta(days=1)
+"""How long a rank on this machine waits for the others to start, whose parent notices one that does not."""
 
 _JOIN_S = 300.0
 """The longest time that a rank of a job waits for others to start."""
@@ -50,16 +52,6 @@ class Rank:
     group_timeout: timedelta
     _send: Callable[[object], None]
     _stop: StopRequest
-    _sockets_before: Collection[OpenSocket]
-
-    def all_connected(self) -> None:
-        """Says that there will be no more process groups: from now on nothing can connect to gloo's ports.
-
-        gloo keeps them open, takes any connection there, and aborts the process if it has too many. NCCL however
-        connects later, when it first needs to.
-        """
-        if self.device.type == "cpu":
-            refuse_newcomers(self._sockets_before)
 
     @property
     def stop_signal(self) -> int:
@@ -163,6 +155,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
             os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         send(Started())
         shared = dist.FileStore(store, len(job.names))
+        meet(shared, index, len(job.names), _START)
         result = _work(job, index, send, limit, store=shared, secret=secret)
         _send_result(send, result)
         dist.destroy_process_group()
@@ -181,16 +174,10 @@ def _work(
     secret: bytes,
 ) -> Any:
     """Joins the process group, which `store` connects, and runs the worker; returns its result."""
-    device, size = _prepare(job, index), len(job.names)
-    sockets_before = open_sockets()
+    device = _prepare(job, index)
     with limit, noted_signals() if job.stops_between_steps else nullcontext(StopRequest()) as stop:
-        backend = "nccl" if job.kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=limit.group_timeout)
-        if backend == "gloo":
-            everyone = dist.group.WORLD
-            assert everyone is not None
-            prove_peers(everyone, job.names, secret, timedelta(seconds=job.timeout_s))
-        rank = Rank(index, size, job.names[index], device, limit.group_timeout, send, stop, sockets_before)
+        init_proven_group(job.kind, store, index, job.names, secret, limit.group_timeout)
+        rank = Rank(index, len(job.names), job.names[index], device, limit.group_timeout, send, stop)
         return job.worker(rank, *job.arguments)
 
 
@@ -253,7 +240,7 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
 
     Raises:
         BapipeError: the job has another number of processes.
-        RunFailed: the worker raised an error, or the job did not meet.
+        RunFailed: this process cannot join, the worker raised an error, or the job did not meet.
     """
     index, size, names = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job.names
     if size != len(names):
@@ -262,7 +249,10 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
             f"one host with nproc-per-node={len(names)} for torchrun, or plan for {size} devices"
         )
     rendezvous_s = min(job.timeout_s, _JOIN_S)
-    store = open_store(index, names, rendezvous_s)
+    try:
+        store = open_store(index, names, rendezvous_s)
+    except BapipeError as error:
+        raise RunFailed(str(error)) from None
     steps: list[int] = []
 
     def send(message: object) -> None:
@@ -278,6 +268,8 @@ def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any
         result = _work(job, index, send, limit, store=store, secret=job_secret())
         dist.destroy_process_group()
         return result
+    except Refused:
+        raise
     except Exception as error:
         failure = _failure_of(error, job.timeout_s, limit)
         at = f" at step {steps[0]}" if steps else ""
