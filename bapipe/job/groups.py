@@ -43,8 +43,9 @@ def meet(store: dist.Store, index: int, size: int, timeout: timedelta) -> None:
 def init_proven_group(
     kind: str, store: dist.Store, index: int, names: Sequence[str], secret: bytes, timeout: timedelta
 ) -> None:
-    """Makes the default group of a job, of gloo for `cpu` and of NCCL for `cuda`; all of its ranks, which have met, call
-    it.
+    """Makes the default group of a job, of gloo for `cpu` and of NCCL for `cuda`.
+
+    All of its ranks call it, when they have met.
 
     Raises:
         BapipeError: something else than a rank is at the end of a connection.
