@@ -147,9 +147,11 @@ def run(chosen: list[Kind], num_files: int, first_seed: int) -> int:
 
 def all_kinds(folder: Path) -> tuple[Kind, ...]:
     """Returns every kind, with intact files for some of them in a folder."""
-    from benchmarks.fuzz.torch_kinds import torch_kinds  # loads torch, which the other kinds must not need
+    # These load torch, which the other kinds must not need.
+    from benchmarks.fuzz.data_kinds import data_kinds
+    from benchmarks.fuzz.torch_kinds import torch_kinds
 
-    return (*kinds(), *torch_kinds(folder))
+    return (*kinds(), *torch_kinds(folder), *data_kinds())
 
 
 def main() -> None:

