@@ -25,6 +25,9 @@ ALLOWED = {"memory_bytes": (1.02, 8 * 2**20), "num_files": (1.0, 2), "num_thread
 
 PAGE_BYTES = 4096
 
+END_S = 600
+"""How long the run may take to end: on a busy machine, a step and a checkpoint at low priority take minutes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -137,7 +140,7 @@ def main() -> None:
         samples = watch(run, given.folder / "kept", given.folder / "samples.csv", 60 * given.minutes, given.every)
         processes = job_processes(run.pid)
         run.send_signal(signal.SIGTERM)
-        code = run.wait(120)
+        code = run.wait(END_S)
     finally:
         run.kill()
     faults = [fault for name, values in samples.items() for fault in growth(name, values)]
