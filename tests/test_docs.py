@@ -46,6 +46,23 @@ def test_named_source_files_exist(page: Path) -> None:
     assert missing == []
 
 
+def test_the_plan_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
+    """Every line of the first example but the dots, in order; its calls to the text below it are left out."""
+    block = (ROOT / "README.md").read_text().split("\n$ bapipe ")[1].split("```")[0]
+    command, *lines = [re.sub(r" +\(\d\)$", "", line).rstrip() for line in block.splitlines()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "90", "XDG_CACHE_HOME": str(tmp_path)}
+    words = [sys.executable, "-m", "bapipe", *command.split(), "-o", str(tmp_path / "plan.json")]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = iter(line.rstrip() for line in done.stdout.splitlines())
+    for line in lines:
+        assert line == "..." or any(line == other for other in printed), line
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_every_fault_names_a_test_that_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
     known = {

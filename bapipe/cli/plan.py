@@ -47,6 +47,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, fingerprint, read, write, write_bytes
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
+from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.compare import compare as compare_strategies
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
@@ -161,17 +162,24 @@ def plan(
     for profile in profiles.values():
         if is_estimate(profile):
             note(f"the profile of {profile.device.kind} is {profile.environment[ESTIMATE]}")
+    remarks = () if objective != "step" or pinned is not None else _remarks(made, profiles, options)
     if as_json:
-        show_json(report.plan_json(made, sentences, front))
+        show_json(report.plan_json(made, sentences, front, remarks))
         return
     timeline = bapipe.simulate(made, profiles)
     show_parts(report.render_plan(made, timeline))
     show_timeline(timeline)
-    for sentence in sentences:
+    for sentence in (*remarks, *sentences):
         show_line(sentence)
     if front:
         show_parts([report.pareto_table(front)])
     show_written(output)
+
+
+def _remarks(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
+    """Returns what a reader of the plan should know besides its figures."""
+    ties = near_ties(made, profiles, options.schedules)
+    return tuple(with_flags(words) for words in report.plan_remarks(made, profiles, options.schedules, ties))
 
 
 def _names(schedules: str) -> tuple[str, ...]:

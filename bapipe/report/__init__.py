@@ -5,6 +5,7 @@ values, and the others return strings or bytes. The command line writes them.
 
 - `formatting`: numbers, units and empty tables.
 - `plans`, `profiles`, `profile_diff`, `comparisons`, `runs`: one subject each, as tables and as JSON.
+- `remarks`: what else a reader of a plan should know.
 - `plan_changes`: the differences between two plans. `idle_time`: why devices are idle.
 - `text_gantt`: a timeline drawn as text.
 - `chrome_trace`: timelines written as a trace for Perfetto, and read back.
@@ -16,6 +17,7 @@ from bapipe.report.comparisons import comparison_json, render_comparison
 from bapipe.report.formatting import empty_table, fit_table, html_text, mib, ms, number
 from bapipe.report.plans import is_step_of, pareto_table, plan_json, render_plan
 from bapipe.report.profiles import render_cluster, render_profile
+from bapipe.report.remarks import plan_remarks
 from bapipe.report.runs import evaluation_words, render_run, run_json
 from bapipe.report.text_gantt import PHASE_NAMES, gantt
 from bapipe.report.variations import variations_table
@@ -35,6 +37,7 @@ __all__ = [
     "number",
     "pareto_table",
     "plan_json",
+    "plan_remarks",
     "render_cluster",
     "render_comparison",
     "render_plan",

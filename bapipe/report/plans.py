@@ -138,12 +138,20 @@ def replica_counts(plan: Plan) -> str:
     return f"{len(counts)} x {counts[0]}" if equal else " + ".join(counts)
 
 
-def plan_json(plan: Plan, words: Sequence[str], front: Sequence[FrontPoint]) -> dict[str, object]:
-    """Returns what `bapipe plan --json` prints: prediction, certificate, alternatives, explanation and Pareto front."""
+def plan_json(
+    plan: Plan, words: Sequence[str], front: Sequence[FrontPoint], remarks: Sequence[str] = ()
+) -> dict[str, object]:
+    """Returns what `bapipe plan --json` prints: the decisions and their prediction, explanation and Pareto front."""
     return {
+        "model": plan.model,
+        "schedule": plan.schedule,
+        "microbatch_size": plan.microbatch_size,
+        "num_microbatches": plan.num_microbatches,
+        "stages": msgspec.to_builtins(plan.stages),
         "prediction": msgspec.to_builtins(plan.prediction),
         "certificate": msgspec.to_builtins(plan.certificate),
         "alternatives": msgspec.to_builtins(plan.alternatives),
+        "remarks": list(remarks),
         "explanation": list(words),
         "pareto": [
             {

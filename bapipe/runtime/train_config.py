@@ -22,7 +22,7 @@ class TrainConfig:
         arguments: arguments of the factory; by default the plan's own.
         trust_factory: the plan's factory, if it is neither of the zoo nor a function of a module in the current folder:
             calling a function that a file names may do anything.
-        data: what to train on: synthetic, what the README lists for the model such as mnist or a folder, or
+        data: what to train on: synthetic, what docs/data.md lists for the model such as mnist or a folder, or
             `module.path:function` that returns a data set.
         data_workers: processes per rank that load data in the background; 0 loads it between steps. By default 0, or
             up to 4 if the data is slow to load, as image files are, and this machine has cores to spare. It does not

@@ -1,0 +1,62 @@
+"""What a reader of a plan should know besides its figures: near-ties, what was not searched, what was not measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.near_ties import NearTie
+from bapipe.planner.options import RUNNABLE
+from bapipe.printable import printable
+from bapipe.report.formatting import mib
+
+SCALED = "scaled_in_proportion"
+"""Where a profile's environment lists the micro-batch sizes whose figures follow from those of another size."""
+
+
+def plan_remarks(
+    plan: Plan, profiles: Mapping[str, ModelProfile], schedules: Sequence[str], ties: Sequence[NearTie]
+) -> Iterator[str]:
+    """Yields sentences about a plan that was searched for; arguments that they name are in backticks.
+
+    Args:
+        schedules: those that were searched.
+    """
+    for tie in ties:
+        yield _tie_words(plan, tie)
+    for profile in profiles.values():
+        if words := _scaled_words(plan, profile):
+            yield words
+            break
+    others = [name for name in RUNNABLE if name not in schedules]
+    if others and len(plan.cluster.devices) > 1:
+        names = ", ".join(others)
+        yield f"not searched: {names}; `schedules` all searches every schedule that torch can run"
+
+
+def _tie_words(plan: Plan, tie: NearTie) -> str:
+    slower = tie.step_ns / plan.prediction.step_ns - 1
+    peak = max(rank.peak_bytes for rank in plan.prediction.ranks)
+    what = f"schedule {tie.name} with the same stages" if tie.is_schedule else tie.name
+    pace = "as fast" if f"{slower:.1%}" == "0.0%" else f"{slower:.1%} slower"
+    needs = f"needs at most {mib(tie.peak_bytes)} a device, not {mib(peak)}"
+    if not tie.is_schedule:
+        used = len({device for stage in plan.stages for device in stage.devices})
+        needs = f"needs 1 device, not {used}"
+    return f"a near-tie: {what} is {pace} and {needs}"
+
+
+def _scaled_words(plan: Plan, profile: ModelProfile) -> str:
+    """Returns that the plan's micro-batch size was not measured; empty if it was, or lies between two that were."""
+    scaled = profile.environment.get(SCALED)
+    if not isinstance(scaled, list):
+        return ""
+    measured = [size for size in profile.microbatch_sizes if size not in scaled]
+    lower = max((size for size in profile.microbatch_sizes if size <= plan.microbatch_size), default=None)
+    if lower not in scaled or not measured:
+        return ""
+    largest = max(measured)
+    return (
+        f"micro-batches of {plan.microbatch_size} were not measured on {printable(profile.device.name)}: their times "
+        f"are in proportion to those of {largest}, which small ones seldom reach; `microbatch_size` {largest} plans "
+        "with measured times"
+    )

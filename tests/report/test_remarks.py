@@ -1,0 +1,75 @@
+"""What a reader of a plan should know besides its figures."""
+
+from functools import cache
+
+import msgspec
+
+import bapipe
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.near_ties import near_ties
+from bapipe.report.remarks import plan_remarks
+from tests.builders import chain, devices
+
+
+@cache
+def profile() -> ModelProfile:
+    """Two equal layers that keep much for each micro-batch in flight."""
+    return chain([10, 10], stash_bytes=10**6, output_bytes=100)
+
+
+@cache
+def gpipe() -> Plan:
+    return bapipe.make(profile(), devices(2), cuts=["l1"], schedule="gpipe", minibatch_size=16, microbatch_size=1)
+
+
+def words(plan: Plan, of: ModelProfile, schedules: tuple[str, ...]) -> list[str]:
+    return list(plan_remarks(plan, {"a": of}, schedules, near_ties(plan, of, schedules)))
+
+
+def test_a_schedule_that_needs_less_memory_is_a_near_tie() -> None:
+    other = bapipe.edit(gpipe(), profile(), schedule="1f1b")
+    (tie,) = near_ties(gpipe(), profile(), ("1f1b", "gpipe", "zb-v", "search"))
+    assert (tie.name, tie.step_ns) == ("1f1b", other.prediction.step_ns)
+    assert tie.peak_bytes == max(rank.peak_bytes for rank in other.prediction.ranks)
+    assert tie.peak_bytes < 0.2 * max(rank.peak_bytes for rank in gpipe().prediction.ranks)
+    assert near_ties(other, profile(), ("1f1b", "gpipe")) == ()
+    assert words(gpipe(), profile(), ("1f1b",))[0] == (
+        "a near-tie: schedule 1f1b with the same stages is as fast and needs at most 1.91 MiB a device, not 15.3 MiB"
+    )
+
+
+def test_one_device_that_is_hardly_slower_is_a_near_tie() -> None:
+    def made(cluster: Cluster) -> Plan:
+        return bapipe.plan(chain([500, 1], output_bytes=1), cluster, minibatch_size=1, schedules="1f1b")
+
+    slow_link = made(devices(2, latency_ns=1))
+    hardly = msgspec.structs.replace(
+        bapipe.edit(slow_link, chain([500, 1], output_bytes=1), cuts=["l1"]), alternatives=slow_link.alternatives
+    )
+    assert len(hardly.stages) == 2
+    (tie,) = near_ties(hardly, chain([500, 1], output_bytes=1), ("1f1b",))
+    assert (tie.name, tie.is_schedule) == ("one-device", False)
+
+
+def test_sizes_that_follow_from_another_are_named() -> None:
+    scaled = msgspec.structs.replace(
+        profile(),
+        measurements=tuple(
+            msgspec.structs.replace(profile().measurements[0], microbatch_size=size) for size in (1, 2, 8)
+        ),
+        environment={"scaled_in_proportion": [1, 2]},
+    )
+    assert "micro-batches of 1 were not measured on none: their times are in proportion to those of 8" in " ".join(
+        words(gpipe(), scaled, ("gpipe",))
+    )
+    measured = msgspec.structs.replace(gpipe(), minibatch_size=128, microbatch_size=8)
+    assert not any("not measured" in text for text in plan_remarks(measured, {"a": scaled}, ("gpipe",), ()))
+
+
+def test_schedules_that_were_not_searched_are_named() -> None:
+    (text,) = plan_remarks(gpipe(), {"a": profile()}, ("1f1b", "gpipe"), ())
+    assert text.startswith("not searched: 1f1b+1, ")
+    assert "gpipe-2bp" in text
+    assert "fbp-as" not in text
