@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from bapipe.errors import BapipeError, Infeasible, InvalidFile, InvalidModel, InvalidSchedule, RunFailed
     from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
     from bapipe.formats.codec import read, write
+    from bapipe.formats.multigraph import to_networkx
     from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
     from bapipe.formats.profile import ModelProfile
-    from bapipe.graph.layer_graph import to_networkx
     from bapipe.planner.edit import Changes, edit
     from bapipe.planner.make import make
     from bapipe.planner.options import PlanOptions
@@ -61,7 +61,7 @@ _MODULE_OF = {
     "read": "bapipe.formats.codec",
     "run": "bapipe.runtime.run",
     "simulate": "bapipe.planner.plan",
-    "to_networkx": "bapipe.graph.layer_graph",
+    "to_networkx": "bapipe.formats.multigraph",
     "write": "bapipe.formats.codec",
 }
 """The module that defines each public name."""

@@ -19,6 +19,7 @@ LAYERS = [
     {"errors"},
     {"stop_signals"},
     {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "user_folders", "_optional"},
+    {"tables"},
     {"schedules"},
     {"formats"},
     {"graph", "torch_device", "torch_settings", "torch_private", "job"},
@@ -53,7 +54,8 @@ HEAVY = {
     "sentencepiece": {"zoo"},
     "sacrebleu": {"zoo"},
     "ortools": {"planner"},
-    "networkx": {"graph"},
+    "networkx": {"graph", "formats"},
+    "pandas": {"tables"},
 }
 
 

@@ -11,6 +11,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.settings import Settings
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action
+from bapipe.tables import data_frame, rows_html
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
@@ -232,6 +233,41 @@ class Plan(
         sizes = f"{self.num_microbatches} x {self.microbatch_size}"
         step = f"{self.prediction.step_ns / 1e6:,.4g} ms" if self.is_judged else "not judged"
         return f"Plan({self.model!r}, {len(self.stages)} stages, {self.schedule!r}, {sizes}, {step})"
+
+    def rows(self) -> list[dict[str, object]]:
+        """Returns a row for each device of each stage, as `to_pandas` has them."""
+        ranks = {rank.device: rank for rank in self.prediction.ranks}
+        found: list[dict[str, object]] = []
+        for index, stage in enumerate(self.stages):
+            for device in stage.devices:
+                row: dict[str, object] = {
+                    "stage": index,
+                    "device": device,
+                    "num_layers": len(stage.layers),
+                    "first_layer": stage.layers[0],
+                    "last_layer": stage.layers[-1],
+                    "recompute": stage.recompute,
+                }
+                if device in ranks:
+                    names = ("busy_ns", "sync_ns", "idle_ns", "peak_bytes")
+                    row.update({name: getattr(ranks[device], name) for name in names})
+                found.append(row)
+        return found
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame` with a row for each device of each stage."""
+        return data_frame(self.rows())
+
+    def _repr_html_(self) -> str:
+        """Returns the decisions and the prediction, for a notebook."""
+        sizes = f"{self.num_microbatches} micro-batches of {self.microbatch_size}"
+        lines = [f"{self.model}: {len(self.stages)} stages, {self.schedule}, {sizes}"]
+        if self.is_judged:
+            p = self.prediction
+            lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {p.samples_per_s:,.4g} samples/s, bubble {p.bubble:.1%}")
+        gap = "proven optimal over " if self.certificate.proven_optimal else f"gap {self.certificate.gap:.2%}: "
+        lines.append(f"{gap if self.certificate.lower_bound_ns else ''}{self.certificate.space}")
+        return rows_html(lines, self.rows())
 
     @property
     def is_judged(self) -> bool:

@@ -4,15 +4,20 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.group_check import check_group
 from bapipe.formats.layer_shape import LayerShape
+from bapipe.formats.multigraph import to_networkx
 from bapipe.formats.settings import Settings, difference
+from bapipe.tables import data_frame, rows_html
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 LOSS = "loss"
 """Name of the last layer of every profile and plan; its inputs are the model's outputs and `TARGET`."""
@@ -218,6 +223,42 @@ class ModelProfile(
         sizes = ", ".join(map(str, self.microbatch_sizes))
         what = f"{self.model!r} on {self.device.kind!r}"
         return f"ModelProfile({what}, {len(self.layers)} layers, micro-batches of {sizes})"
+
+    def rows(self) -> list[dict[str, object]]:
+        """Returns a row for each layer at each micro-batch size, as `to_pandas` has them."""
+        return [
+            {
+                "microbatch_size": measured.microbatch_size,
+                "layer": layer.name,
+                "kind": layer.kind,
+                "forward_ns": m.forward_ns,
+                "input_grad_ns": m.input_grad_ns,
+                "weight_grad_ns": m.weight_grad_ns,
+                "backward_ns": m.whole_backward_ns,
+                "update_ns": layer.update_ns,
+                "param_bytes": layer.param_bytes,
+                "stash_bytes": m.stash_bytes,
+                "workspace_bytes": m.workspace_bytes,
+                "output_bytes": sum(m.output_bytes),
+            }
+            for measured in sorted(self.measurements, key=lambda m: m.microbatch_size)
+            for layer, m in zip(self.layers, measured.layers, strict=True)
+        ]
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame` with a row for each layer at each micro-batch size."""
+        return data_frame(self.rows())
+
+    def to_networkx(self) -> "nx.MultiDiGraph[str]":
+        """Returns the layers as a graph of networkx: layers as nodes, tensors as edges; see `bapipe.to_networkx`."""
+        return to_networkx(self)
+
+    def _repr_html_(self) -> str:
+        """Returns the layers at the largest micro-batch size, for a notebook."""
+        largest = max(self.microbatch_sizes)
+        rows = [row for row in self.rows() if row["microbatch_size"] == largest]
+        title = f"{self.model} on {self.device.name} ({self.device.kind}), {self.dtype}, {self.optimizer}"
+        return rows_html([title, f"micro-batches of {', '.join(map(str, self.microbatch_sizes))} were measured"], rows)
 
     @property
     def threads(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
@@ -10,6 +11,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
+from bapipe.tables import data_frame, rows_html
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,31 @@ class Comparison:
     plans: Mapping[str, Plan]
     others: tuple[Alternative, ...]
     failed: Mapping[str, str]
+
+    def rows(self) -> list[dict[str, object]]:
+        """Returns a row for each strategy that has a step time, the fastest first, then one for each other."""
+        found: list[dict[str, object]] = []
+        for name, plan in self.plans.items():
+            peak_bytes = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
+            row = {"strategy": name, "step_ns": plan.prediction.step_ns, "peak_bytes": peak_bytes}
+            found.append({**row, "schedule": plan.schedule, "num_stages": len(plan.stages), "note": ""})
+        for other in self.others:
+            row = {"strategy": other.name, "step_ns": other.step_ns, "peak_bytes": other.peak_bytes}
+            found.append({**row, "note": "" if other.feasible else other.why_not})
+        found.sort(key=lambda row: cast(int, row["step_ns"]))
+        for name, why in self.failed.items():
+            found.append({"strategy": name, "note": why})
+        return found
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame` with a row for each strategy."""
+        return data_frame(self.rows())
+
+    def _repr_html_(self) -> str:
+        """Returns the strategies side by side, for a notebook."""
+        plan = next(iter(self.plans.values()))
+        title = f"{plan.model}: mini-batches of {plan.minibatch_size} on {len(plan.cluster.devices)} devices"
+        return rows_html([title], self.rows())
 
 
 def compare(

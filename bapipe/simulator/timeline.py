@@ -4,12 +4,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bapipe.formats.plan import Memory, Prediction, RankPrediction
 from bapipe.schedules.table import Action, Phase
+from bapipe.tables import data_frame, rows_html
 
 
 class Span(NamedTuple):
@@ -76,6 +77,33 @@ class Timeline:
     def __repr__(self) -> str:
         """Returns the size of the step in one line: all actions would fill a notebook."""
         return f"Timeline({len(self.devices)} devices, {len(self.spans)} actions, {self.step_ns / 1e6:,.4g} ms)"
+
+    def rows(self) -> list[dict[str, object]]:
+        """Returns a row for each action, transfer, all-reduce and update, by start, as `to_pandas` has them."""
+        name = self.devices.__getitem__
+        found: list[dict[str, object]] = [
+            {"what": str(s.action), "device": name(s.rank), "start_ns": s.start_ns, "end_ns": s.end_ns}
+            for s in self.spans
+        ]
+        for t in self.transfers:
+            device = f"{name(t.source)} to {name(t.target)}"
+            what = f"send {t.stage}{t.phase.value}{t.microbatch}"
+            found.append({"what": what, "device": device, "start_ns": t.start_ns, "end_ns": t.end_ns})
+        for sync in self.syncs:
+            what = f"all-reduce of stage {sync.stage}, bucket {sync.bucket}"
+            found.append({"what": what, "device": "", "start_ns": sync.start_ns, "end_ns": sync.end_ns})
+        for u in self.updates:
+            what = f"update of stage {u.stage}"
+            found.append({"what": what, "device": name(u.rank), "start_ns": u.start_ns, "end_ns": u.end_ns})
+        return sorted(found, key=lambda row: (row["start_ns"], row["end_ns"], row["what"], row["device"]))
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame` with a row for each action, transfer, all-reduce and update."""
+        return data_frame(self.rows())
+
+    def _repr_html_(self) -> str:
+        """Returns the first events of the step, for a notebook."""
+        return rows_html([repr(self)], self.rows())
 
     @property
     def step_ns(self) -> int:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapipe.errors import InvalidFile, InvalidModel
+from bapipe.formats.multigraph import to_networkx
 from bapipe.graph.downsets import downsets, members, prefixes
 from bapipe.graph.layer_graph import (
     Graph,
@@ -15,7 +16,6 @@ from bapipe.graph.layer_graph import (
     contract,
     depth_first_order,
     of_layers,
-    to_networkx,
     topological_order,
 )
 from tests.random_graphs import branching_profile
