@@ -230,15 +230,15 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--check", "--co-runners", "--device", "--exhaustive", "--layer-by-layer",
+            "--arg", "--autocast", "--channels-last", "--check", "--co-runners", "--device", "--exhaustive", "--json", "--layer-by-layer",
             "--leaf-module", "--microbatch-size", "--operator-layers", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [
-            "--batch-size", "--device", "--device-name", "--layers", "--members", "--memory-bytes",
+            "--batch-size", "--device", "--device-name", "--json", "--layers", "--members", "--memory-bytes",
             "--microbatch-size", "--model", "--optimizer", "--output", "--source",
         ],
-        "cluster": ["--between", "--device", "--devices", "--hosts", "--like", "--output", "--probe", "--within"],
-        "estimate": ["--cluster", "--kind", "--output", "--split", "--whole"],
+        "cluster": ["--between", "--device", "--devices", "--hosts", "--json", "--like", "--output", "--probe", "--within"],
+        "estimate": ["--cluster", "--json", "--kind", "--output", "--split", "--whole"],
         "plan": [
             "--arg", "--cluster", "--constraint", "--device", "--devices", "--explain", "--group", "--json", "--memory-limit",
             "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",
@@ -264,6 +264,6 @@ def test_command_line_options() -> None:
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
             "--replan", "--resume", "--seed", "--skip-unreadable", "--steps", "--tensorboard", "--timeout", "--trace", "--trust-factory", "--warmup", "--weights", "--without",
         ],
-        "export": ["--output"],
-        "convert-checkpoint": [],
+        "export": ["--json", "--output"],
+        "convert-checkpoint": ["--json"],
     }  # fmt: skip

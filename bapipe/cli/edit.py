@@ -8,8 +8,9 @@ import typer
 import bapipe
 from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.options import AsJson
+from bapipe.cli.outputs import write_output
 from bapipe.cli.progress import note, out, show_json, show_written
-from bapipe.formats.codec import check_writable, read, write
+from bapipe.formats.codec import check_writable, read
 from bapipe.formats.plan import Plan
 from bapipe.planner.edit import Changes
 from bapipe.planner.make import judge
@@ -78,7 +79,7 @@ def edit(
         ),
     )
     if output is not None:
-        write(output, after)
+        write_output(output, after)
     if as_json:
         show_json(changes_json(before, after))
         return

@@ -6,12 +6,13 @@ from typing import Annotated, cast, get_args
 import typer
 
 from bapipe import report
-from bapipe.cli.options import Output
-from bapipe.cli.progress import show_parts, show_written
+from bapipe.cli.options import AsJson, Output
+from bapipe.cli.outputs import write_output
+from bapipe.cli.progress import show_json, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate as estimate_group
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, read, write
+from bapipe.formats.codec import check_writable, read
 from bapipe.formats.profile import ModelProfile, Split
 
 
@@ -33,6 +34,7 @@ def estimate(
     kind: Annotated[
         str | None, typer.Option("--kind", help="Kind of the groups, for clusters that also have single devices.")
     ] = None,
+    as_json: AsJson = False,
     output: Output = Path("group.json"),
 ) -> None:
     """Estimate the profile of a group of devices from that of a single one."""
@@ -48,6 +50,9 @@ def estimate(
         whole=whole or (),
         kind=kind,
     )
-    write(output, estimated)
+    write_output(output, estimated)
+    if as_json:
+        show_json(estimated)
+        return
     show_parts(report.render_profile(estimated))
     show_written(output)

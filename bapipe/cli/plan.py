@@ -31,6 +31,7 @@ from bapipe.cli.options import (
     Sources,
     TimeLimit,
 )
+from bapipe.cli.outputs import write_output
 from bapipe.cli.progress import (
     err,
     note,
@@ -44,7 +45,7 @@ from bapipe.cli.progress import (
 )
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, fingerprint, read, write, write_bytes
+from bapipe.formats.codec import check_writable, fingerprint, read, write_bytes
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
@@ -155,7 +156,7 @@ def plan(
             with planning_status() as progress:
                 made = plan_cached(measured, devices_to_use, options, deadline=first, progress=progress)
             profiles = profiles_used_by(made, measured)
-        write(output, made)
+        write_output(output, made)
         sentences = _explain(made, profiles, options, deadline.share(1 + pareto)) if explain else ()
         front = _pareto_front(profiles, made.cluster, options, deadline) if pareto else ()
     _say_what_more_time_could_do(made, first)

@@ -7,10 +7,11 @@ from typing import Annotated, Literal, cast
 import typer
 
 from bapipe import report
-from bapipe.cli.options import MAX_THREADS, Arguments, Devices, Kind, Output, Sizes, integers, key_values
-from bapipe.cli.progress import err, parts_bar, show_parts, show_written
+from bapipe.cli.options import MAX_THREADS, Arguments, AsJson, Devices, Kind, Output, Sizes, integers, key_values
+from bapipe.cli.outputs import write_output
+from bapipe.cli.progress import err, parts_bar, show_json, show_parts, show_written
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import check_writable, read, write
+from bapipe.formats.codec import check_writable, read
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, import_group
@@ -78,6 +79,7 @@ def profile(
         bool,
         typer.Option(help="Compare loss, gradients and buffers of the split model with the original's, on 7 samples."),
     ] = True,
+    as_json: AsJson = False,
     output: Output = Path("profile.json"),
 ) -> None:
     """Measure the time and memory of each layer of a model."""
@@ -107,7 +109,10 @@ def profile(
             check=check,
             progress=progress,
         )
-    write(output, measured)
+    write_output(output, measured)
+    if as_json:
+        show_json(measured)
+        return
     show_parts(report.render_profile(measured))
     show_written(output)
 
@@ -152,6 +157,7 @@ def import_(
     members: Annotated[
         int, typer.Option("--members", min=1, max=MAX_INT, help="Number of devices that share each layer.")
     ] = 1,
+    as_json: AsJson = False,
     output: Output = Path("profile.json"),
 ) -> None:
     """Convert a profile that another tool measured.
@@ -175,7 +181,10 @@ def import_(
         optimizer=optimizer,
     )
     imported = import_file(file, origin) if layers is None else import_group(file, layers, origin, members)
-    write(output, imported)
+    write_output(output, imported)
+    if as_json:
+        show_json(imported)
+        return
     show_parts(report.render_profile(imported))
     show_written(output)
 
@@ -201,6 +210,7 @@ def cluster(
         ),
     ] = None,
     between: Annotated[str, typer.Option("--between", help="With --like: the link between hosts.")] = "eth100",
+    as_json: AsJson = False,
     output: Output = Path("cluster.json"),
 ) -> None:
     """List the devices of this machine or job, and measure their links.
@@ -218,6 +228,9 @@ def cluster(
     else:
         with err.status("measuring the link between two ranks"):
             measured = local_cluster(devices, device)
-    write(output, measured)
+    write_output(output, measured)
+    if as_json:
+        show_json(measured)
+        return
     show_parts(report.render_cluster(measured))
     show_written(output)

@@ -137,6 +137,7 @@ def run(
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or one of them.")],
+    as_json: AsJson = False,
     output: Output = Path("model.safetensors"),
 ) -> None:
     """Write the weights of a checkpoint as a safetensors file.
@@ -145,18 +146,26 @@ def export(
     """
     check_writable(output)
     num_tensors = export_checkpoint(checkpoint, output)
+    if as_json:
+        show_json({"file": str(output), "num_tensors": num_tensors})
+        return
     show_line(f"wrote {num_tensors} tensors to {output}")
 
 
 def convert_checkpoint(
     folder: Annotated[Path, typer.Argument(help="Folder of checkpoints, or one of them.")],
+    as_json: AsJson = False,
 ) -> None:
     """Convert checkpoints of an older version, without running code in them.
 
     Their tensors are copied as they are: the numbers in the files are trusted. The list that says where each tensor is,
     a pickle, is not: nothing that it names is imported or called. Old checkpoints are kept, as old-step-...
     """
-    for path in convert(folder):
+    converted = convert(folder)
+    if as_json:
+        show_json({"converted": [str(path) for path in converted]})
+        return
+    for path in converted:
         show_line(f"converted {path}; the old one is kept as old-{path.name}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bapipe import report
 from bapipe.cli.options import num_bytes
-from bapipe.cli.progress import err, show_json, show_parts
+from bapipe.cli.progress import err, show_json, show_line, show_parts
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES
@@ -63,7 +63,10 @@ def show_points(session: Session, texts: Sequence[str], schedules: Sequence[str]
     if layout == "json":
         show_json([point.row for point in points])
     elif layout == "table":
-        show_parts([report.variations_table(names, [point.row for point in points])])
+        rows = [point.row for point in points]
+        show_parts([report.variations_table(names, rows), "worth the most, each by itself:"])
+        for words in report.worth_words(names, rows):
+            show_line(words)
     else:
         _write_cells(names, points, layout)
 

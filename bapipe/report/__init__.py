@@ -20,7 +20,7 @@ from bapipe.report.profiles import render_cluster, render_profile
 from bapipe.report.remarks import plan_remarks
 from bapipe.report.runs import evaluation_words, render_run, run_json
 from bapipe.report.text_gantt import PHASE_NAMES, gantt
-from bapipe.report.variations import variations_table
+from bapipe.report.variations import variations_table, worth_words
 
 __all__ = [
     "PHASE_NAMES",
@@ -45,4 +45,5 @@ __all__ = [
     "render_run",
     "run_json",
     "variations_table",
+    "worth_words",
 ]

@@ -31,5 +31,22 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     return table
 
 
+def worth_words(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns for each axis what its best value is worth with the first values of the others, the most first."""
+    if "step_ns" not in rows[0]:
+        return ["nothing fits at the first point, with which the others would be compared"]
+    found = []
+    for name in names:
+        others = {other: rows[0][other] for other in names if other != name}
+        line = [row for row in rows if "step_ns" in row and others.items() <= row.items()]
+        first, best = line[0], max(line, key=lambda row: row["samples_per_s"])
+        factor = best["samples_per_s"] / first["samples_per_s"]
+        if factor > 1.005:
+            values = f"{_axis_value(name, best[name])} instead of {_axis_value(name, first[name])}"
+            found.append((factor, f"{name} {values}: {factor:.2f} times the samples/s"))
+    found.sort(key=lambda each: -each[0])
+    return [words for _, words in found] or ["no other value is worth more than 0.5 %, by itself"]
+
+
 def _axis_value(name: str, value: float) -> str:
     return f"{number(value / 2**20)} MiB" if name == "memory" else f"{value:g}"

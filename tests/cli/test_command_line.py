@@ -192,6 +192,25 @@ def test_a_pinned_plan_is_not_overwritten(folder: Path) -> None:
     assert (folder / "plan.json").read_bytes() == before
 
 
+def test_a_plan_in_the_place_of_another_one_keeps_that(folder: Path) -> None:
+    planned(folder, "--stages", "2")
+    first = (folder / "plan.json").read_bytes()
+    command = ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "--stages", "1", "--json")
+    done = bapipe(folder, *command)
+    assert (folder / "plan.json~").read_bytes() == first
+    assert "plan.json was there already, with another content: it is kept as plan.json~" in done.stderr
+    documented = (ROOT / "docs" / "json.md").read_text()
+    assert [key for key in json.loads(done.stdout) if f"`{key}`" not in documented] == []
+    assert "was there already" not in bapipe(folder, *command).stderr
+
+
+def test_an_imported_profile_is_printed_as_json(folder: Path) -> None:
+    (folder / "table.csv").write_text("layer,forward_ms,backward_ms,param_bytes,output_bytes\na,1,2,3,4\nb,1,2,3,4\n")
+    done = bapipe(folder, "import", "table.csv", "--batch-size", "4", "-o", "imported.json", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((folder / "imported.json").read_text())
+
+
 def test_a_plan_changed_by_hand_is_shown_without_proof(folder: Path) -> None:
     planned(folder, "--stages", "2", "--no-replicas")
     content = json.loads((folder / "plan.json").read_text())

@@ -12,6 +12,7 @@ from bapipe.cli.vary import parse_axis, show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.vary import Axis, vary
+from bapipe.report import worth_words
 from tests.builders import chain, devices
 
 PROFILE = chain([1, 2, 3, 4], param_bytes=100, stash_bytes=10, output_bytes=1000)
@@ -57,6 +58,19 @@ def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixtur
     assert [row["step_ns"] for row in read] == [str(row.get("step_ns", "")) for row in rows]
     assert printed["markdown"].splitlines()[1].startswith("| --- | --- |")
     assert len(printed["markdown"].splitlines()) == 6
+
+
+def test_the_resource_that_is_worth_most_comes_first() -> None:
+    figures = {(1, 1): 10.0, (1, 2): 11.0, (4, 1): 25.0, (4, 2): 99.0}
+    rows = [{"devices": d, "link": link, "samples_per_s": s, "step_ns": 1} for (d, link), s in figures.items()]
+    assert worth_words(["link", "devices"], rows) == [
+        "devices 4 instead of 1: 2.50 times the samples/s",
+        "link 2 instead of 1: 1.10 times the samples/s",
+    ]
+    assert worth_words(["link", "devices"], rows[:1]) == ["no other value is worth more than 0.5 %, by itself"]
+    assert worth_words(["link"], [{"link": 1, "why_not": "no plan fits"}]) == [
+        "nothing fits at the first point, with which the others would be compared"
+    ]
 
 
 @pytest.mark.parametrize(
