@@ -31,7 +31,7 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
     yield printable(proof(plan.certificate), MAX_LINE)
     if plan.cluster.assumed_links is not msgspec.UNSET and len(plan.cluster.devices) > 1:
         links = printable(plan.cluster.assumed_links)
-        yield f"the links are assumed, not measured: {links}; `bapipe explore --vary link=...` shows what that changes"
+        yield f"the links are assumed, not measured: {links}; `bapipe explore` shows what other links change"
     if plan.alternatives:
         yield alternatives_table(plan)
 
