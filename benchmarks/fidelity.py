@@ -76,7 +76,7 @@ def memory(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes: (predicted, allocated) of the stash, and (predicted, assumed by plans, allocated) of the peak."""
     measured = profile.at(size)
-    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, False, (), TiedWeightCost())
+    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, frozenset(), (), TiedWeightCost())
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to

@@ -44,6 +44,10 @@ def edit(
         list[int] | None,
         typer.Option("--recompute", min=0, help="The number of a stage that recomputes its forward. May be repeated."),
     ] = None,
+    recompute_layer: Annotated[
+        list[str] | None,
+        typer.Option("--recompute-layer", help="A layer to recompute; the rest of its stage keeps. May be repeated."),
+    ] = None,
     keep: Annotated[
         list[int] | None,
         typer.Option("--keep", min=0, help="The number of a stage that keeps its activations. May be repeated."),
@@ -76,6 +80,7 @@ def edit(
             moves=move or (),
             recompute=recompute or (),
             keep=keep or (),
+            recompute_layers=recompute_layer or (),
         ),
     )
     if output is not None:

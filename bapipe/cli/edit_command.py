@@ -4,7 +4,7 @@ import shlex
 
 from bapipe.explorer.state import State
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, StagePlan
 from bapipe.planner.decision import Decision, decision_of
 
 
@@ -32,11 +32,17 @@ def command_lines(
             edit += [f"--{name.replace('_', '-')}", str(getattr(decision, name))]
     if before is None or before.devices != decision.devices:
         edit += [w for s, group in enumerate(decision.devices) for w in ("--place", f"stage {s} on {','.join(group)}")]
-    for s, recompute in enumerate(decision.recompute):
-        if before is None or before.recompute[s : s + 1] != (recompute,):
-            edit += ["--recompute" if recompute else "--keep", str(s)]
+    for s, stage in enumerate(decision.stages):
+        if before is None or s >= len(before.stages) or before.stages[s].recomputed != stage.recomputed:
+            edit += _recomputation(s, stage)
     first = [["bapipe", "plan", *source, "-o", "plan.json"]] if start is None else []
     return [shlex.join(words) for words in (*first, [*edit, "-o", "mine.json"])]
+
+
+def _recomputation(s: int, stage: StagePlan) -> list[str]:
+    if len(stage.recomputed) in (0, len(stage.layers)):
+        return ["--recompute" if stage.recompute else "--keep", str(s)]
+    return [word for name in stage.recomputed for word in ("--recompute-layer", name)]
 
 
 def _has_given_cluster(state: State, given: Cluster) -> bool:

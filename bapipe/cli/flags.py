@@ -35,6 +35,7 @@ FLAGS = {
     "port": "--port",
     "profiles": "--profile",
     "recompute": "--recompute",
+    "recompute_layers": "--recompute-layer",
     "replan": "--replan",
     "replicas": "--no-replicas",
     "resume": "--resume",

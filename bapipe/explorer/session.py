@@ -12,7 +12,7 @@ from bapipe.explorer.answers import Json, layers_json, model_json, step_json, ti
 from bapipe.explorer.state import State, cluster_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Certificate, Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.make import balanced_decision, default_devices, legal_cuts, plan_of
 from bapipe.planner.options import PlanOptions
@@ -96,6 +96,7 @@ class Session:
             "cuts": decision.cuts,
             "devices": decision.devices,
             "recompute": decision.recompute,
+            "recompute_layers": tuple(sorted(decision.recompute_layers)),
             "layer_order": None if decision.layers == self._names else order,
             "schedule": decision.schedule,
             "minibatch_size": decision.minibatch_size,
@@ -116,6 +117,7 @@ class Session:
             cuts=state.cuts,
             devices=state.devices,
             recompute=state.recompute,
+            recompute_layers=frozenset(state.recompute_layers) - {LOSS},
             schedule=state.schedule,
             minibatch_size=state.minibatch_size,
             microbatch_size=state.microbatch_size,

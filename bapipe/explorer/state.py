@@ -21,6 +21,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         cuts: how many layers are before each cut. [stages - 1]
         devices: names. [stages, replicas]
         recompute: [stages]
+        recompute_layers: names of layers; a stage that recomputes and has some of them recomputes these only.
         layer_order: the layers in the order in which they are cut, by their places in the profile; None for the
             profile's order.
         num_devices: the first devices of the cluster; beyond its number, more devices like its last one.
@@ -33,6 +34,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cuts: tuple[Positive, ...]
     devices: tuple[tuple[str, ...], ...]
     recompute: tuple[bool, ...]
+    recompute_layers: tuple[str, ...] = ()
     layer_order: tuple[NonNegative, ...] | None = None
     schedule: str
     minibatch_size: Positive

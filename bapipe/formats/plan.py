@@ -8,6 +8,7 @@ import msgspec
 
 from bapipe.errors import InvalidFile, InvalidSchedule
 from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import LOSS
 from bapipe.formats.settings import Settings
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action
@@ -16,11 +17,24 @@ from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layers of a stage, the devices that run it, and whether its backward recomputes its forward."""
+    """The layers of a stage, the devices that run it, and whether its backward recomputes its forward.
+
+    Attributes:
+        recompute_layers: with `recompute`, those of its layers that are recomputed: some, but not the loss; the others
+            keep their stashes. If left out, the whole stage is recomputed from its input.
+    """
 
     layers: tuple[str, ...]
     devices: tuple[str, ...]
     recompute: bool = False
+    recompute_layers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The layers that are recomputed."""
+        if not self.recompute:
+            return ()
+        return self.layers if self.recompute_layers is msgspec.UNSET else self.recompute_layers
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -351,3 +365,21 @@ def _check_stages(stages: tuple[StagePlan, ...], cluster: Cluster) -> None:
         for name in stage.devices:
             if name not in known:
                 raise InvalidFile(f"'{name}' is not a device of the plan's cluster", f"{where}.devices")
+        _check_recomputation(stage, f"{where}.recompute_layers")
+
+
+def _check_recomputation(stage: StagePlan, where: str) -> None:
+    named = stage.recompute_layers
+    if named is msgspec.UNSET:
+        return
+    if not stage.recompute:
+        raise InvalidFile("the stage names layers that are recomputed, but `recompute` is false", where)
+    if not named or len(set(named)) != len(named):
+        raise InvalidFile("want one or more layers, each once; leave it out to recompute the whole stage", where)
+    for name in named:
+        if name == LOSS:
+            raise InvalidFile("the loss can be recomputed with its whole stage only", where)
+        if name not in stage.layers:
+            raise InvalidFile(f"'{name}' is not a layer of the stage", where)
+    if len(named) == len(stage.layers):
+        raise InvalidFile("these are all layers of the stage: leave it out to recompute the whole stage", where)

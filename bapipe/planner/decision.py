@@ -1,9 +1,12 @@
 """What a plan decides, apart from what follows from it; and the step that follows, by the simulator."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+
+import msgspec
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
@@ -26,6 +29,7 @@ class Decision:
         cuts: how many layers are before each cut, ascending. [stages - 1]
         devices: the names of the devices of each stage. [stages]
         recompute: whether a stage recomputes its forward. [stages]
+        recompute_layers: layers of stages that recompute these only; other stages recompute all of their layers.
         own_table: the order of the actions if it is not that of the named schedule.
     """
 
@@ -37,6 +41,7 @@ class Decision:
     minibatch_size: int
     microbatch_size: int
     own_table: Schedule | None = None
+    recompute_layers: frozenset[str] = frozenset()
 
     @property
     def num_microbatches(self) -> int:
@@ -47,7 +52,7 @@ class Decision:
         """The stages as a plan lists them."""
         intervals = pairwise((0, *self.cuts, len(self.layers)))
         return tuple(
-            StagePlan(layers=self.layers[begin:end], devices=devices, recompute=recompute)
+            stage_plan(self.layers[begin:end], devices, recompute=recompute, recompute_layers=self.recompute_layers)
             for (begin, end), devices, recompute in zip(intervals, self.devices, self.recompute, strict=True)
         )
 
@@ -68,6 +73,17 @@ _placed = lru_cache(maxsize=32)(place_schedule)
 """Most changes of a plan leave its order as it is."""
 
 
+def stage_plan(
+    layers: tuple[str, ...], devices: tuple[str, ...], *, recompute: bool, recompute_layers: AbstractSet[str]
+) -> StagePlan:
+    """Returns a stage that recomputes those of its layers that are in `recompute_layers`; if none is, all."""
+    named = tuple(name for name in layers if name in recompute_layers) if recompute else ()
+    only_some = 0 < len(named) < len(layers)
+    return StagePlan(
+        layers=layers, devices=devices, recompute=recompute, recompute_layers=named if only_some else msgspec.UNSET
+    )
+
+
 def decision_of(plan: Plan) -> Decision:
     """Returns the decisions of a plan."""
     ends = [0]
@@ -78,6 +94,9 @@ def decision_of(plan: Plan) -> Decision:
         cuts=tuple(ends[1:-1]),
         devices=tuple(stage.devices for stage in plan.stages),
         recompute=tuple(stage.recompute for stage in plan.stages),
+        recompute_layers=frozenset(
+            name for stage in plan.stages if len(stage.recomputed) < len(stage.layers) for name in stage.recomputed
+        ),
         schedule=plan.schedule,
         minibatch_size=plan.minibatch_size,
         microbatch_size=plan.microbatch_size,

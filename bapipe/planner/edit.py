@@ -12,7 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.options import options_from
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind
-from bapipe.planner.make import check_memory, default_devices, plan_of
+from bapipe.planner.make import check_memory, default_devices, plan_of, with_recomputation
 from bapipe.schedules import ALL
 
 MOVE = re.compile(r"stage (\d+) ([+-]\d+)(?: layers?)?")
@@ -30,7 +30,8 @@ class Changes:
         swap: the names of two devices that exchange their stages.
         moves: such as `stage 1 +3 layers`, which takes the first three layers of the stage behind it (for the last
             stage: the last three of the one before it); `-3` gives as many away.
-        recompute, keep: the numbers of stages that recompute their forward, and that keep their stashes.
+        recompute, keep: the numbers of stages that recompute their whole forward, and that keep all their stashes.
+        recompute_layers: layers to recompute besides, where the rest of the stage keeps its stash.
     """
 
     cuts: Sequence[str] | None = None
@@ -42,6 +43,7 @@ class Changes:
     moves: Sequence[str] = ()
     recompute: Sequence[int] = ()
     keep: Sequence[int] = ()
+    recompute_layers: Sequence[str] = ()
 
 
 def edit(plan: Plan, profiles: Profiles, changes: Changes | None = None, **keywords: Any) -> Plan:
@@ -81,17 +83,20 @@ def apply(decision: Decision, changes: Changes, cluster: Cluster) -> Decision:
     stages_changed = num_stages != len(before.devices)
     if stages_changed or (changes.schedule is not None and not _fits_schedule(decision, cluster)):
         groups = default_devices(decision.schedule, num_stages, decision.num_microbatches, cluster)
-        decision = replace(decision, devices=groups, recompute=(False,) * num_stages)
+        decision = replace(decision, devices=groups, recompute=(False,) * num_stages, recompute_layers=frozenset())
     for text in changes.place:
         decision = _placed(decision, text)
     if changes.swap is not None:
         decision = _swapped(decision, *changes.swap, cluster)
     for text in changes.moves:
         decision = _moved(decision, text)
-    flags = [(s in changes.recompute or old) and s not in changes.keep for s, old in enumerate(decision.recompute)]
     for s in (*changes.recompute, *changes.keep):
         _check_stage(s, decision)
-    decision = replace(decision, recompute=tuple(flags))
+    flags = tuple(old and s not in changes.keep for s, old in enumerate(decision.recompute))
+    kept = {name for s in changes.keep for name in decision.stages[s].layers}
+    decision = replace(decision, recompute=flags, recompute_layers=decision.recompute_layers - kept)
+    again = [s for s in changes.recompute if s not in changes.keep]
+    decision = with_recomputation(decision, again, changes.recompute_layers)
     if (decision.devices, decision.num_microbatches) != (before.devices, before.num_microbatches):
         decision = decision.following_schedule()
     return decision

@@ -15,11 +15,11 @@ import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import LOSS, Measurement, ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import contract, of_layers, topological_order
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.decision import stage_plan
 from bapipe.planner.searched_space import LinearizationsSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
@@ -84,10 +84,11 @@ def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) 
         solution,
         profiles=profiles,
         stages=tuple(
-            StagePlan(
-                layers=tuple(sorted(stage.layers, key=index.__getitem__)),
-                devices=stage.devices,
+            stage_plan(
+                tuple(sorted(stage.layers, key=index.__getitem__)),
+                stage.devices,
                 recompute=stage.recompute,
+                recompute_layers=frozenset(stage.recomputed),
             )
             for stage in solution.stages
         ),

@@ -10,7 +10,7 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import NOT_CERTIFIED, Certificate, Plan, certify, with_certificate
-from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.formats.profile import LOSS, ModelProfile, common_settings
 from bapipe.planner.decision import Decision, check_devices, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import PlanOptions
@@ -35,6 +35,7 @@ def make(
     num_stages: int | None = None,
     devices: Sequence[str | Sequence[str]] | None = None,
     recompute: Sequence[int] = (),
+    recompute_layers: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan of some decisions, with its prediction and a lower bound on the step of every plan.
 
@@ -48,6 +49,7 @@ def make(
         devices: the name of the device of each stage, or the names of its replicas. If left out, the stages take the
             cluster's devices in order, one each or as the schedule says.
         recompute: the numbers of the stages that recompute their forward.
+        recompute_layers: layers to recompute besides, where the rest of the stage keeps its activations.
 
     Raises:
         Infeasible: the plan does not fit; the message says what each device lacks.
@@ -65,9 +67,10 @@ def make(
         groups = _device_groups(
             devices, num_stages if at is None else len(at) + 1, schedule, minibatch_size // size, cluster
         )
-        decision = replace(
+        decision = with_recomputation(
             balanced_decision(profiles, cluster, groups, schedule, minibatch_size, size, at),
-            recompute=_flags(recompute, len(groups)),
+            recompute,
+            recompute_layers,
         )
         timeline = simulate_decision(decision, profiles, cluster)
         lacks = max(lacking_bytes(timeline, cluster).values(), default=0)
@@ -173,7 +176,7 @@ def check_memory(timeline: Timeline, cluster: Cluster) -> None:
     if lacks := lacking_bytes(timeline, cluster):
         raise Infeasible(
             f"the plan does not fit: {', '.join(f'{name} lacks {lack:,} bytes' for name, lack in lacks.items())}. "
-            "Move a cut, recompute a stage, or take a smaller `microbatch_size`"
+            "Move a cut, recompute a stage or some layers, or take a smaller `microbatch_size`"
         )
 
 
@@ -232,11 +235,28 @@ def default_devices(
     raise BapipeError(f"schedule '{schedule}' on {len(names)} devices has {possible} stages, not {num_stages}")
 
 
-def _flags(recompute: Sequence[int], num_stages: int) -> tuple[bool, ...]:
+def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_layers: Sequence[str]) -> Decision:
+    """Returns a decision in which some whole stages, and some layers of other stages, are recomputed besides.
+
+    Raises:
+        BapipeError: there is no such stage or layer.
+    """
+    num_stages = len(decision.devices)
+    stage_of = {name: s for s, stage in enumerate(decision.stages) for name in stage.layers}
     for stage in recompute:
         if isinstance(stage, bool) or not 0 <= stage < num_stages:
             raise BapipeError(f"`recompute` names stage {stage}; there are stages 0 to {num_stages - 1}")
-    return tuple(s in recompute for s in range(num_stages))
+    for name in recompute_layers:
+        if name not in stage_of or name == LOSS:
+            why = "the plan has no such layer" if name not in stage_of else "that is possible with its whole stage only"
+            raise BapipeError(f"`recompute_layers` names '{name}': {why}")
+    whole = {s for s, stage in enumerate(decision.stages) if stage.recomputed == stage.layers} | set(recompute)
+    named = decision.recompute_layers | frozenset(recompute_layers)
+    return replace(
+        decision,
+        recompute=tuple(s in whole | {stage_of[name] for name in named} for s in range(num_stages)),
+        recompute_layers=frozenset(name for name in named if stage_of[name] not in whole),
+    )
 
 
 def _balanced_cuts(

@@ -82,9 +82,16 @@ def _stage(stage: StagePlan | None, other: StagePlan | None) -> str:
         parts.append(f"{len(stage.layers)} layers '{stage.layers[0]}' to '{stage.layers[-1]}'")
     if other is None or stage.devices != other.devices:
         parts.append(f"on {', '.join(stage.devices)}")
-    if (other is None and stage.recompute) or (other is not None and stage.recompute != other.recompute):
-        parts.append("recomputes" if stage.recompute else "keeps its activations")
+    if (other is None and stage.recompute) or (other is not None and stage.recomputed != other.recomputed):
+        parts.append(_recomputation(stage))
     return ", ".join(parts)
+
+
+def _recomputation(stage: StagePlan) -> str:
+    num = len(stage.recomputed)
+    if num in (0, len(stage.layers)):
+        return "recomputes" if num else "keeps its activations"
+    return f"recomputes {num} of {len(stage.layers)} layers"
 
 
 def _memory(before: Plan, after: Plan) -> Sequence[str]:

@@ -242,6 +242,8 @@ class ScheduleExecutor:
         def compute(microbatch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
             if recompute is not None:
                 loss = recompute(microbatch)
+            if stage.before_backward is not None:
+                stage.before_backward()
             if not full_backward and not torch_stage.is_first and is_whole(microbatch, loss):
                 full_backward = True
                 self._whole.add((stage.index, microbatch))

@@ -28,6 +28,7 @@ class LocalStage:
         output_names: of the tensors that go to the next stage; none of the last stage, whose outputs may have any size.
         arguments: names of the model inputs that a later stage loads.
         recompute: F keeps only its inputs, and B or I runs it again.
+        before_backward: what a stage of which some layers are recomputed does before B or I.
         last_backward: a context to enter for the backward after which the stage's gradients on this rank are final.
     """
 
@@ -38,6 +39,7 @@ class LocalStage:
     output_names: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     recompute: bool = False
+    before_backward: Callable[[], None] | None = None
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

@@ -49,7 +49,16 @@ class RecomputedStage(nn.Module):
         return self.module(*args, **kwargs)
 
     def first(self, microbatch: int, run: Callable[[], Result]) -> Result:
-        """Runs a micro-batch's F by calling `run`, without a graph; returns its result.
+        """Runs a micro-batch's F by calling `run`, without a graph; returns its result, and raises as `remembering`."""
+
+        def without_graph() -> Result:
+            with torch.no_grad():
+                return run()
+
+        return self.remembering(microbatch, without_graph)
+
+    def remembering(self, microbatch: int, run: Callable[[], Result]) -> Result:
+        """Runs a micro-batch's F by calling `run`, and remembers what it starts from; returns its result.
 
         Raises:
             InvalidModel: F changes a parameter that is trained, whose value before is then lost.
@@ -59,8 +68,7 @@ class RecomputedStage(nn.Module):
         cuda_rng = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         state = _StateBeforeForward(torch.get_rng_state(), cuda_rng, before, attributes_of(self.module))
-        with torch.no_grad():
-            result = run()
+        result = run()
         if self._changing is None:
             _check_parameters(sums, _sums(self.module))
             now = self._state()

@@ -1,6 +1,7 @@
 """The executors of a rank's stages: one for every size of the inputs to train on, and one to evaluate with."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,12 @@ from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage, Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.tracing import TracedModel
-from bapipe.tracing.stage_module import argument_names, stage_module
+from bapipe.tracing.stage_module import argument_names, needs_seal, stage_module
+from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split
 
 
@@ -72,15 +75,35 @@ class ExecutorFactory:
     def _local_stage(self, index: int, parts: Split) -> LocalStage:
         stage, examples = parts.stages[index], parts.examples
         taken = stage.received if index else stage.loaded
+        recomputed, module = frozenset(self.plan.stages[index].recomputed), self.modules[index]
+        recomputes_all = len(recomputed) == len(self.plan.stages[index].layers)
+        partly = self._partly_recomputed(index, parts, recomputed) if recomputed and not recomputes_all else None
         return LocalStage(
             index=index,
-            module=self._with_autocast(self.modules[index], _output_dtypes(parts, index)),
+            module=self._with_autocast(partly or module, _output_dtypes(parts, index)),
             received=tuple(examples[name] for name in taken),
             outputs=tuple(examples[name] for name in stage.outputs),
             output_names=stage.outputs if index + 1 < len(parts.stages) else (),
             arguments=argument_names(parts, stage.loaded) if index else (),
-            recompute=self.plan.stages[index].recompute,
+            recompute=recomputes_all,
+            before_backward=None if partly is None else partly.recompute,
             last_backward=self.replicas[index].gradients.last_backward if index in self.replicas else nullcontext,
+        )
+
+    def _partly_recomputed(self, index: int, parts: Split, recomputed: AbstractSet[str]) -> PartlyRecomputedStage:
+        stage = parts.stages[index]
+        by_position = stage.received if index else stage.loaded
+        by_name = stage.loaded if index else ()
+        return PartlyRecomputedStage(
+            self.modules[index],
+            stage_parts(parts, index, recomputed, self.layout.device, self.rng),
+            received=by_position,
+            arguments=dict(zip(argument_names(parts, by_name), by_name, strict=True)),
+            outputs=stage.outputs,
+            is_sealed=needs_seal(parts, index),
+            device=self.layout.device,
+            autocast=self.autocast,
+            rng=self.rng,
         )
 
     def _with_autocast(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:

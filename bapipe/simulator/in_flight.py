@@ -20,9 +20,9 @@ class InFlight(NamedTuple):
 
     Attributes:
         kept: between the start of their F and the end of their B or W. Each keeps its stash or, with recomputation,
-            the stage's input.
-        in_backward: between the start of their B or I and the end of their B or W. With recomputation, each has a
-            whole stash besides.
+            what the recomputed layers need.
+        in_backward: between the start of their B or I and the end of their B or W. With recomputation, each has the
+            stash of the recomputed layers besides.
         before_weight_grad: between the start of their I and the end of their W. Each keeps what I leaves for W.
     """
 

@@ -30,8 +30,9 @@ def rank_memory(
     """Returns the memory of each rank; the peak is at the first action at which it is largest.
 
     A stash lives from the start of its F to the end of its B or W. With recomputation, only the stage's input lives so
-    long, and a whole stash from the start of B or I to the end of B or W. What I leaves for W lives from the start of I
-    to the end of W. Receive buffers, one for each micro-batch that comes from another device, live all through the step
+    long, and a whole stash from the start of B or I to the end of B or W; if only some layers are recomputed, the
+    others' stash and the tensors between the two live so long. What I leaves for W lives from the start of I to the end
+    of W. Receive buffers, one for each micro-batch that comes from another device, live all through the step
     (torch 2.13 keeps them; pytorch#136380).
 
     These bytes follow from the order of the rank's actions alone, unless the rank runs forward and backward side by
@@ -71,15 +72,22 @@ def kept_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
     """Returns the bytes that live from the start of a micro-batch's F to the end of its B or W.
 
     It is the stash or, with recomputation, the stage's input: nothing for the first stage, whose input is not counted.
+    If only some layers are recomputed, it is the stash of the others, and the tensors between the two.
     """
+    cost, kept_tensor_bytes = stages[stage].costs[replica], stages[stage].kept_tensor_bytes
     if not stages[stage].recompute:
-        return stages[stage].costs[replica].stash_bytes
+        return cost.stash_bytes
+    if kept_tensor_bytes is not None:
+        return cost.stash_bytes - cost.recomputed_bytes + kept_tensor_bytes
     return received_bytes(stages[stage - 1], stages[stage]) if stage > 0 else 0
 
 
 def recomputed_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
     """Returns the bytes that live besides `kept_bytes` from the start of B or I to the end of B or W."""
-    return stages[stage].costs[replica].stash_bytes if stages[stage].recompute else 0
+    if not stages[stage].recompute:
+        return 0
+    cost = stages[stage].costs[replica]
+    return cost.stash_bytes if stages[stage].kept_tensor_bytes is None else cost.recomputed_bytes
 
 
 def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:

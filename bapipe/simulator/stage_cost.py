@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
@@ -32,6 +33,7 @@ class StageCost:
         param_bytes, optimizer_bytes: they live all through the step, as gradients do.
         frozen_bytes: those of `param_bytes` that are not trained, and have no gradients.
         stash_bytes: activations kept from F to the end of the backward of a micro-batch.
+        recomputed_bytes: those of the stash that only live during the backward if some layers are recomputed.
         gradient_stash_bytes: what I leaves for W, kept besides from I to the end of W.
         workspace_bytes: the maximum that one of its layers needs while it runs.
         gradient_done_ns: for each bucket, when its last gradient is done after the start of the stage's last B, and
@@ -47,6 +49,7 @@ class StageCost:
     frozen_bytes: int = 0
     optimizer_bytes: int = 0
     stash_bytes: int = 0
+    recomputed_bytes: int = 0
     gradient_stash_bytes: int = 0
     workspace_bytes: int = 0
     gradient_done_ns: tuple[tuple[int, int], ...] = ()
@@ -93,6 +96,7 @@ class Stage:
         group_bucket_bytes: how many of them the members of the devices sum, too; empty for single devices.
         tied_gradients: gradients of tied weights that it sums with other stages.
         recompute: only the stage's input is kept; a whole stash lives during each backward.
+        kept_tensor_bytes: if only some layers are recomputed, the tensors that are kept for that; else None.
     """
 
     costs: tuple[StageCost, ...]
@@ -105,6 +109,7 @@ class Stage:
     group_bucket_bytes: tuple[int, ...] = ()
     tied_gradients: tuple[TiedGradient, ...] = ()
     recompute: bool = False
+    kept_tensor_bytes: int | None = None
 
 
 def transferred_bytes(before: Stage, after: Stage) -> tuple[int, int]:
@@ -226,6 +231,7 @@ def _stage(
     names = sorted(stage.layers, key=lambda name: -views[devices[0].kind].position[name])
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
     buckets = fill_buckets([layer.summed_bytes(has_replicas=len(devices) > 1) for layer in layers])
+    recomputed = frozenset(stage.recomputed)
     ends = tuple(end for end, _ in buckets)
     tied = {device.kind: views[device.kind].tied_weights.cost_of(set(stage.layers)) for device in devices}
     return Stage(
@@ -233,7 +239,7 @@ def _stage(
             stage_cost(
                 [views[device.kind].by_name[name] for name in names],
                 device.speed,
-                stage.recompute,
+                recomputed,
                 ends,
                 tied[device.kind],
             )
@@ -248,6 +254,9 @@ def _stage(
         group_bucket_bytes=group_bucket_bytes(ends, [layer.group_gradient_bytes for layer in layers]),
         tied_gradients=tied[devices[0].kind].gradients,
         recompute=stage.recompute,
+        kept_tensor_bytes=None
+        if len(recomputed) in (0, len(names))
+        else kept_tensor_bytes(views[devices[0].kind].layers, names, recomputed),
     )
 
 
@@ -280,21 +289,23 @@ def group_bucket_bytes(bucket_ends: Sequence[int], group_gradient_bytes: Sequenc
 def stage_cost(
     layers: Sequence[tuple[LayerProfile, LayerMeasurement]],
     speed: float,
-    recompute: bool,
+    recomputed: AbstractSet[str],
     bucket_ends: Sequence[int],
     tied: TiedWeightCost,
 ) -> StageCost:
     """Returns the cost of layers, given last to first, on a device of some speed.
 
-    `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full.
+    `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full. `recomputed` are the names
+    of the layers that are recomputed.
     """
     totals = [layer_totals(layer, measured) for layer, measured in layers]
+    again = [of for (layer, _), of in zip(layers, totals, strict=True) if layer.name in recomputed]
     return cost_of_totals(
         sum_totals(totals),
         max(measured.workspace_bytes for _, measured in layers),
         [sum_totals(totals[:end]) for end in bucket_ends],
         speed=speed,
-        recompute=recompute,
+        recomputed=sum_totals(again),
         tied=tied,
     )
 
@@ -305,7 +316,7 @@ def cost_of_totals(
     last_layers: Iterable[LayerTotals],
     *,
     speed: float,
-    recompute: bool,
+    recomputed: LayerTotals,
     tied: TiedWeightCost,
 ) -> StageCost:
     """Returns the cost of layers on a device of some speed. Times are rounded once per stage, not per layer.
@@ -313,9 +324,9 @@ def cost_of_totals(
     Args:
         workspace_bytes: the maximum over the layers.
         last_layers: for each bucket of gradients, the layers from which on all gradients before it are done.
+        recomputed: the sums over the layers that are recomputed.
     """
-    forward_ns = at_speed(layers.forward_ns, speed)
-    recomputed_ns = forward_ns if recompute else 0  # before each B, or before each I
+    recomputed_ns = at_speed(recomputed.forward_ns, speed)  # before each B, or before each I
     param_bytes = layers.param_bytes + tied.param_bytes
 
     def measured_backward_ns(of: LayerTotals) -> int | None:
@@ -327,7 +338,7 @@ def cost_of_totals(
         return (split_ns if backward_ns is None else backward_ns), weight_ns
 
     return StageCost(
-        forward_ns=forward_ns,
+        forward_ns=at_speed(layers.forward_ns, speed),
         input_grad_ns=at_speed(layers.input_grad_ns, speed) + recomputed_ns,
         weight_grad_ns=at_speed(layers.weight_grad_ns, speed),
         whole_backward_ns=measured_backward_ns(layers),
@@ -336,6 +347,7 @@ def cost_of_totals(
         frozen_bytes=param_bytes - layers.gradient_bytes - tied.gradient_bytes,
         optimizer_bytes=layers.optimizer_bytes + tied.optimizer_bytes,
         stash_bytes=layers.stash_bytes,
+        recomputed_bytes=recomputed.stash_bytes,
         gradient_stash_bytes=layers.gradient_stash_bytes,
         workspace_bytes=workspace_bytes,
         gradient_done_ns=tuple(map(gradient_done_ns, last_layers)),
@@ -407,3 +419,22 @@ def cut_bytes(
                     change[made] += num_bytes
                     change[used] -= num_bytes
     return list(zip(accumulate(send), accumulate(grad), strict=True))
+
+
+def kept_tensor_bytes(
+    layers: Sequence[tuple[LayerProfile, LayerMeasurement]], stage: Iterable[str], recomputed: AbstractSet[str]
+) -> int:
+    """Returns the bytes that a stage keeps of a micro-batch because some of its layers are recomputed.
+
+    They are the tensors that a recomputed layer takes from elsewhere, and those that it makes for the stage's other
+    layers, each once. The model's inputs are not counted.
+    """
+    kept = frozenset(stage) - recomputed
+    used_by_recomputed = {tensor for layer, _ in layers if layer.name in recomputed for tensor in layer.inputs}
+    used_by_kept = {tensor for layer, _ in layers if layer.name in kept for tensor in layer.inputs}
+    return sum(
+        num_bytes
+        for layer, measured in layers
+        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True)
+        if tensor in (used_by_kept if layer.name in recomputed else used_by_recomputed)
+    )

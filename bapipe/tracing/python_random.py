@@ -24,14 +24,28 @@ def set_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+Generators = tuple[Any, Any]
+"""The states of the global generators of Python and of numpy, as `restore_generators` takes them."""
+
+
+def generators() -> Generators:
+    """Returns the states of the global generators."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def restore_generators(states: Generators) -> None:
+    """Sets the global generators to earlier states."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """In this context the generators may draw; afterwards they are as before."""
-    numpy = sys.modules.get("numpy")
-    before, numpy_before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    before = generators()
     try:
         yield
     finally:
-        random.setstate(before)
-        if numpy is not None:
-            numpy.random.set_state(numpy_before)
+        restore_generators(before)

@@ -32,15 +32,21 @@ def stage_module(
         device=device,
         before_random=before_random,
     )
-    # The last stage needs it only if it returns a tensor that it received: torch would detach its receive buffer.
-    is_sent = index + 1 < len(parts.stages) or set(stage.outputs) & set(stage.received)
-    if stage.outputs and is_sent:
+    if needs_seal(parts, index):
         output = next(node for node in module.graph.nodes if node.op == "output")
         with module.graph.inserting_before(output):
             sealed = module.graph.call_function(seal, tuple(output.all_input_nodes))
         output.args = (sealed,)
         module.recompile()
     return module
+
+
+def needs_seal(parts: Split, index: int) -> bool:
+    """Returns whether the outputs of a stage must pass through `seal`."""
+    stage = parts.stages[index]
+    # The last stage needs it only if it returns a tensor that it received: torch would detach its receive buffer.
+    is_sent = index + 1 < len(parts.stages) or bool(set(stage.outputs) & set(stage.received))
+    return bool(stage.outputs) and is_sent
 
 
 def argument_names(parts: Split, tensors: Sequence[str]) -> tuple[str, ...]:

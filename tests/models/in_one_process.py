@@ -28,11 +28,13 @@ class Setting:
         seed: of the partition, into 2 + seed % 3 stages, and of the order of W.
         split: whether backwards are I and W.
         recompute: whether every stage recomputes.
+        recompute_some: whether every stage recomputes about half of its layers.
     """
 
     seed: int
     split: bool = False
     recompute: bool = False
+    recompute_some: bool = False
 
 
 def whole_step(architecture: Architecture, num_microbatches: int = NUM_MICROBATCHES) -> Trained:
@@ -71,7 +73,8 @@ class OneProcess:
         order = [_order(len(stages), setting.split, setting.seed)]
         recompute = range(len(stages)) if setting.recompute else ()
         size = len(architecture.target) // NUM_MICROBATCHES
-        plan = make_plan_of(stages, ranks, order, size, NUM_MICROBATCHES, recompute)
+        again = self._some_layers(setting.seed) if setting.recompute_some else ()
+        plan = make_plan_of(stages, ranks, order, size, NUM_MICROBATCHES, recompute, again)
         module.zero_grad()
         with torch.no_grad():
             for name, tensor in _state(module).items():
@@ -83,6 +86,15 @@ class OneProcess:
         loss = pipeline.step(*architecture.inputs.values(), target=architecture.target)
         assert loss is not None
         return trained(torch.tensor(loss, dtype=torch.float64), module)
+
+    def _some_layers(self, seed: int) -> set[str]:
+        """About half of the layers; of those of which one changes what another reads, both or none."""
+        rng, group = random.Random(seed), {layer.name: layer.name for layer in self.model.layers}
+        for hazard in self.model.hazards:
+            first, second = group[hazard.writer], group[hazard.reader]
+            group |= {name: first for name, old in group.items() if old == second}
+        chosen = {first for first in sorted(set(group.values())) if rng.random() < 0.5}
+        return {name for name, first in group.items() if first in chosen}
 
     def _stages(self, setting: Setting) -> list[list[str]]:
         return random_stages(self.model, 2 + setting.seed % 3, random.Random(setting.seed))

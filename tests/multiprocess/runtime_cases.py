@@ -3,7 +3,7 @@
 import copy
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.plan import Certificate, Plan, Prediction, StagePlan
+from bapipe.formats.plan import Certificate, Plan, Prediction
 from bapipe.formats.profile import LOSS
+from bapipe.planner.decision import stage_plan
 from bapipe.runtime import sends
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
@@ -34,12 +35,13 @@ def make_plan(
     microbatch_size: int,
     num_microbatches: int,
     recompute: Sequence[int] = (),
+    recompute_layers: Collection[str] = (),
 ) -> Plan:
     """Returns a plan that cuts before the layers at `cuts` and runs stage s on device or devices `ranks[s]`."""
     names = (*layers, LOSS)
     bounds = (0, *cuts, len(names))
     stages = [names[a:b] for a, b in pairwise(bounds)]
-    return make_plan_of(stages, ranks, order, microbatch_size, num_microbatches, recompute)
+    return make_plan_of(stages, ranks, order, microbatch_size, num_microbatches, recompute, recompute_layers)
 
 
 def make_plan_of(
@@ -49,6 +51,7 @@ def make_plan_of(
     microbatch_size: int,
     num_microbatches: int,
     recompute: Sequence[int] = (),
+    recompute_layers: Collection[str] = (),
 ) -> Plan:
     """Returns a plan of stages given by their layers that runs stage s on device or devices `ranks[s]`."""
     link = Bandwidth(bytes_per_s=10**9, latency_ns=1000)
@@ -64,7 +67,12 @@ def make_plan_of(
         num_microbatches=num_microbatches,
         schedule="test",
         stages=tuple(
-            StagePlan(layers=tuple(own), devices=tuple(f"cpu{rank}" for rank in devices), recompute=s in recompute)
+            stage_plan(
+                tuple(own),
+                tuple(f"cpu{rank}" for rank in devices),
+                recompute=s in recompute or not set(recompute_layers).isdisjoint(own),
+                recompute_layers=frozenset(recompute_layers),
+            )
             for s, (own, devices) in enumerate(zip(stages, replicas(ranks), strict=True))
         ),
         order=tuple(tuple(actions) for actions in order),
@@ -279,6 +287,7 @@ class Case:
     microbatch_size: int = 3
     single: bool = False  # float32 in place of float64
     recompute: tuple[int, ...] = ()
+    recompute_every: int = 0  # every so many layers; 0: no single layers
     bucket_bytes: int = stage_cost.BUCKET_BYTES
 
 
@@ -336,7 +345,8 @@ def _trained(item: Case, sent: "_SentTensors") -> Outcome:
     layers = [layer.name for layer in trace(part, batches[0][0]).layers]
     stage_cost.BUCKET_BYTES = item.bucket_bytes
     size, num = item.microbatch_size, item.num_microbatches
-    plan = make_plan(layers, item.cuts, item.ranks, item.order, size, num, item.recompute)
+    again = layers[:: item.recompute_every] if item.recompute_every else ()
+    plan = make_plan(layers, item.cuts, item.ranks, item.order, size, num, item.recompute, again)
     pipeline = Pipeline(part, plan, loss=loss, inputs=[x[:1] for x in batches[0][0]], optimizer=sgd(0.1))
     optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     loss_error = gradient_error = parameter_error = 0.0

@@ -106,6 +106,12 @@ TWO = (
     _looped("zb-v", "residual", (2, 5, 8), 4, recompute=(0, 2)),
     _random(31, "permuting", (1, 2, 3), (0, 1, 0, 1), 3, 0.5, recompute=(1, 2, 3)),
     _random(32, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0, recompute=(0, 1, 2, 3, 4, 5)),
+    _named("1f1b", "residual", (4,), 4, recompute_every=2),
+    _looped("zb-v", "permuting", (1, 2, 3), 4, recompute_every=2),
+    _random(41, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0, recompute_every=2),
+    _random(42, "mlp", (2, 5), ((0, 1), (0, 1), (0, 1)), 5, 0.5, single=True, recompute_every=3),  # in-place ReLU
+    _random(43, "two-inputs", (2,), (0, 1), 3, 0.5, recompute_every=3),
+    _random(44, "tied", (2,), (0, 1), 3, 1.0, recompute_every=2),
     _random(33, "mlp", (), ((0, 1),), 4, 0.0, bucket_bytes=500),  # data parallelism
     _random(34, "residual", (), ((0, 1),), 5, 0.0, recompute=(0,)),
     _random(35, "tied", (), ((1, 0),), 3, 0.0, single=True),

@@ -106,7 +106,7 @@ class _Costs:
                 buckets = fill_buckets([layer.param_bytes for layer, _ in layers])
                 assert sum(layer.param_bytes for layer, _ in layers) < BUCKET_BYTES
                 ends = [end for end, _ in buckets]
-                cost = stage_cost(layers, device.speed, False, ends, TiedWeightCost())
+                cost = stage_cost(layers, device.speed, frozenset(), ends, TiedWeightCost())
                 done = cost.gradient_done_ns[0] if buckets else (0, 0)
                 values = (
                     *(cost.forward_ns, cost.backward_ns, cost.input_grad_ns, cost.weight_grad_ns, cost.update_ns),

@@ -32,6 +32,7 @@ def case_of(rng, rng_of_lanes=None):
     profiles = random_profiles(rng, style, layers, kinds, microbatch_size)
     stages = random_stages(rng, layers, [device["name"] for device in cluster["devices"]])
     num_microbatches = rng.randint(1, 6)
+    with_recomputed_layers(rng_of_lanes or rng, stages)
     plan = {
         "bapipe": "plan/1",
         "model": "random",
@@ -330,6 +331,13 @@ def random_stages(rng, layers, devices):
             }
         )
     return stages
+
+
+def with_recomputed_layers(rng, stages):
+    """Lets half of the recomputing stages of several layers recompute only some of them."""
+    for stage in stages:
+        if stage["recompute"] and len(stage["layers"]) > 1 and rng.random() < 0.5:
+            stage["recompute_layers"] = rng.sample(stage["layers"], rng.randint(1, len(stage["layers"]) - 1))
 
 
 def random_order(rng, stages, num_microbatches, devices):

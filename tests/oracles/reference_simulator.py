@@ -280,13 +280,41 @@ class Case:
         forward = self.stage_ns(s, device, "forward_ns")
         input_grad = self.stage_ns(s, device, "input_grad_ns")
         weight_grad = self.stage_ns(s, device, "weight_grad_ns")
-        again = forward if self.stages[s]["recompute"] else 0
+        again = self.again_ns(s, device)
         return {
             "F": forward,
             "B": again + self.backward_ns(s, device),
             "I": again + input_grad,
             "W": weight_grad,
         }[phase]
+
+    def again(self, s):
+        """The layers of a stage that run once more before its backward."""
+        stage = self.stages[s]
+        return stage.get("recompute_layers", stage["layers"]) if stage["recompute"] else []
+
+    def again_ns(self, s, device):
+        """Rule 1: their F, a sum of its own that is divided and rounded by itself."""
+        mine = self.layer_figures[self.devices[device]["kind"]]
+        return half_up(sum(mine[name]["forward_ns"] for name in self.again(s)) / self.speed(device))
+
+    def held_bytes(self, s, device):
+        """(what lives from F to the end of the backward, what lives besides from the start of the backward)."""
+        mine = self.layer_figures[self.devices[device]["kind"]]
+        again = self.again(s)
+        second = sum(mine[name]["stash_bytes"] for name in again)
+        if again and "recompute_layers" not in self.stages[s]:
+            return self.received_bytes(s), second
+        first = sum(mine[name]["stash_bytes"] for name in self.stages[s]["layers"] if name not in again)
+        graph = self.graph_of(s)
+        for producer, layer in graph.items():
+            for tensor, size in layer["bytes"].items():
+                users = {name for name, other in graph.items() if tensor in other["inputs"]}
+                into = producer not in again and users & set(again)
+                out_of = producer in again and users & (set(self.stages[s]["layers"]) - set(again))
+                if into or out_of:
+                    first += size
+        return first, second
 
     def sent_bytes(self, s, what):
         """Rule 8: what the link of a member carries after stage s; between unlike groups, the larger end's bytes."""
@@ -541,8 +569,7 @@ def all_reduces(case, table, spans):
                 after = case.stage_ns(s, device, "weight_grad_ns", last=k)
                 if last[1] == "B":
                     after = case.backward_ns(s, device, last=k)
-                    if stage["recompute"]:
-                        after += case.stage_ns(s, device, "forward_ns")
+                    after += case.again_ns(s, device)
                 if case.has_lanes(device):  # on the lane, the time since the start of B, or of the I before the W
                     before = case.alone_ns(s, "I", device) if last[1] == "W" else 0
                     after = case.on_lane(device, "B", before + after) - case.on_lane(device, "B", before)
@@ -652,16 +679,13 @@ def peak(case, table, spans, device):
             first = actions.index((s, "F", m))
             backward = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "I", m))
             last = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "W", m))
-            stash = sum(case.figures(s, device, "stash_bytes"))
+            kept, besides = case.held_bytes(s, device)
             if (s, "I", m) in actions and backward <= now <= last:
                 total += sum(case.figures(s, device, "gradient_stash_bytes"))
-            if case.stages[s]["recompute"]:
-                if first <= now <= last:
-                    total += case.received_bytes(s)
-                if backward <= now <= last:
-                    total += stash
-            elif first <= now <= last:
-                total += stash
+            if first <= now <= last:
+                total += kept
+            if backward <= now <= last:
+                total += besides
         moments.append(total)
     return static + buffers + max(moments)
 
@@ -683,12 +707,9 @@ def peak_of_lanes(case, actions, spans, device):
                 """From the start of one action to the end of another, which holds its own even if it takes no time."""
                 return spans[since][2] <= now and (now < spans[until][3] or action == until)
 
-            stash = sum(case.figures(s, device, "stash_bytes"))
-            if not case.stages[s]["recompute"]:
-                total += stash if lives(forward) else 0
-            else:
-                total += case.received_bytes(s) if lives(forward) else 0
-                total += stash if lives(backwards[0]) else 0
+            kept, besides = case.held_bytes(s, device)
+            total += kept if lives(forward) else 0
+            total += besides if lives(backwards[0]) else 0
             if len(backwards) == 2 and lives(backwards[0]):
                 total += sum(case.figures(s, device, "gradient_stash_bytes"))
         most = max(most, total)

@@ -60,6 +60,41 @@ def test_a_made_plan_has_the_decisions_given_and_the_times_of_the_simulator() ->
     assert decoded(encode(plan)) == plan
 
 
+def test_single_layers_recompute() -> None:
+    """Four stashes of 8 layers at 10 bytes are in flight; recomputing l1, l2 and l5 keeps five, and 3 tensors."""
+    profile = chain([1, 2, 3, 4, 2, 1, 5, 2], stash_bytes=10, output_bytes=7)
+    whole = bapipe.make(profile, devices(1), minibatch_size=4, schedule="gpipe", microbatch_size=1)
+    part = bapipe.edit(whole, profile, recompute_layers=["l1", "l2", "l5"])
+    assert part.stages[0].recompute_layers == ("l1", "l2", "l5")
+    # Each of the 4 backwards runs F of these layers again. l0, l2, l4 and l5 make the tensors between the two kinds.
+    assert part.prediction.step_ns - whole.prediction.step_ns == 4 * (2 + 3 + 1) * MS
+    assert whole.prediction.ranks[0].memory.stash == 4 * 80
+    assert part.prediction.ranks[0].memory.stash == 4 * (50 + 4 * 7) + 30
+    made = bapipe.make(
+        profile, devices(1), minibatch_size=4, schedule="gpipe", microbatch_size=1, recompute_layers=["l5", "l1", "l2"]
+    )
+    assert (made.stages, made.prediction) == (part.stages, part.prediction)
+    assert decoded(encode(part)) == part
+    assert bapipe.edit(part, profile, keep=[0]).stages == whole.stages
+    every = bapipe.edit(part, profile, recompute=[0])
+    assert every.stages[0].recompute
+    assert every.stages[0].recompute_layers is msgspec.UNSET
+
+
+def test_layers_of_the_file_that_cannot_be_recomputed_alone_are_refused() -> None:
+    plan = bapipe.make(PROFILE, devices(1), minibatch_size=4)
+    stages = json.loads(encode(plan))["stages"]
+    for again, names, message in [
+        (False, ["l1"], "`recompute` is false"),
+        (True, [], "want one or more layers"),
+        (True, ["l1", "l1"], "each once"),
+        (True, ["l9"], "'l9' is not a layer of the stage"),
+        (True, list(plan.stages[0].layers), "all layers of the stage"),
+    ]:
+        with pytest.raises(InvalidFile, match=message):
+            changed_file(plan, stages=[stages[0] | {"recompute": again, "recompute_layers": names}])
+
+
 def test_by_default_the_stages_take_equally_long_on_all_devices() -> None:
     plan = bapipe.make(chain([3, 1, 1, 1, 3, 3]), devices(4), minibatch_size=4)
     assert [stage.layers for stage in plan.stages] == [("l0",), ("l1", "l2", "l3"), ("l4",), ("l5",)]
@@ -109,6 +144,7 @@ def test_a_plan_that_does_not_fit_names_what_each_device_lacks() -> None:
         ({"schedule": "zb-v", "num_stages": 3}, "has 2, 4 stages, not 3"),
         ({"schedule": "1F1B"}, "unknown schedule '1F1B'"),
         ({"recompute": [2]}, "names stage 2; there are stages 0 to 1"),
+        ({"recompute_layers": ["l9"]}, "names 'l9': the plan has no such layer"),
         ({"microbatch_size": 3}, "does not divide into micro-batches of 3"),
     ],
 )

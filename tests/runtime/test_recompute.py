@@ -10,6 +10,13 @@ from torch.nn import functional
 
 from bapipe.profiler.measure import measure_model
 from bapipe.runtime.recompute import RecomputedStage
+from bapipe.runtime.recompute_layers import PartlyRecomputedStage
+from bapipe.runtime.rng import PerOperatorRng
+from bapipe.simulator.stage_cost import kept_tensor_bytes
+from bapipe.tracing import trace
+from bapipe.tracing.stage_module import stage_module
+from bapipe.tracing.stage_parts import stage_parts
+from bapipe.tracing.stages import cut_into_stages
 
 
 @contextmanager
@@ -51,3 +58,45 @@ def test_a_stage_that_recomputes_keeps_its_input_until_its_second_forward_keeps_
     assert torch.equal(y, again)
     assert sum(second.values()) == sum(stash)
     assert second[x.untyped_storage().data_ptr()] == stash[0]
+
+
+def test_a_stage_that_recomputes_some_layers_keeps_no_more_than_the_simulator_counts() -> None:
+    """Layers 1, 2 and 4 are recomputed. ReLU (3) saves its output, which the profile does not tell from its input."""
+    module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 5)).train()
+    made = measure_model(
+        module,
+        (torch.randn(1, 6),),
+        torch.zeros(1, dtype=torch.int64),
+        functional.cross_entropy,
+        microbatch_sizes=(4,),
+        name="small",
+        seconds_per_size=0.0,
+    )
+    x, rng, recomputed = torch.randn(4, 6), PerOperatorRng(0, torch.device("cpu")), {"1", "2", "4"}
+    model = trace(module, (x,))
+    parts = cut_into_stages(model, {layer.name: 0 for layer in model.layers}, (x,), 4)
+    stage = PartlyRecomputedStage(
+        stage_module(parts, 0),
+        stage_parts(parts, 0, recomputed),
+        received=parts.stages[0].loaded,
+        arguments={},
+        outputs=parts.stages[0].outputs,
+        is_sealed=False,
+        device=torch.device("cpu"),
+        autocast=None,
+        rng=rng,
+    )
+    with saved_beside(module) as kept:
+        (y,) = stage(x)
+    inputs = [tensor for saved in stage._saved.values() for tensor in saved.inputs]
+    kept |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in inputs}
+    assert sum(kept.values()) == 4 * 4 * (6 + 7 + 7)  # the input, and the outputs of 0 and 3
+    rows = list(zip(made.layers, made.at(4), strict=True))[:5]
+    stash = sum(measured.stash_bytes for layer, measured in rows if layer.name not in recomputed)
+    tensors = kept_tensor_bytes(rows, [layer.name for layer, _ in rows], recomputed)
+    assert tensors == 4 * 4 * (7 + 7 + 7)
+    assert sum(kept.values()) <= stash + tensors
+    (want,) = torch.autograd.grad(module(x).sum(), [module[0].weight])
+    stage.recompute()
+    (got,) = torch.autograd.grad(y.sum(), [module[0].weight])
+    assert torch.equal(got, want)

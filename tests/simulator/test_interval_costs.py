@@ -29,7 +29,7 @@ SPEEDS = [1.0, 0.3, 1.7, 2.5]
 def scalar_cost(profile: ModelProfile, layers: list[int], speed: float) -> StageCost:
     measured = profile.at(2)
     pairs = [(profile.layers[i], measured[i]) for i in reversed(layers)]
-    return stage_cost.stage_cost(pairs, speed, False, (), TiedWeightCost())
+    return stage_cost.stage_cost(pairs, speed, frozenset(), (), TiedWeightCost())
 
 
 def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> None:

@@ -56,7 +56,7 @@ class Chain:
                 # A bucket is complete after the backward of the last `end` layers, which come first in a backward.
                 [self._totals_of(stop - end, stop) for end in ends],
                 speed=self._speed,
-                recompute=recompute,
+                recomputed=self._totals_of(start, stop) if recompute else LayerTotals(),
                 tied=self.tied_weight_cost(start, stop),
             )
         return cost

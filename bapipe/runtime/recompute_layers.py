@@ -1,0 +1,139 @@
+"""A stage that runs some of its layers again before its backward, and keeps what the others save."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from bapipe.errors import InvalidModel
+from bapipe.runtime.recompute import RecomputedStage
+from bapipe.runtime.rng import PerOperatorRng
+from bapipe.tracing.python_random import Generators, generators, generators_restored, restore_generators
+from bapipe.tracing.stage_module import seal
+from bapipe.tracing.stage_parts import StagePart
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What autograd saves in the layers of a part for one micro-batch: a number until the layers have run again.
+
+    The graph of F holds the numbers, and asks for the tensors in B, or in I and again in W. Operators save in the same
+    order both times. It ends with that graph.
+    """
+
+    inputs: tuple[Any, ...]
+    generators: Generators
+    num_tensors: int = 0
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def number(self, _: Tensor) -> int:
+        self.num_tensors += 1
+        return self.num_tensors - 1
+
+    def append(self, tensor: Tensor) -> None:
+        self.tensors.append(tensor.detach())
+
+    def tensor(self, number: int) -> Tensor:
+        return self.tensors[number]
+
+
+class PartlyRecomputedStage(nn.Module):
+    """A stage's module, run as parts of which some keep their inputs only, until `recompute` runs them again.
+
+    There is one graph, that of F, so B, I and W are as without recomputation. The second run gives exactly what the
+    first one gave, see `RecomputedStage`; but it has gradients in both runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Sequence[StagePart],
+        *,
+        received: Sequence[str],
+        arguments: Mapping[str, str],
+        outputs: Sequence[str],
+        is_sealed: bool,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        rng: PerOperatorRng,
+    ) -> None:
+        """Splits a stage's module.
+
+        Args:
+            received: names of the tensors that the module takes by position.
+            arguments: the tensor of each argument that it takes by name.
+            is_sealed: whether the outputs pass through `seal`.
+            rng: tells which micro-batch runs.
+        """
+        super().__init__()
+        self.module = module  # first: errors are looked up in its layers, which the parts share
+        self._parts = tuple(parts)
+        self._received, self._arguments, self._outputs = tuple(received), dict(arguments), tuple(outputs)
+        self._is_sealed, self._device, self._autocast, self._rng = is_sealed, device, autocast, rng
+        self._again = {i: RecomputedStage(part.module, device) for i, part in enumerate(parts) if part.recomputed}
+        self._saved: dict[tuple[int, int], _Saved] = {}  # by part and micro-batch
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        if not torch.is_grad_enabled():
+            found: tuple[Tensor, ...] = self.module(*args, **kwargs)
+            return found
+        tensors = dict(zip(self._received, args, strict=True))
+        tensors |= {self._arguments[argument]: value for argument, value in kwargs.items()}
+        for i, part in enumerate(self._parts):
+            inputs = tuple(tensors[name] for name in part.inputs)
+            outputs = self._first(i, inputs) if part.recomputed else part.module(*inputs)
+            tensors |= zip(part.outputs, outputs, strict=True)
+            for name in part.last_used:
+                del tensors[name]
+            del inputs, outputs
+        results = tuple(tensors[name] for name in self._outputs)
+        return seal(*results) if self._is_sealed else results
+
+    def _first(self, i: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Runs a part in F, and keeps its inputs in place of what autograd saves."""
+        saved = self._saved[i, self._rng.microbatch] = _Saved(tuple(map(_detached, inputs)), generators())
+
+        def run() -> tuple[Tensor, ...]:
+            with saved_tensors_hooks(saved.number, saved.tensor):
+                found: tuple[Tensor, ...] = self._again[i](*inputs)
+            return found
+
+        return self._again[i].remembering(self._rng.microbatch, run)
+
+    def recompute(self) -> None:
+        """Runs the recomputed layers of the current micro-batch again.
+
+        Raises:
+            InvalidModel: they save other tensors than the first time.
+        """
+        for i, again in self._again.items():
+            saved = self._saved.pop((i, self._rng.microbatch))
+            with ExitStack() as contexts:
+                contexts.enter_context(generators_restored())
+                restore_generators(saved.generators)
+                contexts.enter_context(again.recomputing(self._rng.microbatch))
+                contexts.enter_context(torch.enable_grad())
+                contexts.enter_context(
+                    torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
+                )
+                contexts.enter_context(saved_tensors_hooks(saved.append, _never))
+                again(*saved.inputs)
+            saved.inputs = ()
+            if len(saved.tensors) != saved.num_tensors:
+                first, last = self._parts[i].layers[0], self._parts[i].layers[-1]
+                raise InvalidModel(
+                    f"the forward of layers '{first}' to '{last}' keeps {saved.num_tensors} tensors for its backward, "
+                    f"and {len(saved.tensors)} when it runs again: plan without recomputation of these layers"
+                )
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("the graph of a second forward has no backward")
