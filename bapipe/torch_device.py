@@ -3,6 +3,7 @@
 import ctypes
 import platform
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -64,7 +65,8 @@ def current_device(device: torch.device | str) -> torch.device:
     found = local_device(str(device))
     if found.type != "cuda":
         return found
-    torch.cuda.init()
+    start_cuda: Callable[[], None] = torch.cuda.init  # which torch leaves without types
+    start_cuda()
     if found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(found)

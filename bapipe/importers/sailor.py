@@ -81,7 +81,7 @@ Times = Mapping[tuple[int, int], LayerTimes]
 
 def parse_models(text: bytes) -> Models:
     """Returns the models in an `llm_info.json`; raises InvalidFile if it is none."""
-    found = decode_json(text, dict[str, dict[str, dict[str, LayerBytes]]])
+    found: dict[str, dict[str, dict[str, LayerBytes]]] = decode_json(text, dict[str, dict[str, dict[str, LayerBytes]]])
     return {
         model: {_number(members, "members"): _in_order(layers) for members, layers in by_members.items()}
         for model, by_members in found.items()
@@ -90,7 +90,7 @@ def parse_models(text: bytes) -> Models:
 
 def parse_times(text: bytes) -> Times:
     """Returns the times in a `profile.json`; raises InvalidFile if it is none."""
-    found = decode_json(text, dict[str, dict[str, _Rows]])
+    found: dict[str, dict[str, _Rows]] = decode_json(text, dict[str, dict[str, _Rows]])
     return {
         (_number(samples, "samples"), _number(members, "members")): _times(_in_order(rows))
         for samples, by_members in found.items()
@@ -101,7 +101,8 @@ def parse_times(text: bytes) -> Times:
 
 def parse_metis_table(text: bytes) -> LayerTimes:
     """Returns the times in a table for Metis; raises InvalidFile if it is none."""
-    found = decode_json(text, _MetisTable).execution_time
+    table: _MetisTable = decode_json(text, _MetisTable)
+    found = table.execution_time
     total_ns = [round(ms * 10**6) for ms in found.layer_compute_total_ms]
     forward_ns = _first_block_as_second([ns // FORWARD_SHARE for ns in total_ns])
     backward_ns = _first_block_as_second([ns - ns // FORWARD_SHARE for ns in total_ns])
