@@ -1,6 +1,9 @@
 """How well profiles add up: layers against the whole step, predicted memory against the allocator, time to measure.
 
-    python benchmarks/fidelity.py [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--device cuda] [--json]
+    python -m benchmarks.fidelity [vgg16 resnet50 gnmt8 gpt2] [--microbatch-size 1,4] [--device cuda] [--json]
+    python -m benchmarks.fidelity hf
+
+`hf` stands for six models of transformers, small but with layers of several milliseconds.
 
 For each model and micro-batch size, with one thread on a CPU, or on CUDA if asked for:
 
@@ -44,6 +47,27 @@ MODELS: dict[str, tuple[dict[str, object], str]] = {
     "resnet50": ({}, "1,2,4,8,16"),
     "gnmt8": ({"source_length": 12, "target_length": 12}, "1,4"),
     "gpt2": ({"num_layers": 6}, "1,4"),
+    "hf:LlamaForCausalLM": (
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_attention_heads": 6,
+            "vocab_size": 4096,
+        },
+        "4",
+    ),
+    "hf:BertForMaskedLM": (
+        {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6},
+        "4",
+    ),
+    "hf:ViTForImageClassification": (
+        {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6},
+        "4",
+    ),
+    "hf:GPT2LMHeadModel": ({"n_layer": 4, "n_embd": 384, "n_head": 6, "vocab_size": 4096}, "4"),
+    "hf:T5ForConditionalGeneration": ({"num_layers": 3, "d_model": 384, "d_ff": 1024, "vocab_size": 4096}, "4"),
+    "hf:ConvNextForImageClassification": ({"depths": [1, 1, 3, 1]}, "4"),
 }
 """Arguments, and micro-batch sizes if none are given."""
 
@@ -131,6 +155,10 @@ def figures(example: Example, profile: ModelProfile, size: int, device: torch.de
     }
 
 
+def _models(name: str) -> list[str]:
+    return [model for model in MODELS if model.startswith("hf:")] if name == "hf" else [name]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS))
@@ -138,6 +166,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    given.models = [name for one in given.models for name in _models(one)]
     prepare_cpu(1)
     rows = []
     for name in given.models:

@@ -1,7 +1,8 @@
 """Holds a traced and split model to the original, before anything trains.
 
 Begin with `check`: `trace_checked` traces a module and compares its finest stages with its own code, with the same
-random numbers. `outcome` is what is compared, and the pass of the original; `stages` is the pass of the stages;
+random numbers. `outcome` is what is compared, and the pass of the original; `stages` and `stage_pass` are the pass of
+the stages, by whole backwards or as a plan runs them;
 `compare` tells rounding from differences; `locate` finds the first module that differs, and `cause` guesses why.
 `losses` notices losses that depend on how a mini-batch is cut into micro-batches.
 """
@@ -16,12 +17,15 @@ from bapipe.equivalence.check import (
     trace_checked,
 )
 from bapipe.equivalence.losses import ignored_target, loss_over_parts
-from bapipe.equivalence.outcome import Microbatch
+from bapipe.equivalence.outcome import Conditions, Microbatch
+from bapipe.equivalence.stage_pass import Stage
 
 __all__ = [
+    "Conditions",
     "Difference",
     "Equivalence",
     "Microbatch",
+    "Stage",
     "Unchecked",
     "compare_split",
     "compare_stages",

@@ -9,16 +9,14 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.cause import likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
-from bapipe.equivalence.locate import first_difference
-from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
+from bapipe.equivalence.locate import Place, first_difference
+from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_device import is_out_of_memory
+from bapipe.torch_device import dtype_name, is_out_of_memory
 from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
-from bapipe.tracing.stage_module import stage_module
-from bapipe.tracing.stages import Split
 
 _log = logging.getLogger(__name__)
 
@@ -108,29 +106,36 @@ def compare_split(
 
 
 def compare_stages(
-    parts: Split, loss: Loss, microbatches: Sequence[Microbatch]
+    model: TracedModel,
+    stages: Sequence[Stage],
+    loss: Loss,
+    microbatches: Sequence[Microbatch],
+    conditions: Conditions = TRAINING,
 ) -> Equivalence | Unchecked | Difference:
-    """Compares the stages of a split with the model's own code, as `compare_split`."""
-    device = next((tensor.device for tensor in parts.model.root.parameters()), None)
-    stages = tuple(
-        Stage(tensors=tensors, module=stage_module(parts, index, device)) for index, tensors in enumerate(parts.stages)
-    )
+    """Compares stages, each as it runs in a plan, with the model's own code, as `compare_split`."""
     return _compare(
-        parts.model, lambda: (stages, run_stages(parts.model, stages, loss, microbatches)), loss, microbatches
+        model,
+        lambda: (stages, run_stages(model, stages, loss, microbatches, conditions)),
+        loss,
+        microbatches,
+        conditions,
     )
 
 
 def _compare(
     model: TracedModel,
-    run: Callable[[], tuple[tuple[Stage, ...], Outcome]],
+    run: Callable[[], tuple[Sequence[Stage], Outcome]],
     loss: Loss,
     microbatches: Sequence[Microbatch],
+    conditions: Conditions = TRAINING,
 ) -> Equivalence | Unchecked | Difference:
     """Compares the original with stages that `run` returns, with their outcome."""
     try:
-        original = run_original(model.root, loss, microbatches)
+        original = run_original(model.root, loss, microbatches, conditions)
     except Exception as error:  # whatever the model's own code raises
         return Unchecked(reason=f"the model itself fails: {first_line(error)}")
+    if conditions.autocast is not None and not all(grad.isfinite().all() for grad in original.gradients.values()):
+        return Unchecked(reason=f"some of its gradients are not finite in {dtype_name(conditions.autocast)}")
     try:
         stages, split = run()
     except StageFailed as error:
@@ -138,12 +143,15 @@ def _compare(
             return Unchecked(reason="there is not enough memory for two micro-batches")
         what = f"as a stage of its own, the {error.phase} fails ({first_line(error.cause)})"
         return _difference_at(model, error.layer.partition("#")[0], what)
-    if not mismatches(original, split):
+    if not mismatches(original, split, conditions=conditions):
         return _equal(model, stages, original)
-    if not repeats(original, run_original(model.root, loss, microbatches)):
+    if not repeats(original, run_original(model.root, loss, microbatches, conditions)):
         return Unchecked(reason="its loss on the same samples differs from run to run")
-    found = mismatches(original, split, perturbed(model.root, loss, microbatches))
-    return _difference(model, stages, loss, microbatches, found) if found else _equal(model, stages, original)
+    noise = perturbed(model.root, loss, microbatches, conditions)
+    found = mismatches(original, split, noise, conditions)
+    if not found:
+        return _equal(model, stages, original)
+    return _difference(model, found, lambda: first_difference(model, stages, loss, microbatches, conditions))
 
 
 def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:
@@ -162,19 +170,13 @@ def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Eq
     )
 
 
-def _difference(
-    model: TracedModel,
-    stages: Sequence[Stage],
-    loss: Loss,
-    microbatches: Sequence[Microbatch],
-    found: Sequence[Mismatch],
-) -> Difference:
+def _difference(model: TracedModel, found: Sequence[Mismatch], locate: Callable[[], Place | None]) -> Difference:
     extra = [one for one in found if one.missing == "original"]
     if extra:  # values that should not be there say best where to look
         return _difference_at(model, extra[0].name.rpartition(".")[0], str(extra[0]))
     losses = [one.name for one in found if one.kind == "loss"]
     keeps_state = bool(losses) and "0" not in losses
-    where = first_difference(model, stages, loss, microbatches)
+    where = locate()
     if where is not None:
         what = f"{found[0]}; values differ in the {where.phase}{where.between}"
         return _difference_at(model, where.path, what, keeps_state)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import Loss, Microbatch, Outcome, run_original
+from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 
 _ROUNDING = 64
 """Differences of this many rounding units of a tensor's largest value are rounding, in any model."""
@@ -47,7 +47,9 @@ class Mismatch:
         return f"the {self.kind} of '{self.name}' differs by {self.size:.2g} of its largest value"
 
 
-def mismatches(original: Outcome, split: Outcome, noise: Outcome | None = None) -> list[Mismatch]:
+def mismatches(
+    original: Outcome, split: Outcome, noise: Outcome | None = None, conditions: Conditions = TRAINING
+) -> list[Mismatch]:
     """Returns what differs by more than rounding.
 
     Args:
@@ -56,7 +58,7 @@ def mismatches(original: Outcome, split: Outcome, noise: Outcome | None = None) 
     found = []
     for kind, name, wanted, got, noisy in _pairs(original, split, noise):
         size = _difference(wanted, got)
-        allowed = _rounding(wanted)
+        allowed = _rounding(wanted, conditions)
         if noisy is not None:
             allowed = max(allowed, _NOISE * _difference(wanted, noisy))
         if size > allowed:
@@ -75,7 +77,9 @@ def repeats(original: Outcome, again: Outcome) -> bool:
     return all(_difference(a, b) <= max(1e-4, _rounding(a)) for a, b in pairs)
 
 
-def perturbed(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch]) -> Outcome:
+def perturbed(
+    module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions = TRAINING
+) -> Outcome:
     """Returns the outcome of the original with parameters and inputs changed by rounding units.
 
     It shows how far apart two correct computations may be: the order of sums, and of kernels, is free.
@@ -85,23 +89,23 @@ def perturbed(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch])
     try:
         with torch.no_grad():
             for parameter, _ in values:
-                parameter.copy_(_shaken(parameter, generator))
+                parameter.copy_(_shaken(parameter, generator, conditions))
         shaken = [
-            Microbatch(inputs=tuple(_shaken(tensor, generator) for tensor in one.inputs), target=one.target)
+            Microbatch(inputs=tuple(_shaken(tensor, generator, conditions) for tensor in one.inputs), target=one.target)
             for one in microbatches
         ]
-        return run_original(module, loss, shaken)
+        return run_original(module, loss, shaken, conditions)
     finally:
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
 
 
-def _shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _shaken(tensor: Tensor, generator: torch.Generator, conditions: Conditions) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
-    return (tensor * (1 + _PERTURBATION * _unit(tensor) * signs)).to(tensor.dtype)
+    return (tensor * (1 + _PERTURBATION * _unit(tensor, conditions) * signs)).to(tensor.dtype)
 
 
 def _pairs(
@@ -141,14 +145,15 @@ def _comparable(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 
-def _rounding(tensor: Tensor | None) -> float:
+def _rounding(tensor: Tensor | None, conditions: Conditions = TRAINING) -> float:
     """Returns the relative difference that counts as rounding for a tensor."""
-    unit = _unit(tensor)
+    unit = _unit(tensor, conditions)
     return unit * (_ROUNDING if unit < 1e-5 else _HALF_ROUNDING)
 
 
-def _unit(tensor: Tensor | None) -> float:
-    """Returns the relative rounding unit of a tensor's type; 0 for integers."""
+def _unit(tensor: Tensor | None, conditions: Conditions) -> float:
+    """Returns the relative rounding unit of a tensor's type, or of the narrower one of autocast; 0 for integers."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
-    return torch.finfo(tensor.dtype).eps
+    types = (tensor.dtype,) if conditions.autocast is None else (tensor.dtype, conditions.autocast)
+    return max(torch.finfo(dtype).eps for dtype in types)

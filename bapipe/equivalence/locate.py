@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import Loss, Microbatch, trial
+from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, device_of, trial
 from bapipe.equivalence.stages import Stage, run_stages
 from bapipe.torch_private import DispatchMode, tree_leaves
 from bapipe.tracing.model import TracedModel
@@ -81,7 +81,11 @@ class Place:
 
 
 def first_difference(
-    model: TracedModel, stages: Sequence[Stage], loss: Loss, microbatches: Sequence[Microbatch]
+    model: TracedModel,
+    stages: Sequence[Stage],
+    loss: Loss,
+    microbatches: Sequence[Microbatch],
+    conditions: Conditions = TRAINING,
 ) -> Place | None:
     """Returns where the stages first differ.
 
@@ -89,10 +93,10 @@ def first_difference(
     None if all of these are there.
     """
     forward, backward = ComputedValues(), ComputedValues()
-    calls = _original_calls(model.root, loss, microbatches)
+    calls = _original_calls(model.root, loss, microbatches, conditions)
     for value in (*model.root.parameters(), *model.root.buffers(), *(x for one in microbatches for x in one.inputs)):
         forward.add(value)
-    run_stages(model, stages, loss, microbatches, recording=(forward, backward))
+    run_stages(model, stages, loss, microbatches, conditions, recording=(forward, backward))
     path = _in_forward(calls, forward)
     if path is not None:
         return Place(path=path, phase="forward", between=_between(calls, path, forward))
@@ -134,14 +138,20 @@ def _is_inside(path: str, other: str) -> bool:
     return path != other and (not other or path.startswith(f"{other}."))
 
 
-def _original_calls(root: nn.Module, loss: Loss, microbatches: Sequence[Microbatch]) -> list[ModuleCall]:
+def _original_calls(
+    root: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions
+) -> list[ModuleCall]:
     """Returns the calls of all modules in a pass of the original, in the order in which they end."""
     calls: list[ModuleCall] = []
-    with trial(root) as one, _recorded_calls(root, calls):
+    with trial(root, conditions) as one, _recorded_calls(root, calls):
         for index, microbatch in enumerate(microbatches):
             own = microbatch.copy()
             one.begin_forward(index)
-            loss(root(*own.inputs), own.target).backward()  # type: ignore[no-untyped-call]
+            with conditions.forward(device_of(root)):
+                output = root(*own.inputs)
+            value = loss(output, own.target)
+            if conditions.trains:
+                value.backward()  # type: ignore[no-untyped-call]
     return calls
 
 

@@ -1,7 +1,7 @@
 """What training passes on some micro-batches leave behind, of the original model and of its stages."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,28 @@ class Microbatch:
     def copy(self) -> "Microbatch":
         """Returns the same values in other memory, because a forward may change its inputs."""
         return Microbatch(inputs=tuple(tensor.clone() for tensor in self.inputs), target=self.target.clone())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Under which conditions the original and the stages run.
+
+    Attributes:
+        autocast: the type that forwards compute in, as `torch.autocast` decides; None without it.
+        trains: whether there are backwards.
+    """
+
+    autocast: torch.dtype | None = None
+    trains: bool = True
+
+    @contextmanager
+    def forward(self, device: torch.device) -> Iterator[None]:
+        """The context of the original's forward; stages enter autocast themselves."""
+        with torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext():
+            yield
+
+
+TRAINING = Conditions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +106,17 @@ class Trial:
 
 
 @contextmanager
-def trial(module: nn.Module) -> Iterator[Trial]:
+def trial(module: nn.Module, conditions: Conditions = TRAINING) -> Iterator[Trial]:
     """The module may be trained in this context, with gradients of its own; afterwards it is as it was."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    device = next((parameter.device for parameter, _ in gradients), torch.device("cpu"))
+    device = device_of(module)
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         with (
             state_restored(module, parameters=True) as before,
             all_generators_restored(device),
-            torch.enable_grad(),
+            torch.set_grad_enabled(conditions.trains),
             SeededOperators() as seeded,
         ):
             yield Trial(module=module, seeded=seeded, before=before)
@@ -103,17 +125,27 @@ def trial(module: nn.Module) -> Iterator[Trial]:
             parameter.grad = gradient
 
 
-def run_original(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch]) -> Outcome:
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device of a module's parameters."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def run_original(
+    module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions = TRAINING
+) -> Outcome:
     """Returns the outcome of the model's own code, one micro-batch after another."""
-    with trial(module) as one:
+    with trial(module, conditions) as one:
         numbers, losses = [numbers_kept(module)], []
         for index, microbatch in enumerate(microbatches):
             own = microbatch.copy()
             one.begin_forward(index)
-            value = loss(module(*own.inputs), own.target)
+            with conditions.forward(device_of(module)):
+                output = module(*own.inputs)
+            value = loss(output, own.target)
             numbers.append(numbers_kept(module))
             losses.append(value.detach())
-            value.backward()  # type: ignore[no-untyped-call]
+            if conditions.trains:
+                value.backward()  # type: ignore[no-untyped-call]
         return one.outcome(losses, _counters(numbers))
 
 

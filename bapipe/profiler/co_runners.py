@@ -4,21 +4,28 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.hardware import num_cores
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 
+if TYPE_CHECKING:
+    from bapipe.zoo.factory import Factory
+
 
 @contextmanager
-def co_runners(num: int, factory: str, arguments: Mapping[str, object], microbatch_size: int) -> Iterator[None]:
+def co_runners(num: int, factory: "Factory", arguments: Mapping[str, object], microbatch_size: int) -> Iterator[None]:
     """Within the context, other processes of one thread each repeat F and B of a model.
 
     Raises:
         BapipeError: this machine has too few cores for them, or one ended early.
     """
-    if num and num >= num_cores():
+    if not num:
+        yield
+        return
+    if num >= num_cores():
         raise BapipeError(
             f"{num} co-runners and the measuring process need {num + 1} cores; this machine has {num_cores()}"
         )
@@ -42,7 +49,11 @@ def _wait_until_training(processes: tuple[LocalProcess, ...]) -> None:
 
 
 def _train(
-    index: int, send: Callable[[object], None], factory: str, arguments: Mapping[str, object], microbatch_size: int
+    index: int,
+    send: Callable[[object], None],
+    factory: "Factory",
+    arguments: Mapping[str, object],
+    microbatch_size: int,
 ) -> None:
     torch = require_torch()
     from bapipe.torch_device import prepare_cpu

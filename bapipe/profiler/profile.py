@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bapipe.tracing import Inputs
+    from bapipe.zoo.factory import Factory
 
 
+@overload
 def profile(
     module: "nn.Module",
     inputs: "Inputs",
@@ -36,10 +38,43 @@ def profile(
     operator_layers: bool = False,
     check: bool = True,
     progress: PartsProgress | None = None,
+) -> ModelProfile: ...
+@overload
+def profile(
+    module: "Factory",
+    *,
+    arguments: Mapping[str, object] | None = None,
+    num_co_runners: int = 0,
+    name: str | None = None,
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    device: str = "cpu",
+    settings: Settings = Settings(),  # noqa: B008
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
+    check: bool = True,
+    progress: PartsProgress | None = None,
+) -> ModelProfile: ...
+def profile(
+    module: "nn.Module | Factory",
+    inputs: "Inputs | None" = None,
+    target: "Tensor | None" = None,
+    loss: "Callable[[Tensor, Tensor], Tensor] | None" = None,
+    *,
+    arguments: Mapping[str, object] | None = None,
+    num_co_runners: int = 0,
+    name: str | None = None,
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    device: str = "cpu",
+    settings: Settings = Settings(),  # noqa: B008
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
+    check: bool = True,
+    progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a module: times and bytes of its layers, measured while it trains on this machine.
 
     Args:
+        module: or a factory, alone: a function that returns an `Example`, or a name as on the command line.
         inputs: examples of the inputs, by position or, as a mapping, by name: tensors, batch first, of any batch size;
             and constants that the forward takes, such as None or flags.
         target: an example target of the same batch size.
@@ -49,32 +84,40 @@ def profile(
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
         operator_layers: makes each operator outside modules a layer.
         check: compares loss, gradients and changed buffers of the split model with the module's own, on a few samples.
+        arguments: of a factory.
+        num_co_runners: with a factory, the number of other processes that train the model meanwhile.
 
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails.
     """
     require_torch()
+    from torch import nn
+
     from bapipe.profiler.measure import measure_model
     from bapipe.torch_device import local_device
 
+    measured: dict[str, Any] = {
+        "microbatch_sizes": microbatch_sizes,
+        "settings": settings,
+        "leaf_modules": leaf_modules,
+        "operator_layers": operator_layers,
+        "check": check,
+        "progress": progress,
+    }
+    if not isinstance(module, nn.Module):
+        made = profile_model(module, arguments or {}, device=device, num_co_runners=num_co_runners, **measured)
+        return made if name is None else msgspec.structs.replace(made, model=name)
+    if inputs is None or target is None or loss is None:
+        raise BapipeError("a module is profiled with example `inputs`, a `target` and its `loss`; a factory gives them")
+    if arguments or num_co_runners:
+        raise BapipeError("`arguments` and `num_co_runners` are for a factory, which makes the module anew")
     return measure_model(
-        module,
-        inputs,
-        target,
-        loss,
-        microbatch_sizes=microbatch_sizes,
-        name=name or type(module).__name__,
-        device=local_device(device),
-        settings=settings,
-        leaf_modules=leaf_modules,
-        operator_layers=operator_layers,
-        check=check,
-        progress=progress,
+        module, inputs, target, loss, name=name or type(module).__name__, device=local_device(device), **measured
     )
 
 
 def profile_model(
-    model: str,
+    model: "Factory",
     arguments: Mapping[str, object],
     *,
     device: str = "cpu",
@@ -88,30 +131,32 @@ def profile_model(
     check: bool = True,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
-    """Returns the profile of a model named in the zoo or by its factory, `module.path:function`.
+    """Returns the profile of a model: named in the zoo, by its factory's name `module.path:function`, or the factory.
 
     The measurements of finished sizes are stored until all sizes are done, so a second call continues after an
-    interruption.
+    interruption; unless only this process knows the factory, as one of a script or a notebook.
 
     Args:
         num_co_runners: number of other processes that train the model meanwhile. Ranks on the cores of one machine
             share its memory bandwidth, so each computes more slowly than one alone, and the profile should show it.
     """
-    factory = resolve(model)
     require_torch()
     from bapipe.profiler.measure import measure_model
     from bapipe.torch_device import local_device
-    from bapipe.zoo.factory import build
+    from bapipe.zoo.factory import build, factory_name, importable_name
 
+    factory: Factory = resolve(model) if isinstance(model, str) else model
+    importable = importable_name(factory)
     example = build(factory, arguments)
-    key = _cache_key(factory, arguments, device, settings)
+    key = None if importable is None else _cache_key(importable, arguments, device, settings)
     layer_choice = {
         "alone": layer_by_layer,
         "exhaustive": exhaustive,
         "whole": list(leaf_modules),
         "fine": operator_layers,
     }
-    unfinished_path = profile_path(key | {"unfinished": True, "neighbours": num_co_runners} | layer_choice)
+    kept = {"unfinished": True, "neighbours": num_co_runners} | layer_choice
+    unfinished_path = None if key is None else profile_path(key | kept)
     try:
         with co_runners(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
             measured = measure_model(
@@ -120,9 +165,9 @@ def profile_model(
                 example.target,
                 example.loss,
                 microbatch_sizes=microbatch_sizes,
-                name=model.rpartition(":")[2],
+                name=factory_name(model).rpartition(":")[2].rpartition(".")[2],
                 device=local_device(device),
-                factory=factory,
+                factory=importable,
                 arguments=arguments,
                 settings=settings,
                 layer_by_layer=layer_by_layer,
@@ -130,12 +175,12 @@ def profile_model(
                 leaf_modules=leaf_modules,
                 operator_layers=operator_layers,
                 check=check,
-                resume_from=load_profile(unfinished_path),
-                save=partial(write, unfinished_path),
+                resume_from=None if unfinished_path is None else load_profile(unfinished_path),
+                save=None if unfinished_path is None else partial(write, unfinished_path),
                 progress=progress,
             )
     except (BapipeError, KeyboardInterrupt) as error:
-        unfinished = load_profile(unfinished_path)
+        unfinished = None if unfinished_path is None else load_profile(unfinished_path)
         if unfinished is None:
             raise
         sizes = ", ".join(map(str, unfinished.microbatch_sizes))
@@ -143,7 +188,8 @@ def profile_model(
             f"{str(error) or 'interrupted'}; the measurements at micro-batch size {sizes} are stored, and the same "
             "command continues from there"
         ) from error
-    unfinished_path.unlink(missing_ok=True)
+    if unfinished_path is not None:
+        unfinished_path.unlink(missing_ok=True)
     if not num_co_runners:
         return measured
     return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_co_runners})
@@ -178,7 +224,7 @@ def _cache_key(factory: str, arguments: Mapping[str, object], device: str, setti
     """Returns the key of a cached profile: everything that it depends on."""
     require_torch()
     from bapipe.torch_device import describe, environment, local_device
-    from bapipe.zoo.factory import source_digest
+    from bapipe.zoo.factory import package_versions, source_digest
 
     return {
         "factory": factory,
@@ -187,4 +233,4 @@ def _cache_key(factory: str, arguments: Mapping[str, object], device: str, setti
         "environment": environment(),
         "settings": msgspec.to_builtins(settings),
         "source": source_digest(factory),
-    }
+    } | package_versions(factory)

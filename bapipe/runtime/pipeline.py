@@ -82,7 +82,8 @@ class Pipeline:
             initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.
             buckets: examples of inputs of other sizes, such as shorter sentences, that whole mini-batches may have.
             evaluates: whether `evaluate` will be called, for which the module is traced a second time.
-            check: whether to compare the stages of a module that has values with the module itself, on a few samples.
+            check: whether to compare the stages of a module that has values, run as the plan says, with the module
+                itself, on a few samples.
             group: the processes; None is the default group.
         """
         check_no_groups(plan)
@@ -101,9 +102,9 @@ class Pipeline:
                 tensors,
                 None if autocast is None else Autocast(self._device.type, autocast, True),
             )
-            if check:
-                check_stages_equal(self._split, tensors, plan, group)
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
+            if check:
+                check_stages_equal(self._split, tensors, plan, group, autocast=autocast, evaluated=evaluated)
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)

@@ -8,29 +8,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.equivalence import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence import (
+    Conditions,
+    Difference,
+    Equivalence,
+    Stage,
+    Unchecked,
+    compare_stages,
+    example_microbatches,
+)
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
+from bapipe.runtime.autocast import Autocast
+from bapipe.runtime.evaluate.forward import evaluation_mode
+from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.replicas import check_changes_of_replicas
+from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
+from bapipe.schedules.table import Phase
 from bapipe.torch_device import describe
 from bapipe.torch_private import tree_leaves
 from bapipe.tracing import layer_states, state_names
+from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split
 
 _log = logging.getLogger(__name__)
 
 
-def check_stages_equal(parts: Split, inputs: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup | None) -> None:
+def check_stages_equal(
+    parts: Split,
+    inputs: Sequence[Tensor],
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    *,
+    autocast: torch.dtype | None = None,
+    evaluated: Split | None = None,
+) -> None:
     """Raises InvalidModel unless the stages give the gradients and changed buffers of the module, and replicas can.
 
-    Nothing is compared if the module has parameters on the meta device. The first process of the group compares, for
-    all have the same module, and tells the others; every process calls this.
+    The stages run as in the plan: with recomputation, with I and W apart, and besides under `autocast` and, if
+    `evaluated` are the stages in evaluation mode, forward in that mode. Nothing is compared if the module has
+    parameters on the meta device. The first process of the group compares, for all have the same module, and tells the
+    others; every process calls this.
     """
     if _is_anywhere_on_meta(parts.model.root, inputs):
         return
     fault: list[str | None] = [None]
     if dist.get_rank(group) == 0:
-        fault = [_fault(parts, inputs, plan)]
+        fault = [_fault(parts, inputs, plan, autocast, evaluated)]
     dist.broadcast_object_list(fault, group=group, group_src=0)
     if fault[0] is not None:
         raise InvalidModel(fault[0])
@@ -40,27 +64,72 @@ def _is_anywhere_on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), *inputs))
 
 
-def _fault(parts: Split, inputs: Sequence[Tensor], plan: Plan) -> str | None:
+def _fault(
+    parts: Split, inputs: Sequence[Tensor], plan: Plan, autocast: torch.dtype | None, evaluated: Split | None
+) -> str | None:
     """Returns in what the stages differ from the module; None if they do not, or were not compared."""
     root = parts.model.root
     device = next(root.parameters()).device
     if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
         return None
-    size = min(plan.microbatch_size, 2)  # two micro-batches, for what a forward keeps for the next
-    # There is no target here; any loss that depends on all outputs shows a wrong gradient.
-    target = torch.zeros(size, device=device)
-    microbatches = example_microbatches(inputs, target, [size, size], device)
     try:
-        result = compare_stages(parts, _weighted_sum, microbatches)
+        result = _compare(parts, plan, inputs, Conditions())
         if isinstance(result, Equivalence):
             _check_replicas(parts, plan, result.changed)
+        if isinstance(result, Difference):
+            return f"the stages would not train as the module does: {result}"
+        if autocast is not None:
+            result = _compare(parts, plan, inputs, Conditions(autocast=autocast))
+            if isinstance(result, Difference):
+                return f"under autocast the stages would not train as the module does: {result}"
+        if evaluated is not None:
+            with evaluation_mode([root, evaluated.model.module]):
+                result = _compare(evaluated, plan, inputs, Conditions(trains=False))
+            if isinstance(result, Difference):
+                return f"in evaluation mode the stages would not give what the module does: {result}"
     except InvalidModel as error:
         return str(error)
     except Exception as error:  # whatever the model's own code raises; the other processes are waiting
         return f"comparing the stages with the module failed: {type(error).__name__}: {error}"
+    return None
+
+
+def _compare(
+    parts: Split, plan: Plan, inputs: Sequence[Tensor], conditions: Conditions
+) -> Equivalence | Unchecked | Difference:
+    device = next(parts.model.root.parameters()).device
+    size = min(plan.microbatch_size, 2)  # two micro-batches, for what a forward keeps for the next
+    # There is no target here; any loss that depends on all outputs shows a wrong gradient.
+    target = torch.zeros(size, device=device)
+    microbatches = example_microbatches(inputs, target, [size, size], device)
+    split = {action.stage for actions in plan.table.order for action in actions if action.phase is Phase.INPUT_GRAD}
+    stages = [_as_planned(parts, index, plan, device, conditions, index in split) for index in range(len(plan.stages))]
+    result = compare_stages(parts.model, stages, _weighted_sum, microbatches, conditions)
     if isinstance(result, Unchecked):
         _log.info("%s", result)
-    return f"the stages would not train as the module does: {result}" if isinstance(result, Difference) else None
+    return result
+
+
+def _as_planned(
+    parts: Split, index: int, plan: Plan, device: torch.device, conditions: Conditions, has_i_and_w: bool
+) -> Stage:
+    """Returns a stage that runs as in the plan, on one device."""
+    tensors = parts.stages[index]
+    module: nn.Module = stage_module(parts, index, device)
+    examples = [parts.examples[name] for name in tensors.outputs]
+    if conditions.autocast is not None:
+        module = Autocast(module, device, conditions.autocast, [example.dtype for example in examples])
+    never_split = has_hooks_of_the_model(module)
+    recomputed = RecomputedStage(module, device) if plan.stages[index].recompute else None
+    return Stage(
+        tensors=tensors,
+        module=recomputed or module,
+        recomputation=recomputed,
+        needs_gradient=tuple(example.requires_grad for example in examples),
+        can_split=(lambda *backward: not never_split and bool(backward[1]) and can_split(*backward))
+        if has_i_and_w
+        else None,
+    )
 
 
 def _check_replicas(parts: Split, plan: Plan, changed: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bapipe.errors import BapipeError, InvalidModel
@@ -50,6 +51,16 @@ def factory_name(factory: Factory) -> str:
         return factory
     function = factory.func if isinstance(factory, partial) else factory
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def importable_name(factory: Factory) -> str | None:
+    """Returns the name by which another process can import a factory; None of one that only this process knows."""
+    name = factory_name(factory)
+    if isinstance(factory, str):
+        return name
+    path, _, function = name.partition(":")
+    is_there = path != "__main__" and getattr(sys.modules.get(path), function, None) is factory
+    return name if is_there and is_path(name) else None
 
 
 def is_path(text: str) -> bool:
@@ -100,6 +111,16 @@ def source_digest(factory: str) -> str:
             spec = None
     source = Path(spec.origin).read_bytes() if spec and spec.origin and Path(spec.origin).is_file() else b""
     return hashlib.sha256(source).hexdigest()
+
+
+def package_versions(factory: str) -> dict[str, object]:
+    """Returns the version of the package whose models a factory of the zoo makes: its code is not in the factory."""
+    if factory.partition(":")[0] != "bapipe.zoo.hugging_face":
+        return {}
+    try:
+        return {"transformers": version("transformers")}
+    except PackageNotFoundError:
+        return {}
 
 
 @contextmanager

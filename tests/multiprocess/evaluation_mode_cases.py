@@ -78,7 +78,11 @@ class Outcome:
 
 
 def run_cases(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
-    return [_run(item) for item in cases]
+    outcomes = []
+    for index, item in enumerate(cases):
+        rank.enter_step(index)
+        outcomes.append(_run(item))
+    return outcomes
 
 
 def _run(item: Case) -> Outcome:

@@ -24,6 +24,7 @@ from bapipe.runtime.pipeline import Pipeline
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Schedule
 from bapipe.simulator import stage_cost
+from bapipe.torch_private import post_sends
 from bapipe.tracing import trace
 
 
@@ -386,13 +387,12 @@ class _SentTensors:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] = []
         self._alive: list[weakref.ref[Tensor]] = []
-        self._post = sends.post_sends
         monkeypatch.setattr(sends, "post_sends", self._counted)
 
     def _counted(self, operations: Sequence[dist.P2POp]) -> Sequence[dist.Work]:
         self._alive += [weakref.ref(operation.tensor) for operation in operations]
         self.counts.append(sum(ref() is not None for ref in self._alive))
-        return self._post(operations)
+        return post_sends(operations)
 
 
 def _in_order(item: Case) -> bool:
