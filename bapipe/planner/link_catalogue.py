@@ -1,6 +1,6 @@
 """Links that nobody here has measured: rates from datasheets, to plan for devices that one does not have.
 
-A plan for such links says that they are assumed, and `bapipe explore --vary link=...` how it changes with their rate.
+A plan for such links says that they are assumed; a sweep of the explorer shows how it changes with their rate.
 """
 
 from dataclasses import dataclass
