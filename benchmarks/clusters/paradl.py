@@ -82,7 +82,7 @@ def measured_step_s(folder: Path) -> float | None:
     """
     for path in sorted(folder.glob("*.log"), reverse=True):
         with naming_file(path):
-            epochs = decode_json(read_limited(path), tuple[_Epoch, ...])
+            epochs: tuple[_Epoch, ...] = decode_json(read_limited(path), tuple[_Epoch, ...])
         if len(epochs) > 1:
             return median((b.elapsed_time - a.elapsed_time) / (b.iteration - a.iteration) for a, b in pairwise(epochs))
     return None

@@ -67,8 +67,8 @@ class SailorFiles:
     def ring_bytes_per_s(self, gpu: str, members: int) -> int:
         """Returns what a member sends to the next one in a ring within a host."""
         with naming_file(self._links):
-            total = decode_json(read_limited(self._links), _Bandwidths)[gpu][str(members)][1]
-        return round(total / (members // 2))
+            found: _Bandwidths = decode_json(read_limited(self._links), _Bandwidths)
+        return round(found[gpu][str(members)][1] / (members // 2))
 
     @cache  # noqa: B019 (one object for each run of the program)
     def times(self, model: str, gpu: str) -> tuple[Times, str]:
