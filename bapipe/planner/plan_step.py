@@ -101,9 +101,12 @@ def solve_partition(
             return solution
     try:
         space, result = find_best_layout(profiles, cluster, options, deadline=deadline, progress=progress)
-        return solution_of(profiles, result, options.minibatch_size, space)
     except OutOfTime as error:
         return _naive_solution(profiles, cluster, options, deadline, error.lower_bound_ns)
+    solution = solution_of(profiles, result, options.minibatch_size, space)
+    if result.lower_bound_ns == result.step_ns:
+        return solution
+    return _no_slower_than_naive(solution, profiles, cluster, options, deadline)
 
 
 def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline = UNLIMITED) -> Solution:
@@ -207,6 +210,23 @@ def _naive_solution(
             bound_ns,
         )
     return line.solution(best, bound_ns, unsearched_space(profiles, cluster, options))
+
+
+def _no_slower_than_naive(
+    solution: Solution,
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+) -> Solution:
+    """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
+    from bapipe.planner.device_line.line import DeviceLine
+    from bapipe.planner.device_line.naive import best_naive
+
+    line, step_ns = DeviceLine(profiles, cluster, options), solution.prediction.step_ns
+    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
+    best = best_naive(line, schedules, sizes, deadline, below_ns=step_ns)
+    return solution if best is None else line.solution(best, solution.lower_bound_ns, solution.space)
 
 
 def unsearched_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> PartitionSpace:

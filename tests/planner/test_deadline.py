@@ -6,6 +6,7 @@ from itertools import count
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 import bapipe
 from bapipe.cli.progress import stops_on_interrupt
@@ -84,6 +85,20 @@ def test_wherever_planning_is_ended_there_is_a_plan_and_its_bound_holds(num_laye
         assert simulate(hurried, profiles).step_ns == hurried.prediction.step_ns
 
 
+def test_wherever_planning_is_ended_the_most_promising_naive_plan_is_no_faster() -> None:
+    random = Random(1)
+    profiles = {"a": chain([random.randint(1, 9) for _ in range(310)], param_bytes=10**6, output_bytes=10**4)}
+    cluster = devices(6)
+    slow_first = tuple(replace(device, speed=0.3 if i == 0 else 1.0) for i, device in enumerate(cluster.devices))
+    cluster, options = replace(cluster, devices=slow_first), PlanOptions(minibatch_size=32)
+    line = DeviceLine(profiles, cluster, options)
+    timed = line.time(naive_plans(line, options.schedules, [1])[0][1])
+    assert timed is not None
+    for num_looks in (1, 20, 60):
+        hurried = plan_step_time(profiles, cluster, options, deadline=passing_after(num_looks))
+        assert hurried.prediction.step_ns <= timed.step_ns
+
+
 def test_wherever_a_search_for_throughput_is_ended_its_bound_holds() -> None:
     found = 0
     for seed in range(12):
@@ -119,14 +134,16 @@ def test_a_limit_of_no_time_says_that_nothing_was_found_if_no_naive_plan_fits() 
 def test_naive_plans_are_cut_evenly_and_timed_as_the_simulator_times_them() -> None:
     options = PlanOptions(minibatch_size=4, schedules=["1f1b", "interleaved-1f1b"])
     line = DeviceLine(PROFILES, devices(4), options)
-    plans = list(naive_plans(line, options.schedules, [1]))
+    bounded = naive_plans(line, options.schedules, [1])
+    plans = [plan for _, plan in bounded]
     shapes = {(plan.schedule, plan.counts, len(plan.cuts) - 1) for plan in plans}
     assert {("1f1b", (4,), 1), ("1f1b", (1, 1, 1, 1), 4), ("1f1b", (2, 2), 2)} <= shapes
     assert ("interleaved-1f1b", (1, 1), 4) in shapes
     assert (0, 5, 8) in {plan.cuts for plan in plans}  # 3 + 1 + 4 + 1 + 5 and 9 + 2 + 6, of 31
-    for plan in plans:
+    for bound_ns, plan in bounded:
         timed = line.time(plan)
         assert timed is not None
+        assert bound_ns <= timed.step_ns
         solution = line.solution(timed, 0, unsearched_space(PROFILES, devices(4), options))
         assert solution.prediction.step_ns == timed.step_ns
 

@@ -9,6 +9,8 @@ import bapipe
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 
 CLUSTER = devices(3, bytes_per_s=10**6)
@@ -53,6 +55,16 @@ def test_the_best_plan_without_replicas_of_a_layer_is_found(without: str) -> Non
     assert plan.prediction.step_ns == min(by_hand(without))
     assert plan.certificate.proven_optimal
     assert "data-parallel" not in [alternative.name for alternative in plan.alternatives]
+
+
+def test_a_layer_has_no_replicas_among_many_devices() -> None:
+    options = PlanOptions(minibatch_size=64, schedules=["1f1b"])
+    on_all = LinePlan(cuts=(0, 5), counts=(40,), schedule="1f1b", microbatch_size=1)
+    alone = LinePlan(cuts=(0, 2, 3, 5), counts=(20, 1, 19), schedule="1f1b", microbatch_size=1)
+    for without, is_allowed in ((None, True), ("l2", False)):
+        line = DeviceLine({"a": profile(without)}, devices(40), options)
+        assert (line.time(on_all) is not None) == is_allowed
+        assert line.time(alone) is not None
 
 
 def test_searches_for_throughput_give_a_layer_no_replicas() -> None:

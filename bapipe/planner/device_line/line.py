@@ -66,7 +66,9 @@ class DeviceLine:
             cluster, self.limits, self.constraints.allowed_layers(cluster), ns_per_sample(profiles, cluster)
         )
         self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
-        self.names = [layer.name for layer in next(iter(profiles.values())).layers]
+        layers = next(iter(profiles.values())).layers
+        self.names = [layer.name for layer in layers]
+        self._without_replicas = {i for i, layer in enumerate(layers) if not layer.allows_replicas}
         self._chains: dict[tuple[str, float, int], Chain] = {}
         self._orders: dict[tuple[str, tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
         first = next(iter(profiles.values()))
@@ -165,6 +167,11 @@ class DeviceLine:
     def _is_allowed(self, plan: LinePlan, devices: Sequence[tuple[int, ...]]) -> bool:
         """Whether the stages are as many as asked for, layers apart that must be, and on devices that may run them."""
         if self.options.num_stages not in (None, len(plan.cuts) - 1):
+            return False
+        if any(
+            len(ranks) > 1 and self._without_replicas & {*range(*layers)}
+            for layers, ranks in zip(pairwise(plan.cuts), devices, strict=True)
+        ):
             return False
         rules = self.constraints
         if any(len({self.cluster.devices[rank].num_members for rank in ranks}) > 1 for ranks in devices):

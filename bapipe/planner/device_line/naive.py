@@ -5,14 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 
-MIN_TRIED = 3
-"""So many plans are tried even after the deadline, those with the fewest actions first."""
+MIN_TRIED, MAX_LATE = 3, 12
+"""After the deadline so many plans are tried, and up to so many if none of them fits."""
+
+
+ROUNDED = 1 - 1e-6
+"""Times are rounded once per action, so a step may be a little shorter than the sums over its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,44 +31,111 @@ class NaiveShape:
 
 
 def best_naive(
-    line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int], deadline: Deadline
+    line: DeviceLine,
+    schedules: Sequence[str],
+    sizes: Sequence[int],
+    deadline: Deadline,
+    below_ns: int | None = None,
 ) -> TimedPlan | None:
-    """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none."""
+    """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none.
+
+    Args:
+        below_ns: plans that are no faster are of no use.
+    """
     best: TimedPlan | None = None
-    for number, plan in enumerate(naive_plans(line, schedules, sizes)):
-        if number >= MIN_TRIED and deadline.is_over:
+    for number, (bound_ns, plan) in enumerate(naive_plans(line, schedules, sizes)):
+        limit_ns = below_ns if best is None else best.step_ns
+        if limit_ns is not None and bound_ns >= limit_ns:
+            break
+        if deadline.is_over and number >= (MAX_LATE if best is None and below_ns is None else MIN_TRIED):
             break
         timed = line.time(plan)
-        if timed is not None and (best is None or timed.step_ns < best.step_ns):
+        if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
             best = timed
     return best
 
 
-def naive_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> Iterator[LinePlan]:
-    """Yields the naive plans, those with the fewest actions first.
+def naive_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, LinePlan]]:
+    """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
     On all devices, and half, a quarter and so on: one stage on all, or stages of 1, 2, 4 ... devices each.
     """
-    shapes = {shape: _num_stages(shape) for size in sizes for name in schedules for shape in _shapes(line, name, size)}
     wanted, max_stages = line.options.num_stages, len(line.cuts) - 1
-    seen = set()
+    plans: dict[LinePlan, int] = {}
+    for size in sizes:
+        sums = _LayerSums(line, size)
+        for shape in (shape for name in schedules for shape in _shapes(line, name, size)):
+            num_stages = _num_stages(shape)
+            if num_stages > max_stages or wanted not in (None, num_stages):
+                continue
+            shares = _shares(line, shape, num_stages)
+            for weights in (sums.work_of[line.cluster.devices[0].kind], sums.held):
+                plan = LinePlan(
+                    cuts=_even_cuts(line, weights, shares),
+                    counts=(shape.num_replicas,) * (shape.num_devices // shape.num_replicas),
+                    schedule=shape.schedule,
+                    microbatch_size=size,
+                )
+                if plan not in plans:
+                    plans[plan] = sums.bound_ns(plan)
+    return sorted(((bound_ns, plan) for plan, bound_ns in plans.items()), key=lambda each: each[0])
 
-    def num_actions(shape: NaiveShape) -> int:
-        return shapes[shape] * (line.options.minibatch_size // shape.microbatch_size)
 
-    for shape in sorted(shapes, key=num_actions):
-        if shapes[shape] > max_stages or wanted not in (None, shapes[shape]):
-            continue
-        for weights in (_time_sums(line, shape.microbatch_size), _byte_sums(line, shape.microbatch_size)):
-            plan = LinePlan(
-                cuts=_even_cuts(line, weights, _shares(line, shape, shapes[shape])),
-                counts=(shape.num_replicas,) * (shape.num_devices // shape.num_replicas),
-                schedule=shape.schedule,
-                microbatch_size=shape.microbatch_size,
-            )
-            if plan not in seen:
-                seen.add(plan)
-                yield plan
+class _LayerSums:
+    """Sums over the layers before each one, for one micro-batch size. All [layers + 1]
+
+    Attributes:
+        work_of: F and B of one micro-batch, by kind of device.
+        held: bytes that layers hold for themselves and one micro-batch.
+    """
+
+    def __init__(self, line: DeviceLine, size: int) -> None:
+        self.line, self._num_microbatches = line, line.options.minibatch_size // size
+        profiles = {device.kind: line.profiles[device.kind] for device in line.cluster.devices}
+        self.work_of = {
+            kind: prefix_sums([m.forward_ns + min(m.whole_backward_ns, _split_ns(m)) for m in profile.at(size)])
+            for kind, profile in profiles.items()
+        }
+        forward = [prefix_sums([m.forward_ns for m in profile.at(size)]) for profile in profiles.values()]
+        self._forward = np.min(forward, axis=0) / max(device.speed for device in line.cluster.devices)
+        first = profiles[line.cluster.devices[0].kind]
+        static = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in first.layers]
+        self.held = prefix_sums([own + m.stash_bytes for own, m in zip(static, first.at(size), strict=True)])
+        self._gradients = prefix_sums([layer.gradient_bytes for layer in first.layers])
+        cluster = line.cluster
+        rates = [cluster.intra_host.bytes_per_s, cluster.inter_host.bytes_per_s]
+        self._ns_per_byte = 1e9 / max(*rates, *(link.bytes_per_s for link in cluster.links))
+        self._speeds = np.array([device.speed for device in line.cluster.devices])
+        self._kinds = np.array([device.kind for device in line.cluster.devices])
+
+    def bound_ns(self, plan: LinePlan) -> int:
+        """Returns a time that the plan's step does not beat: the bounds work and, of a ring, all-reduce."""
+        stages = ALL[plan.schedule](len(plan.counts), 1).devices if plan.schedule not in SCHEDULES else None
+        begins, ends = np.array(plan.cuts[:-1]), np.array(plan.cuts[1:])
+        groups = np.arange(sum(plan.counts)).reshape(len(plan.counts), -1)  # [groups, replicas]
+        if stages is not None:
+            groups = groups[[rank for (rank,) in stages]]
+        num, replicas = self._num_microbatches, groups.shape[1]
+        per_microbatch = np.zeros(groups.shape)
+        for kind, sums in self.work_of.items():
+            is_kind = self._kinds[groups] == kind
+            per_microbatch[is_kind] = ((sums[ends] - sums[begins])[:, None] / self._speeds[groups])[is_kind]
+        busiest = np.maximum(
+            -(-num // replicas) * per_microbatch.min(axis=1), num // replicas * per_microbatch.max(axis=1)
+        )
+        if stages is not None:
+            return int(np.bincount(groups[:, 0], weights=busiest).max() * ROUNDED)
+        arrival = self._forward[begins]
+        gradients = (
+            2 * (replicas - 1) / replicas * (self._gradients[ends] - self._gradients[begins]) * self._ns_per_byte
+        )
+        last_backward = per_microbatch.max(axis=1)  # during which all-reduces may run
+        synced = arrival + np.maximum(busiest, busiest - last_backward + gradients)
+        return int(synced.max() * ROUNDED)
+
+
+def _split_ns(measured: LayerMeasurement) -> int:
+    return measured.input_grad_ns + measured.weight_grad_ns
 
 
 def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
@@ -94,23 +166,6 @@ def _shares(line: DeviceLine, shape: NaiveShape, num_stages: int) -> IntArray:
     speeds = np.array([device.speed for device in line.cluster.devices[: shape.num_devices]])
     slowest: IntArray = speeds.reshape(num_stages, shape.num_replicas).min(axis=1)  # it decides how fast a stage is
     return slowest
-
-
-def _time_sums(line: DeviceLine, size: int) -> IntArray:
-    """F and B of one micro-batch before each layer, on the first device's kind. [layers + 1]"""
-    profile = line.profiles[line.cluster.devices[0].kind]
-    return prefix_sums([m.forward_ns + m.whole_backward_ns for m in profile.at(size)])
-
-
-def _byte_sums(line: DeviceLine, size: int) -> IntArray:
-    """Bytes that layers hold for themselves and one micro-batch, before each layer. [layers + 1]"""
-    profile = line.profiles[line.cluster.devices[0].kind]
-    return prefix_sums(
-        [
-            layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes + m.stash_bytes
-            for layer, m in zip(profile.layers, profile.at(size), strict=True)
-        ]
-    )
 
 
 def _even_cuts(line: DeviceLine, sums: IntArray, shares: IntArray) -> tuple[int, ...]:

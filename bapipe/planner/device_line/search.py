@@ -84,7 +84,7 @@ class LineSearch:
         """Searches until the budget or the time is over, or the best plan attains the bound."""
         with suppress(OutOfTime):
             first = self.deadline.share(4)
-            for number, plan in enumerate(naive_plans(self.line, self.schedules, self.sizes)):
+            for number, (_, plan) in enumerate(naive_plans(self.line, self.schedules, self.sizes)):
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and is_over:
                     break
