@@ -13,7 +13,7 @@ from bapipe.schedules import ALL, SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 
 MIN_TRIED, MAX_LATE = 3, 12
-"""After the deadline so many plans are tried, and up to so many if none of them fits."""
+"""After the deadline so many plans are tried, and up to so many if none of them fits or is faster."""
 
 
 ROUNDED = 1 - 1e-6
@@ -47,7 +47,7 @@ def best_naive(
         limit_ns = below_ns if best is None else best.step_ns
         if limit_ns is not None and bound_ns >= limit_ns:
             break
-        if deadline.is_over and number >= (MAX_LATE if best is None and below_ns is None else MIN_TRIED):
+        if deadline.is_over and number >= (MAX_LATE if best is None else MIN_TRIED):
             break
         timed = line.time(plan)
         if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
@@ -76,7 +76,7 @@ def naive_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]
                     schedule=shape.schedule,
                     microbatch_size=size,
                 )
-                if plan not in plans:
+                if plan not in plans and sums.may_fit(plan):
                     plans[plan] = sums.bound_ns(plan)
     return sorted(((bound_ns, plan) for plan, bound_ns in plans.items()), key=lambda each: each[0])
 
@@ -100,6 +100,7 @@ class _LayerSums:
         self._forward = np.min(forward, axis=0) / max(device.speed for device in line.cluster.devices)
         first = profiles[line.cluster.devices[0].kind]
         static = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in first.layers]
+        self._static = prefix_sums(static)
         self.held = prefix_sums([own + m.stash_bytes for own, m in zip(static, first.at(size), strict=True)])
         self._gradients = prefix_sums([layer.gradient_bytes for layer in first.layers])
         cluster = line.cluster
@@ -107,6 +108,13 @@ class _LayerSums:
         self._ns_per_byte = 1e9 / max(*rates, *(link.bytes_per_s for link in cluster.links))
         self._speeds = np.array([device.speed for device in line.cluster.devices])
         self._kinds = np.array([device.kind for device in line.cluster.devices])
+
+    def may_fit(self, plan: LinePlan) -> bool:
+        """Returns whether parameters, gradients and the optimizer's state fit, if each device has one stage."""
+        if plan.schedule not in SCHEDULES:
+            return True
+        static = np.repeat(np.diff(self._static[list(plan.cuts)]), plan.counts)  # [devices]
+        return bool((static <= np.array(self.line.limits[: len(static)])).all())
 
     def bound_ns(self, plan: LinePlan) -> int:
         """Returns a time that the plan's step does not beat: the bounds work and, of a ring, all-reduce."""
