@@ -132,8 +132,10 @@ def explain(
     from bapipe.planner.analysis.explain import explain as in_words
     from bapipe.planner.analysis.sensitivity import sensitivity
 
-    effects = sensitivity(plan, profiles, options, deadline=deadline or deadline_of(options.time_limit_s))
-    return in_words(plan, profiles, options, effects)
+    deadline = deadline or deadline_of(options.time_limit_s)
+    first = deadline if plan.certificate.proven_optimal else deadline.share(2)
+    effects = sensitivity(plan, profiles, options, deadline=first)
+    return in_words(plan, profiles, options, effects, deadline=deadline)
 
 
 def pareto(

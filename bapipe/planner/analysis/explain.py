@@ -13,9 +13,11 @@ import msgspec
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import time_shares
+from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect
 from bapipe.planner.baselines import slowdown_text
 from bapipe.planner.branch_and_bound.chain import Chain
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import build_stages
@@ -40,12 +42,18 @@ TOPICS = (
     "layers",
     "data parallelism",
     "resources",
+    "gap",
 )
 """What each sentence of `explain` is about."""
 
 
 def explain(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, effects: Sequence[Effect]
+    plan: Plan,
+    profiles: Mapping[str, ModelProfile],
+    options: PlanOptions,
+    effects: Sequence[Effect],
+    *,
+    deadline: Deadline = UNLIMITED,
 ) -> tuple[str, ...]:
     """Returns a sentence or two on each of `TOPICS`."""
     return (
@@ -58,6 +66,7 @@ def explain(
         "layers in the profile.",
         _data_parallel(plan),
         _help(plan, effects),
+        explain_gap(plan, profiles, options, deadline=deadline),
     )
 
 

@@ -14,7 +14,7 @@ from bapipe.planner.action_order.improve_plan import SEARCH
 from bapipe.planner.analysis.pinned import BEST_FOUND
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import find_best_layout
+from bapipe.planner.plan_step import solve_partition
 from bapipe.simulator.simulate import simulate
 from bapipe.units import MAX_INT
 
@@ -75,9 +75,10 @@ def _more_memory(
         # A searched order has no replicas, so the comparison must not have any either.
         replicas = options.replicas and SEARCH not in options.schedules
         changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
-        _, found = find_best_layout(profiles, cluster, changed, deadline=deadline)
+        deadline.check()
+        found_ns = solve_partition(profiles, cluster, changed, deadline=deadline).prediction.step_ns
         # A gain that is possible without more memory is not an effect of memory.
-        return plan.prediction.step_ns if found.step_ns >= min(known) else found.step_ns
+        return plan.prediction.step_ns if found_ns >= min(known) else found_ns
 
     memory_bytes = [device.memory_bytes for device in plan.cluster.devices]
     limit = options.memory_limit_bytes

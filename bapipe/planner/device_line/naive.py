@@ -98,11 +98,14 @@ class _LayerSums:
         }
         forward = [prefix_sums([m.forward_ns for m in profile.at(size)]) for profile in profiles.values()]
         self._forward = np.min(forward, axis=0) / max(device.speed for device in line.cluster.devices)
-        first = profiles[line.cluster.devices[0].kind]
-        static = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in first.layers]
+        layers = [profile.layers for profile in profiles.values()]
+        state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
+        static = np.min(state, axis=0).tolist()  # groups of devices share the layers' bytes
+        stashes = [m.stash_bytes for m in profiles[line.cluster.devices[0].kind].at(size)]
         self._static = prefix_sums(static)
-        self.held = prefix_sums([own + m.stash_bytes for own, m in zip(static, first.at(size), strict=True)])
-        self._gradients = prefix_sums([layer.gradient_bytes for layer in first.layers])
+        self.held = prefix_sums([own + stash for own, stash in zip(static, stashes, strict=True)])
+        gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
+        self._gradients = prefix_sums(np.min(gradients, axis=0).tolist())
         cluster = line.cluster
         rates = [cluster.intra_host.bytes_per_s, cluster.inter_host.bytes_per_s]
         self._ns_per_byte = 1e9 / max(*rates, *(link.bytes_per_s for link in cluster.links))

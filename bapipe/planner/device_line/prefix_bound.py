@@ -6,10 +6,11 @@ one is, so nothing else of what lies before matters: a dynamic programme over p,
 stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if (docs/algorithm.md,
 Many devices)
 
-    work         A + n (F + B) <= T
+    work         A + n (F + B) + the ring of its last bucket + its update <= T
     return       D + n (F + r) <= T
     round trip   the round trip of one micro-batch + (n - 1) r + u F <= T
-    all-reduce   A + n F + (n - 1) B + the ring of all its gradients <= T
+    all-reduce   A + n F + (n - 1) B + B of the layers of its first bucket + the rings of all its buckets
+                 + its update <= T
     memory       parameters, gradients, optimizer state and the stash of one micro-batch fit
 
 with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
@@ -29,6 +30,7 @@ from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+from bapipe.simulator.stage_cost import BUCKET_BYTES
 
 MAX_ALL_GROUPS = 32
 """Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
@@ -88,20 +90,47 @@ class PrefixBound:
         measured = [profile.at(self.size) for profile in profiles]
         splits = self.schedule not in ("1f1b", "gpipe")
 
-        def least(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
+        def least_of_layers(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
             rows = [[value(m) for m in of_kind] for of_kind in measured]
-            return prefix_sums(np.min(rows, axis=0).tolist())[self.line.cuts].astype(float)
+            return prefix_sums(np.min(rows, axis=0).tolist()).astype(float)
+
+        def least(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
+            return least_of_layers(value)[self.line.cuts]
 
         self._forward = least(lambda m: m.forward_ns)
-        self._backward = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
+        self._backward_of_layers = least_of_layers(
+            lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
+        )
+        self._backward = self._backward_of_layers[self.line.cuts]
         self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self._backward
         self._stash = least(lambda m: m.stash_bytes)
         layers = [profile.layers for profile in profiles]
         state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         self._static = prefix_sums(np.min(state, axis=0).tolist())[self.line.cuts].astype(float)
         gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
-        self._gradients = prefix_sums(np.min(gradients, axis=0).tolist())[self.line.cuts].astype(float)
+        updates = [[layer.update_ns for layer in of_kind] for of_kind in layers]
+        self._update = prefix_sums(np.min(updates, axis=0).tolist())[self.line.cuts] / self._max_speed
+        self._sum_buckets(np.array(gradients))
         self._work, self._trip = self._forward + self._backward, self._forward + self._critical
+
+    def _sum_buckets(self, gradient_bytes: IntArray) -> None:
+        """Of a stage that ends at each boundary: B until its first bucket is full; and the bytes of any bucket.
+
+        The first bucket holds the last layers, from the last one whose gradients fill it: the largest of any kind. Of
+        two ends the earlier one has the minimum of both, so that a longer stage never seems shorter. [boundaries]
+
+        Args:
+            gradient_bytes: of each layer on each kind of device. [kinds, layers]
+        """
+        ends = np.array(self.line.cuts)
+        self._gradients = prefix_sums(gradient_bytes.min(axis=0).tolist())[ends].astype(float)
+        most = prefix_sums(gradient_bytes.max(axis=0).tolist()).astype(float)
+        first = np.searchsorted(most, most[ends] - BUCKET_BYTES, side="right") - 1  # -1: they do not fill a bucket
+        until_full = self._backward_of_layers[ends] - self._backward_of_layers[np.maximum(first, 0)]
+        until_full[first < 0] = np.inf
+        self._first_bucket = np.minimum.accumulate(until_full[::-1])[::-1]
+        self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
+        self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
 
     def _group_classes(self) -> Groups:
         """Alike devices: the fewest devices for each number of micro-batches of a replica."""
@@ -164,7 +193,7 @@ class PrefixBound:
         self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0
         self._extra_both = 2 * slower + float((send + grad).min()) * extra_rate if send.size else 0.0
         per_host = max(hosts.count(host) for host in set(hosts))
-        fastest = max(links, key=lambda link: link.bytes_per_s)
+        fastest = Bandwidth(bytes_per_s=rate, latency_ns=latency)  # the links of no two devices, maybe
         ring = [cluster.inter_host if few > per_host else fastest for few in self._groups.fewest.tolist()]
         counted = cluster.intra_host_sum is UNSET and not cluster.links
         steps = 2 * (self._groups.fewest - 1)
@@ -225,17 +254,21 @@ class PrefixBound:
             u = np.maximum(0, (self.num_microbatches - np.maximum(self._last_replicas[1], few)) // most)
         else:
             u = np.maximum(0, n - -(-d // few)) if self.schedule == "1f1b" else np.zeros_like(n)
+        last_ring = (self._ring_latency[g] + self._ring_rate[g] * self._min_bucket) * (self._min_bucket > 0)
         slack = ROUNDING_NS * n
 
         def is_within(j: IntArray) -> "NDArray[np.bool_]":
             f, r, b = (sums[j] - sums[i] for sums in (self._forward, self._critical, self._backward))
-            work = arrival + w * (f + b)
+            update = self._update[j] - self._update[i]
+            work = arrival + w * (f + b) + last_ring + update
             returned = return_ns + w * (f + r)
             own = (f + r) * (1 / v - 1 / self._max_speed) + ((n - 1) * r + u * f) / v
             trip = rest + self._both_ways[cuts][:, None] + forced[:, None] * self._extra_both + own
             gradients = self._gradients[j] - self._gradients[i]
-            ring = np.where(gradients > 0, self._ring_latency[g] + self._ring_rate[g] * gradients, 0.0)
-            synced = arrival + (n * f + (n - 1) * b) / v + ring
+            buckets = np.ceil(gradients / self._max_bucket)
+            ring = self._ring_latency[g] * buckets + self._ring_rate[g] * gradients
+            first_full = np.minimum(b, self._first_bucket[j])
+            synced = arrival + (n * f + (n - 1) * b + first_full) / v + ring + update
             held = self._static[j] - self._static[i] + self._stash[j] - self._stash[i]
             longest = np.maximum(np.maximum(work, returned), np.maximum(trip, synced))
             within: NDArray[np.bool_] = (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)

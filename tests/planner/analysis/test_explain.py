@@ -3,9 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, certify
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.explain import time_balanced_plan
+from bapipe.planner.analysis.gap import explain_gap
+from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain
 from bapipe.planner.plan_step import plan_step_time
@@ -45,3 +47,23 @@ def test_cuts_that_balance_compute_are_found_over_all_cuts() -> None:
 def test_several_stages_per_device_have_no_balanced_plan_to_compare_with() -> None:
     plan, profiles = planned([1, 1, 1, 1], 2, schedules=("interleaved-1f1b",))
     assert time_balanced_plan(plan, profiles) is None
+
+
+def test_a_gap_is_explained_by_what_the_bound_counts() -> None:
+    plan, profiles = planned([3, 1, 4, 1, 5, 9, 2, 6], 3, schedules=("1f1b", "gpipe"))
+    options = PlanOptions(minibatch_size=4)
+    assert explain_gap(plan, profiles, options) == "Gap: none; the plan is proven optimal in the searched space."
+    bound_ns = plan.certificate.lower_bound_ns // 2
+    loose = replace(plan, certificate=certify(plan.prediction.step_ns, bound_ns, plan.certificate.space))
+    gap = explain_gap(loose, profiles, options)
+    assert f"the bound is {bound_ns / 1e6:,.1f} ms" in gap
+    assert "may be too low or the plan too slow" in gap
+    # The plan's own schedule and size are proven at once: the rest of this gap is a matter of the others.
+    assert f"With {plan.schedule} and micro-batches of {plan.microbatch_size} alone, it leaves 0.0%." in gap
+    assert explain(loose, profiles, options)[-1] == gap
+
+
+def test_an_explanation_after_the_time_is_over_leaves_out_what_was_not_examined() -> None:
+    plan, profiles = planned([3, 1, 4, 1], 2)
+    sentences = explain(plan, profiles, PlanOptions(minibatch_size=4), deadline=Deadline(0.0))
+    assert any(sentence.startswith("Memory fine-tuning: not known; no time was left") for sentence in sentences)

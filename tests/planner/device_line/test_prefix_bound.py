@@ -1,11 +1,12 @@
 """The relaxation of many devices: every plan on consecutive devices is feasible in it at its own step time."""
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
@@ -17,11 +18,15 @@ from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.problems import heavy
 from tests.random_profiles import random_profile
 
 
-def random_line(seed: int, schedule: str) -> DeviceLine:
-    """Two to six layers on two to four devices, half of the clusters with unlike ones, some on two hosts."""
+def random_line(seed: int, schedule: str, *, buckets: bool = False) -> DeviceLine:
+    """Two to six layers on two to four devices, half of the clusters with unlike ones, some on two hosts.
+
+    With `buckets`, the gradients of a stage are several, whose rings take as long as layers do.
+    """
     random = Random(seed)
     num_layers, num_devices = random.randint(2, 6), random.randint(2, 4)
     num_hosts, alike = random.choice([1, 2]), random.random() < 0.5
@@ -41,7 +46,13 @@ def random_line(seed: int, schedule: str) -> DeviceLine:
         inter_host=Bandwidth(bytes_per_s=random.choice([10**6, 10**8, 10**9]), latency_ns=random.choice([0, 5, 1000])),
     )
     options = PlanOptions(minibatch_size=random.choice([2, 4, 8]), schedules=[schedule])
-    return DeviceLine({"a": random_profile(random, num_layers)}, cluster, options)
+    profile = random_profile(random, num_layers)
+    if buckets:
+        profile = heavy(profile)
+        inside = Bandwidth(bytes_per_s=random.choice([10**15, 10**16]), latency_ns=random.choice([0, 5, 20]))
+        between = Bandwidth(bytes_per_s=random.choice([10**15, 10**16]), latency_ns=random.choice([0, 5, 20]))
+        cluster = replace(cluster, intra_host=inside, inter_host=between)
+    return DeviceLine({"a": profile}, cluster, options)
 
 
 def plans(line: DeviceLine, schedule: str) -> Iterator[LinePlan]:
@@ -60,10 +71,13 @@ def compositions(most: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-def test_every_plan_is_feasible_at_its_step_time_and_far_below_the_best_nothing_is(schedule: str) -> None:
+@pytest.mark.parametrize("buckets", [False, True])
+def test_every_plan_is_feasible_at_its_step_time_and_far_below_the_best_nothing_is(
+    schedule: str, buckets: bool
+) -> None:
     infeasible = checked = 0
-    for seed in range(6):
-        line = random_line(seed, schedule)
+    for seed in range(5):
+        line = random_line(seed, schedule, buckets=buckets)
         num_devices = len(line.cluster.devices)
         every = PrefixBound(line, schedule, 1, num_devices)
         steps_ns = []
@@ -91,6 +105,19 @@ def test_the_search_for_many_devices_finds_a_plan_near_its_bound_and_nothing_bel
     assert made == plan_step_time(profiles, cluster, PlanOptions(minibatch_size=16))
 
 
+def test_data_parallelism_is_proven_best_up_to_its_last_bucket() -> None:
+    """Eight layers of 20 MB: every bucket's ring has its latency, and none begins before its layers' backward."""
+    profiles = {"a": chain([1] * 8, param_bytes=20 * 10**6, output_bytes=10**9)}
+    cluster = devices(40, bytes_per_s=10**11)
+    link = Bandwidth(bytes_per_s=10**11, latency_ns=20_000)
+    line = DeviceLine(profiles, replace(cluster, intra_host=link), PlanOptions(minibatch_size=40))
+    on_all = line.time(LinePlan(cuts=(0, 8), counts=(40,), schedule="1f1b", microbatch_size=1))
+    assert on_all is not None
+    problem = PrefixBound(line, "1f1b", 1, 40)
+    assert problem.path(on_all.step_ns, UNLIMITED) is not None
+    assert problem.path(on_all.step_ns * 98 // 100, UNLIMITED) is None
+
+
 def test_wherever_the_search_for_many_devices_is_ended_its_bound_holds() -> None:
     for seed in range(4):
         line = random_line(seed, "1f1b")
@@ -110,7 +137,7 @@ def test_the_stages_of_the_relaxation_are_a_plan_of_the_space(replicas: bool) ->
     found = 0
     for seed in range(8):
         line = random_line(seed, "1f1b")
-        line.options = replace(line.options, replicas=replicas)
+        line.options = dataclasses.replace(line.options, replicas=replicas)
         bound = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
         one_ns = sum(m.forward_ns + m.whole_backward_ns for m in line.profiles["a"].at(1))
         for share in (1, 2, 4, 8, 16):
