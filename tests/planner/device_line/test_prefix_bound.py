@@ -110,7 +110,7 @@ def test_data_parallelism_is_proven_best_up_to_its_last_bucket() -> None:
     profiles = {"a": chain([1] * 8, param_bytes=20 * 10**6, output_bytes=10**9)}
     cluster = devices(40, bytes_per_s=10**11)
     link = Bandwidth(bytes_per_s=10**11, latency_ns=20_000)
-    line = DeviceLine(profiles, replace(cluster, intra_host=link), PlanOptions(minibatch_size=40))
+    line = DeviceLine(profiles, replace(cluster, intra_host=link, inter_host=link), PlanOptions(minibatch_size=40))
     on_all = line.time(LinePlan(cuts=(0, 8), counts=(40,), schedule="1f1b", microbatch_size=1))
     assert on_all is not None
     problem = PrefixBound(line, "1f1b", 1, 40)
