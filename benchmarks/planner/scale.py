@@ -1,18 +1,18 @@
-"""How long large plans take: seconds, and the gap to the bound.
+"""How long large plans take: seconds, memory, and the gap to the bound.
 
-    python -m benchmarks.planner.scale [--seed 0]
+    python -m benchmarks.planner.scale [--seed 0] [--only NAME ...] [--list]
 
-A chain of 1,000 layers on 64 devices, and operator graphs of 800 nodes on 8: blocks of three branches that fork and
-join, of 2 and of 6 nodes each; both have more downsets than the search looks at. F and B of a node lie within a factor
-of four, tensors are 1 to 16 MB, links carry 12 GB/s; 32 micro-batches. Then a chain of 100 layers on 128 devices with
-256 micro-batches. Both objectives: the time of a step, along the profile's order of the nodes, and the largest load of
-a device, over cuts of the graph.
+Every case is a random graph: F and B of a node lie within a factor of four, tensors are 1 to 16 MB, links carry
+12 GB/s. Objectives: the time of a step, along the profile's order of the nodes, and the largest load of a device, over
+cuts of the graph. Seconds are of compute; memory is the most that this process has had so far.
 """
 
 import argparse
+import resource
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,50 +20,48 @@ from rich.table import Table
 
 import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.plan import Objective
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import contract, of_layers
 
 MB = 10**6
+GIB = 2**30
 
-OBJECTIVES: tuple[Literal["step", "throughput"], ...] = ("step", "throughput")
-
-
-def profile_of(random: Random, inputs: list[tuple[str, ...]]) -> ModelProfile:
-    """Layers l0, l1, ... that use the given tensors."""
-
-    def measured() -> LayerMeasurement:
-        forward = random.randrange(50_000, 200_000)
-        return LayerMeasurement(
-            forward_ns=forward,
-            input_grad_ns=forward,
-            weight_grad_ns=forward,
-            stash_bytes=random.randrange(MB, 16 * MB),
-            output_bytes=(random.randrange(MB, 16 * MB),),
-        )
-
-    return ModelProfile(
-        model="random",
-        device=DeviceKind(kind="gpu", name="none", memory_bytes=32 * 2**30),
-        dtype="float32",
-        optimizer="sgd",
-        layers=tuple(
-            LayerProfile(
-                name=f"l{i}", kind="Layer", inputs=own, outputs=(f"l{i}",), param_bytes=MB, optimizer_state_bytes=0
-            )
-            for i, own in enumerate(inputs)
-        ),
-        measurements=(Measurement(microbatch_size=1, layers=tuple(measured() for _ in inputs)),),
-    )
+Inputs = list[tuple[str, ...]]
+"""The tensors that each layer uses."""
 
 
-def chain(num_layers: int) -> list[tuple[str, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A graph on some devices.
+
+    Attributes:
+        per_host: devices of a host.
+        is_unlike: whether speeds are between 0.6 and 1, the first device's 0.4.
+        output_bytes: of each tensor; None for 1 to 16 MB.
+    """
+
+    inputs: Callable[[], Inputs]
+    num_devices: int
+    minibatch_size: int
+    objective: Objective = "step"
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    replicas: bool = True
+    per_host: int = 10**6
+    is_unlike: bool = False
+    param_bytes: int = MB
+    output_bytes: int | None = None
+    memory_bytes: int = 32 * GIB
+
+
+def chain(num_layers: int) -> Inputs:
     return [("x",), *((f"l{i}",) for i in range(num_layers - 1))]
 
 
-def blocks(num_nodes: int, length: int) -> list[tuple[str, ...]]:
+def blocks(num_nodes: int, length: int) -> Inputs:
     """Repeats three branches of `length` nodes between a node that forks and one that joins."""
-    inputs: list[tuple[str, ...]] = [("x",)]
+    inputs: Inputs = [("x",)]
     while len(inputs) + 3 * length + 1 <= num_nodes:
         fork, ends = len(inputs) - 1, []
         for _ in range(3):
@@ -74,36 +72,122 @@ def blocks(num_nodes: int, length: int) -> list[tuple[str, ...]]:
     return inputs + [(f"l{i - 1}",) for i in range(len(inputs), num_nodes)]
 
 
+def _chain_of(num_layers: int) -> Callable[[], Inputs]:
+    return lambda: chain(num_layers)
+
+
+CASES = {
+    "chain": Case(inputs=_chain_of(1000), num_devices=64, minibatch_size=32),
+    "chain, throughput": Case(inputs=_chain_of(1000), num_devices=64, minibatch_size=32, objective="throughput"),
+    "branches of 2": Case(inputs=lambda: blocks(800, 2), num_devices=8, minibatch_size=32),
+    "branches of 2, throughput": Case(
+        inputs=lambda: blocks(800, 2), num_devices=8, minibatch_size=32, objective="throughput"
+    ),
+    "branches of 6": Case(inputs=lambda: blocks(800, 6), num_devices=8, minibatch_size=32),
+    "branches of 6, throughput": Case(
+        inputs=lambda: blocks(800, 6), num_devices=8, minibatch_size=32, objective="throughput"
+    ),
+    "128 devices": Case(inputs=_chain_of(100), num_devices=128, minibatch_size=256),
+    "256 devices": Case(inputs=_chain_of(100), num_devices=256, minibatch_size=256, per_host=8),
+    "512 devices": Case(inputs=_chain_of(200), num_devices=512, minibatch_size=1024, per_host=8),
+    "large parameters": Case(inputs=_chain_of(1000), num_devices=64, minibatch_size=32, param_bytes=32 * MB),
+    "large tensors": Case(inputs=_chain_of(1004), num_devices=64, minibatch_size=64, output_bytes=32 * MB),
+    "unlike devices": Case(inputs=_chain_of(310), num_devices=10, minibatch_size=16, is_unlike=True, replicas=False),
+    "interleaved": Case(
+        inputs=_chain_of(260), num_devices=8, minibatch_size=32, schedules=("interleaved-1f1b",), replicas=False
+    ),
+    "zb-v": Case(inputs=_chain_of(200), num_devices=8, minibatch_size=32, schedules=("zb-v",), replicas=False),
+}
+
+
+def profile_of(
+    random: Random, inputs: Inputs, *, param_bytes: int = MB, output_bytes: int | None = None
+) -> ModelProfile:
+    """Layers l0, l1, ... that use the given tensors."""
+
+    def measured() -> LayerMeasurement:
+        forward = random.randrange(50_000, 200_000)
+        return LayerMeasurement(
+            forward_ns=forward,
+            input_grad_ns=forward,
+            weight_grad_ns=forward,
+            stash_bytes=random.randrange(MB, 16 * MB),
+            output_bytes=(output_bytes or random.randrange(MB, 16 * MB),),
+        )
+
+    return ModelProfile(
+        model="random",
+        device=DeviceKind(kind="gpu", name="none", memory_bytes=32 * GIB),
+        dtype="float32",
+        optimizer="sgd",
+        layers=tuple(
+            LayerProfile(
+                name=f"l{i}",
+                kind="Layer",
+                inputs=own,
+                outputs=(f"l{i}",),
+                param_bytes=param_bytes,
+                optimizer_state_bytes=0,
+            )
+            for i, own in enumerate(inputs)
+        ),
+        measurements=(Measurement(microbatch_size=1, layers=tuple(measured() for _ in inputs)),),
+    )
+
+
+def cluster_of(random: Random, case: Case) -> Cluster:
+    """The devices of a case; links between hosts are as fast as those within."""
+    link = Bandwidth(bytes_per_s=12 * 10**9, latency_ns=10_000)
+    speeds = [1.0] * case.num_devices
+    if case.is_unlike:
+        speeds = [0.4, *(round(random.uniform(0.6, 1.0), 2) for _ in speeds[1:])]
+    devices = tuple(
+        Device(name=f"d{i}", host=f"h{i // case.per_host}", kind="gpu", memory_bytes=case.memory_bytes, speed=speed)
+        for i, speed in enumerate(speeds)
+    )
+    return Cluster(devices=devices, intra_host=link, inter_host=link)
+
+
+def row(name: str, case: Case, seed: int) -> list[str]:
+    """Plans a case; returns its row of the table."""
+    random = Random(seed)
+    inputs = case.inputs()
+    profile = profile_of(random, inputs, param_bytes=case.param_bytes, output_bytes=case.output_bytes)
+    cluster = cluster_of(random, case)
+    sets = downsets(contract(of_layers(profile), ())[0], 100_000)
+    options = bapipe.PlanOptions(
+        minibatch_size=case.minibatch_size,
+        microbatch_size=1,
+        objective=case.objective,
+        schedules=case.schedules,
+        replicas=case.replicas,
+    )
+    start_s = time.process_time()
+    plan = bapipe.plan(profile, cluster, options)
+    seconds = time.process_time() - start_s
+    ns = plan.prediction.load_ns if case.objective == "throughput" else plan.prediction.step_ns
+    assert isinstance(ns, int)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    return [
+        *(name, str(len(inputs)), str(case.num_devices), f"{len(sets):,}" if sets else "more than 100,000"),
+        *(f"{ns / 1e6:.3f}", f"{plan.certificate.gap:.2%}", str(len(plan.stages)), f"{seconds:.1f}", f"{peak_mb:,.0f}"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    random = Random(parser.parse_args().seed)
-    link = Bandwidth(bytes_per_s=12 * 10**9, latency_ns=10_000)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help="see --list")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(CASES))
+        return
     table = Table(box=SIMPLE_HEAD)
-    for column in ("graph", "layers", "devices", "downsets", "objective", "ms", "gap", "stages", "CPU seconds"):
-        table.add_column(column, justify="left" if column in ("graph", "objective") else "right")
-    shapes = {
-        "chain": (chain(1000), 64, 32),
-        "branches of 2": (blocks(800, 2), 8, 32),
-        "branches of 6": (blocks(800, 6), 8, 32),
-        "chain of 100": (chain(100), 128, 256),
-    }
-    for name, (inputs, num_devices, minibatch_size) in shapes.items():
-        profile = profile_of(random, inputs)
-        devices = [Device(name=f"d{i}", host="h", kind="gpu", memory_bytes=32 * 2**30) for i in range(num_devices)]
-        cluster = Cluster(devices=tuple(devices), intra_host=link, inter_host=link)
-        sets = downsets(contract(of_layers(profile), ())[0], 100_000)
-        cuts = f"{len(sets):,}" if sets else "more than 100,000"
-        for objective in OBJECTIVES:
-            start = time.process_time()
-            plan = bapipe.plan(profile, cluster, minibatch_size=minibatch_size, microbatch_size=1, objective=objective)
-            seconds = time.process_time() - start
-            ns = plan.prediction.step_ns if objective == "step" else plan.prediction.load_ns
-            assert isinstance(ns, int)
-            table.add_row(
-                *(name, str(len(inputs)), str(num_devices), cuts, objective, f"{ns / 1e6:.3f}"),
-                *(f"{plan.certificate.gap:.2%}", str(len(plan.stages)), f"{seconds:.1f}"),
-            )
+    for column in ("case", "layers", "devices", "downsets", "ms", "gap", "stages", "CPU seconds", "MB"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    for name in arguments.only:
+        table.add_row(*row(name, CASES[name], arguments.seed))
     Console(width=120).print(table)
 
 

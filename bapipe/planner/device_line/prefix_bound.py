@@ -71,7 +71,7 @@ class PrefixBound:
         only_replicas: int | None = None,
     ) -> None:
         """`last_replicas` restricts the last stage's devices to a range; `only_replicas` fixes those of all stages."""
-        self._last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
+        self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
         self.line, self.schedule, self.size, self.num_devices = line, schedule, size, num_devices
         self.num_microbatches = line.options.minibatch_size // size
         self.bound_ns = 0  # what is proven of every plan of this problem
@@ -251,7 +251,7 @@ class PrefixBound:
         arrival, return_ns = arrival[:, None], return_ns[:, None]
         rest = self._trip[-1] / self._max_speed
         if self.schedule == "gpipe":
-            u = np.maximum(0, (self.num_microbatches - np.maximum(self._last_replicas[1], few)) // most)
+            u = np.maximum(0, (self.num_microbatches - np.maximum(self.last_replicas[1], few)) // most)
         else:
             u = np.maximum(0, n - -(-d // few)) if self.schedule == "1f1b" else np.zeros_like(n)
         last_ring = (self._ring_latency[g] + self._ring_rate[g] * self._min_bucket) * (self._min_bucket > 0)
@@ -284,7 +284,7 @@ class PrefixBound:
             # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
             rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
             low = np.where(return_ns + rounds * (rest - self._trip[i] / self._max_speed) <= limit, low, i)
-        may_end = (few <= self._last_replicas[1]) & (most >= self._last_replicas[0])
+        may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
         ends: IntArray = np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
         return ends
 

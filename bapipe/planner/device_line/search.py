@@ -125,37 +125,52 @@ class LineSearch:
         Invariant: no plan of a problem is faster than its `bound_ns`.
         """
         problems = list(self._problems())
-        high_ns = [INF] * len(problems)
+        high_ns = dict.fromkeys(problems, INF)
         num_left = MAX_BOUND_WORK // len(self.line.cluster.devices) ** 2
         with suppress(OutOfTime):
             while self.best is not None and (num_left > 0 or self.deadline.is_given):
                 deadline.check()
-                lowest = min(range(len(problems)), key=lambda i: problems[i].bound_ns)
-                low_ns = problems[lowest].bound_ns
+                lowest = min(problems, key=lambda problem: problem.bound_ns)
+                low_ns, reached_ns = lowest.bound_ns, max(problem.bound_ns for problem in problems)
                 high = min(high_ns[lowest], self.best.step_ns)
                 if high - low_ns <= low_ns // BOUND_PRECISION:
                     break
-                # Most limits below the best plan are infeasible, so the limit is nearer to that.
-                limit_ns = (low_ns + 3 * high) // 4
-                if self._path(problems[lowest], limit_ns, deadline) is not None:
+                # What is proven of one problem often holds for the next; below the best plan most is infeasible.
+                is_behind = low_ns + low_ns // BOUND_PRECISION < reached_ns < high
+                limit_ns = reached_ns - 1 if is_behind else (low_ns + 3 * high) // 4
+                if self._path(lowest, limit_ns, deadline) is not None:
                     high_ns[lowest] = limit_ns
+                    parts = self._parts(lowest)
+                    if parts:
+                        problems = [problem for problem in problems if problem is not lowest] + parts
+                        high_ns |= dict.fromkeys(parts, INF)
                 self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
                 num_left -= 1
 
     def _problems(self) -> Iterator[PrefixBound]:
-        """The relaxations; several for GPipe, whose bound depends on the replicas of the last stage."""
-        num_devices = len(self.line.cluster.devices)
+        """The relaxations, one for each schedule and micro-batch size."""
         for size in self.sizes:
-            most = min(num_devices, self.line.options.minibatch_size // size) if self.line.options.replicas else 1
             for schedule in self.schedules:
-                ranges = [(1, most)]
-                if schedule == "gpipe":
-                    powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
-                    ranges = [(fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)) for fewest in powers]
-                for replicas in ranges:
-                    problem = PrefixBound(self.line, schedule, size, num_devices, last_replicas=replicas)
-                    problem.bound_ns = self.bound_ns
-                    yield problem
+                yield self._problem(schedule, size, (1, self._most_replicas(size)), self.bound_ns)
+
+    def _parts(self, problem: PrefixBound) -> list[PrefixBound]:
+        """GPipe: relaxations for a few ranges of the replicas of the last stage, on which its bound depends."""
+        most = self._most_replicas(problem.size)
+        if problem.schedule != "gpipe" or problem.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
+            return []
+        powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
+        ranges = [(fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)) for fewest in powers]
+        return [self._problem(problem.schedule, problem.size, each, problem.bound_ns) for each in ranges]
+
+    def _problem(self, schedule: str, size: int, last_replicas: tuple[int, int], bound_ns: int) -> PrefixBound:
+        num_devices = len(self.line.cluster.devices)
+        problem = PrefixBound(self.line, schedule, size, num_devices, last_replicas=last_replicas)
+        problem.bound_ns = bound_ns
+        return problem
+
+    def _most_replicas(self, size: int) -> int:
+        most = min(len(self.line.cluster.devices), self.line.options.minibatch_size // size)
+        return most if self.line.options.replicas else 1
 
     def _path(self, problem: PrefixBound, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """The stages of the relaxation within a step time, which are timed; without any the bound rises."""
