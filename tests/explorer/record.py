@@ -1,6 +1,6 @@
 """Records the walk-through of docs/exploring.md: `python -m tests.explorer.record`, with Chromium and Pillow.
 
-Every picture is the page of VGG-16 on four V100s after one more action of its user.
+Every picture is the page of VGG-16 on four V100s of two hosts after one more action of its user.
 """
 
 import base64
@@ -23,7 +23,7 @@ from bapipe.formats.profile import ModelProfile
 from tests import ROOT
 from tests.explorer.chromium import Browser
 
-NUM_COLOURS = 96
+NUM_COLOURS = 128
 SIZE = 1280, 860
 
 CLUSTER = Cluster(
@@ -32,7 +32,7 @@ CLUSTER = Cluster(
         for i in range(4)
     ),
     intra_host=Bandwidth(bytes_per_s=12 * 10**9, latency_ns=10_000),
-    inter_host=Bandwidth(bytes_per_s=10**9, latency_ns=50_000),
+    inter_host=Bandwidth(bytes_per_s=6 * 10**9, latency_ns=20_000),
 )
 
 
@@ -42,6 +42,8 @@ def opened(session: Session) -> Iterator[Browser]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with Browser(Path(folder), allowed=server.address, width=SIZE[0], height=SIZE[1]) as browser:
             browser.open(server.address)
+            browser.call("Emulation.setScrollbarsHidden", {"hidden": True})
+            browser.value("document.querySelector('#toolbar input[type=number]').value = 20")
             yield browser
         server.shutdown()
 
@@ -69,9 +71,9 @@ def walk(browser: Browser, folder: Path) -> None:
     browser.mouse("mousePressed", x, y)
     for far in (10, 25, 42):
         browser.mouse("mouseMoved", x, y + far)
-    browser.wait("document.querySelector('.cut.held')")
     record(browser, folder / "walk-1-drag.png")
     browser.mouse("mouseReleased", x, y + 42)
+    browser.mouse("mouseMoved", 4, 4)
     browser.wait(f"{tried} === 2")
     click(browser, "Idle time")
     browser.value("window.scrollTo(0, 120)")
@@ -93,9 +95,8 @@ def walk(browser: Browser, folder: Path) -> None:
         browser.value("document.querySelector('#tabs').scrollIntoView()")
         record(browser, folder / f"{name}.png")
     click(browser, "Plans tried")
-    browser.value(
-        "[...document.querySelectorAll('#tried input')].filter((_, i) => i !== 1).forEach((one) => one.click())"
-    )
+    for index in (0, 2):
+        browser.value(f"document.querySelectorAll('#tried input')[{index}].click()")
     browser.wait("!document.querySelector('#compared').hidden")
     browser.value("document.querySelector('#tabs').scrollIntoView()")
     record(browser, folder / "walk-6-side-by-side.png")

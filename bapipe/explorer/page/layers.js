@@ -68,7 +68,7 @@ explorer.Layers = class {
     const { cuts } = this.state, bounds = [0, ...cuts, this.count], { data, order } = this, { ms, mib } = explorer;
     const stage = (s) => {
       const own = order.slice(bounds[s], bounds[s + 1]), sum = (column) => own.reduce((total, i) => total + data[column][i], 0);
-      return `stage ${s}: ${own.length} layers, F ${ms(sum("F"))}, I + W ${ms(sum("I") + sum("W"))} a micro-batch`;
+      return `stage ${s}: ${own.length} layers, F ${ms(sum("F"))}, I + W ${ms(sum("I") + sum("W"))}`;
     };
     const sent = this.natural ? `, sends ${mib(data.cut[cuts[index]])}` : "";
     return `cut before ${this.model.layers[order[cuts[index]]].name}${sent}\n${stage(index)}\n${stage(index + 1)}`;

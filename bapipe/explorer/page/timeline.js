@@ -67,8 +67,7 @@ explorer.Timeline = class {
       ...(timeline.updates.start.length ? [explorer.key("update", "update")] : []),
       ...(timeline.syncs.start.length ? [explorer.key("sync", "all-reduce")] : []),
       ...(answer.path ? [explorer.key("path", "critical path")] : []));
-    if (answer.path) this.shares.textContent = `Critical path: ${answer.path.shares.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ")}.`;
-    this.shares.hidden = !answer.path && !this.shares.textContent;
+    this.shares.textContent = !answer.path ? "\u00a0" : `Critical path: ${answer.path.shares.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ")}.`;
     this.canvas.setAttribute("aria-label", `Timeline of ${answer.ranks.length} devices over ${explorer.ms(timeline.length)}. ${this.shares.textContent} Plus and minus zoom, the arrow keys move, 0 shows the whole step. The actions are in the table below.`);
     this.draw();
   }
