@@ -83,7 +83,8 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     for d in cluster.devices:
         overlaps = "yes" if d.overlaps_transfers else "no"
         overlaps += ", and F beside B" if d.side_by_side else ""
-        add_row(table, d.name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
+        name = d.name if d.num_members == 1 else f"{d.name}, {d.num_members} members"
+        add_row(table, name, d.host, d.kind, number(d.memory_bytes / 2**20), f"{d.speed:g}", overlaps)
     yield table
     links = empty_table("links", "link", "GB/s>", "latency µs>")
     named = [(f"{link.source} to {link.target}", link.bytes_per_s, link.latency_ns) for link in cluster.links]

@@ -9,10 +9,11 @@ import bapipe
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Link
 from bapipe.formats.profile import ESTIMATE, ModelProfile
+from bapipe.planner.analysis.intra_layer import NOT_SEARCHED, intra_layer
 from bapipe.planner.device_grouping import groupings
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.options import PlanOptions
-from tests.builders import chain, devices
+from tests.builders import MS, chain, devices
 
 
 def of_members(num: int, forward_ms: int, split: str = "spatial") -> ModelProfile:
@@ -97,3 +98,22 @@ def test_a_group_that_no_profile_is_of_is_refused() -> None:
 def test_a_profile_of_groups_alone_groups_the_devices() -> None:
     plan = bapipe.plan(of_members(2, 6), devices(4), minibatch_size=4)
     assert [device.members for device in plan.cluster.devices] == [("d0", "d1"), ("d2", "d3")]
+
+
+def test_an_explanation_says_what_is_exchanged_and_what_other_groups_would_change() -> None:
+    pair = of_members(2, 6)
+    exchanging = tuple(
+        replace(m, forward_exchange_ns=2 * MS, backward_exchange_ns=MS) for m in pair.measurements[0].layers
+    )
+    pair = replace(pair, measurements=(replace(pair.measurements[0], layers=exchanging),))
+    best = bapipe.plan([of_members(1, 40), pair, of_members(4, 30)], devices(4), minibatch_size=4)
+    assert [device.num_members for device in best.cluster.devices] == [2, 2]
+    said = intra_layer(best, {"a": pair})
+    # Of F 6 and B 12 ms, the members exchange data for 2 + 1.
+    assert "of the F and B of stage 0, the 2 members of d0..d1 exchange data for 16.7%" in said
+    assert "4 a devices of 1 thread: " in said
+    assert "1 a group of 4 (spatial): " in said
+
+
+def test_plans_without_groups_are_explained_as_before() -> None:
+    assert intra_layer(bapipe.plan(of_members(1, 10), devices(2), minibatch_size=4), {}) == NOT_SEARCHED

@@ -14,6 +14,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import time_shares
 from bapipe.planner.analysis.gap import explain_gap
+from bapipe.planner.analysis.intra_layer import intra_layer
 from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect
 from bapipe.planner.baselines import slowdown_text
 from bapipe.planner.branch_and_bound.chain import Chain
@@ -62,8 +63,7 @@ def explain(
         _inter_layer(plan),
         _coarse_grained(plan, profiles, options),
         _memory(plan, options, effects),
-        "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate "
-        "layers in the profile.",
+        intra_layer(plan, profiles),
         _data_parallel(plan),
         _help(plan, effects),
         explain_gap(plan, profiles, options, deadline=deadline),

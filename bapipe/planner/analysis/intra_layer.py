@@ -1,0 +1,41 @@
+"""What the groups of a plan exchange, and what larger or smaller groups would change, as sentences."""
+
+from collections.abc import Mapping
+
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+
+NOT_SEARCHED = (
+    "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate "
+    "layers in the profile."
+)
+
+
+def intra_layer(plan: Plan, profiles: Mapping[str, ModelProfile]) -> str:
+    """Returns whether the plan splits layers over groups, how much of their time is exchange, and the other ways."""
+    others = [
+        f"{other.name}: {other.step_ns / 1e6:,.1f} ms per step, {other.why_not}"
+        for other in plan.alternatives
+        if " group" in other.name or " device" in other.name
+    ]
+    exchanged = [text for s in range(len(plan.stages)) if (text := _exchange_of(plan, s, profiles))]
+    if not exchanged and not any(" group" in other for other in others):
+        return NOT_SEARCHED
+    used = f"used; {'; '.join(exchanged)}" if exchanged else "not used"
+    return f"Intra-layer split: {used}. {'. '.join(others)}{'.' if others else ''}".strip()
+
+
+def _exchange_of(plan: Plan, s: int, profiles: Mapping[str, ModelProfile]) -> str:
+    """How much of the compute of a stage its groups exchange data; empty for a stage on single devices."""
+    stage = plan.stages[s]
+    device = plan.cluster.devices[plan.cluster.index[stage.devices[0]]]
+    profile = profiles.get(device.kind)
+    if device.num_members == 1 or profile is None:
+        return ""
+    of_layer = dict(zip((layer.name for layer in profile.layers), profile.at(plan.microbatch_size), strict=True))
+    measured = [of_layer[name] for name in stage.layers]
+    total_ns = sum(m.forward_ns + m.whole_backward_ns for m in measured) or 1
+    share = sum(m.exchange_ns for m in measured) / total_ns
+    return (
+        f"of the F and B of stage {s}, the {device.num_members} members of {device.name} exchange data for {share:.1%}"
+    )
