@@ -109,7 +109,7 @@ TWO = (
     _named("1f1b", "residual", (4,), 4, recompute_every=2),
     _looped("zb-v", "permuting", (1, 2, 3), 4, recompute_every=2),
     _random(41, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0, recompute_every=2),
-    _random(42, "mlp", (2, 5), ((0, 1), (0, 1), (0, 1)), 5, 0.5, single=True, recompute_every=3),  # in-place ReLU
+    _random(38, "mlp", (2, 5), ((0, 1), (0, 1), (0, 1)), 5, 0.5, single=True, recompute_every=3),  # in-place ReLU
     _random(43, "two-inputs", (2,), (0, 1), 3, 0.5, recompute_every=3),
     _random(44, "tied", (2,), (0, 1), 3, 1.0, recompute_every=2),
     _random(33, "mlp", (), ((0, 1),), 4, 0.0, bucket_bytes=500),  # data parallelism
