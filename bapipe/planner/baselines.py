@@ -136,6 +136,8 @@ def _why_not(simulated: SimulatedCandidate, plan: Solution) -> str:
 def slowdown_text(longer_ns: int, than_ns: int) -> str:
     """Returns in words how much longer a step is than a shorter one."""
     ratio = longer_ns / max(than_ns, 1)
+    if ratio < 1.0005:
+        return "as long"
     return f"{ratio - 1:.1%} slower" if ratio < 2 else f"{ratio:,.1f} times as long"
 
 

@@ -45,7 +45,8 @@ def resumed_options(config: TrainConfig, given: Collection[str], *, tell: bool) 
         )
     for name, value in _by_name(kept_options(config)).items():
         if tell and name in given and name in kept and kept[name] != value:
-            _log.warning("`%s` is now %s; it was %s in the run of the checkpoint", name, value, kept[name])
+            was = "not set" if kept[name] is None else kept[name]
+            _log.warning("`%s` is now %s; it was %s in the run of the checkpoint", name, value, was)
     return replace(config, **{name: value for name, value in kept.items() if name not in given})
 
 
