@@ -105,7 +105,9 @@ def _shaken(tensor: Tensor, generator: torch.Generator, conditions: Conditions) 
     if not tensor.is_floating_point():
         return tensor
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
-    return (tensor * (1 + _PERTURBATION * _unit(tensor, conditions) * signs)).to(tensor.dtype)
+    # In float64: the factor would be 1 in float32, which integers become, if the tensor has more digits than that.
+    factor = 1 + _PERTURBATION * _unit(tensor, conditions) * signs.double()
+    return (tensor * factor).to(tensor.dtype)
 
 
 def _pairs(
