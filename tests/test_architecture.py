@@ -250,7 +250,7 @@ def test_command_line_options() -> None:
         ],
         "edit": [
             "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--output", "--place",
-            "--profile", "--recompute", "--schedule", "--swap",
+            "--profile", "--recompute", "--recompute-layer", "--schedule", "--swap",
         ],
         "doctor": ["--json"],
         "explore": [

@@ -13,6 +13,7 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.torch_private import stage_backward_input, stage_backward_weight
 from bapipe.tracing.model import TracedModel
+from bapipe.tracing.python_random import Generators, generators, generators_restored, restore_generators
 from bapipe.tracing.stages import StageTensors
 
 CanSplit = Callable[[Sequence[Tensor], Sequence[Tensor], Iterable[nn.Parameter]], bool]
@@ -86,13 +87,18 @@ def run_weight_grads(stages: Sequence[Stage], waiting: Sequence[WeightGrads]) ->
 
 @dataclass(slots=True, kw_only=True)
 class StagesPass:
-    """The forward of one micro-batch: what each stage received, loaded and gave, and the loss."""
+    """The forward of one micro-batch: what each stage received, loaded and gave, and the loss.
+
+    Attributes:
+        generators: of Python and numpy, before the forward of each stage.
+    """
 
     stages: Sequence[Stage]
     microbatch: int
     received: list[list[Tensor]]
     loaded: list[list[Tensor]]
     outputs: list[tuple[Tensor, ...]]
+    generators: list[Generators]
     loss: Tensor
     loss_of: Callable[[tuple[Tensor, ...]], Tensor]
 
@@ -122,7 +128,8 @@ class StagesPass:
         outputs, loss = self.outputs[index], self.loss
         recomputation = self.stages[index].recomputation
         if recomputation is not None:
-            with recomputation.recomputing(self.microbatch):
+            with generators_restored(), recomputation.recomputing(self.microbatch):
+                restore_generators(self.generators[index])
                 outputs = run_stage(self.stages[index], self.received[index], self.loaded[index])
                 loss = self.loss_of(outputs) if is_last else loss
         if is_last:
@@ -158,11 +165,12 @@ def forward_of(
     """
     given = dict(zip(model.inputs, microbatch.inputs, strict=True))
     held: dict[str, Tensor] = {}
-    all_received, all_loaded, all_outputs = [], [], []
+    all_received, all_loaded, all_outputs, all_generators = [], [], [], []
     for stage in stages:
         names = stage.tensors
         received = [held[name].detach().clone().requires_grad_(held[name].requires_grad) for name in names.received]
         loaded = [given[name] for name in names.loaded]
+        all_generators.append(generators())
         try:
             outputs = _first_forward(stage, received, loaded, index)
         except InvalidModel as error:
@@ -186,6 +194,7 @@ def forward_of(
         received=all_received,
         loaded=all_loaded,
         outputs=all_outputs,
+        generators=all_generators,
         loss=loss_of(all_outputs[-1]),
         loss_of=loss_of,
     )

@@ -31,11 +31,12 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
         raise LayerFailed(
             f"{where} fails in the {_PHASES[action.phase]} of micro-batch {action.microbatch}: "
-            f"{one_line(cause)[:200]}{_hint(str(cause), recompute=recompute)}"
+            f"{one_line(cause)[:200]}{hint(str(cause), recompute=recompute)}"
         ) from error
 
 
-def _hint(text: str, *, recompute: bool) -> str:
+def hint(text: str, *, recompute: bool) -> str:
+    """Returns what may help against an error of a model's own code; empty if nothing is known."""
     if _CHANGED in text:
         return (
             "; a forward of a later micro-batch may change what this backward needs, because forwards run ahead of "

@@ -17,10 +17,12 @@ from bapipe.equivalence import (
     compare_stages,
     example_microbatches,
 )
+from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.evaluate.forward import evaluation_mode
+from bapipe.runtime.model_errors import hint
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.replicas import check_changes_of_replicas
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
@@ -77,7 +79,8 @@ def _fault(
         if isinstance(result, Equivalence):
             _check_replicas(parts, plan, result.changed)
         if isinstance(result, Difference):
-            return f"the stages would not train as the module does: {result}"
+            recompute = any(stage.recompute for stage in plan.stages)
+            return f"the stages would not train as the module does: {result}{hint(str(result), recompute=recompute)}"
         if autocast is not None:
             result = _compare(parts, plan, inputs, Conditions(autocast=autocast))
             if isinstance(result, Difference):
@@ -89,6 +92,8 @@ def _fault(
                 return f"in evaluation mode the stages would not give what the module does: {result}"
     except InvalidModel as error:
         return str(error)
+    except NoTensor as error:
+        return str(error.__cause__)
     except Exception as error:  # whatever the model's own code raises; the other processes are waiting
         return f"comparing the stages with the module failed: {type(error).__name__}: {error}"
     return None
