@@ -14,20 +14,33 @@ from bapipe.formats.settings import Settings
 def tf32(allowed: bool) -> Iterator[None]:
     """Allows CUDA devices to compute float32 matrix products, convolutions and recurrent layers in TF32, or does not.
 
-    Restores what was there before. torch has an old and a new name for each of these settings, and reading the old ones
-    raises an error after the new ones were set, so only the new ones are used here. By default torch computes matrix
-    products in float32 and the other two in TF32.
+    Restores what was there before. By default torch computes matrix products in float32 and the other two in TF32. It
+    has old and new names for these settings, and an error for who reads an old name after a new one was set: so the
+    old ones are set, which the new ones follow, because code in this context may read them, as torch.export does.
     """
     backends: Any = torch.backends  # some of these names are made when they are read
-    parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-    before = [part.fp32_precision for part in parts]
-    for part in parts:
-        part.fp32_precision = "tf32" if allowed else "ieee"
+    cuda, cudnn = backends.cuda.matmul, backends.cudnn
+    precise = (backends, cudnn, cuda, cudnn.conv, cudnn.rnn)  # general ones first: the later ones may follow them
+    before = [part.fp32_precision for part in precise]
+    flags = [(part, _old_flag(part)) for part in (cuda, cudnn)]
+    backends.fp32_precision = cudnn.fp32_precision = "none"
+    cuda.allow_tf32 = cudnn.allow_tf32 = allowed
     try:
         yield
     finally:
-        for part, precision in zip(parts, before, strict=True):
+        for part, flag in flags:
+            if flag is not None:
+                part.allow_tf32 = flag
+        for part, precision in zip(precise, before, strict=True):
             part.fp32_precision = precision
+
+
+def _old_flag(part: Any) -> bool | None:
+    """Returns the setting's value by its old name; None if torch refuses to read it."""
+    try:
+        return bool(part.allow_tf32)
+    except RuntimeError:
+        return None
 
 
 def in_memory_format(tensor: Tensor, settings: Settings) -> Tensor:

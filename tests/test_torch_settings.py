@@ -10,6 +10,7 @@ from bapipe.formats.settings import Settings
 from bapipe.torch_settings import in_memory_format, tf32
 
 BACKENDS: Any = torch.backends
+OFF = ["ieee", "none", "none"]  # as torch's older names set them; "none" follows the general setting, which is none
 PARTS = (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
 
 
@@ -25,12 +26,31 @@ def _restored() -> Iterator[None]:
         part.fp32_precision = precision
 
 
-@pytest.mark.parametrize(("allowed", "precision"), [(True, "tf32"), (False, "ieee")])
-def test_all_three_kinds_of_operators_are_set_and_restored(allowed: bool, precision: str) -> None:
+@pytest.mark.parametrize(("allowed", "expected"), [(True, ["tf32"] * 3), (False, OFF)])
+def test_all_three_kinds_of_operators_are_set_and_restored(allowed: bool, expected: list[str]) -> None:
     before = precisions()
     with tf32(allowed):
-        assert precisions() == [precision] * 3
+        assert precisions() == expected
+        assert (BACKENDS.cuda.matmul.allow_tf32, BACKENDS.cudnn.allow_tf32) == (allowed, allowed)
     assert precisions() == before
+    assert (BACKENDS.cuda.matmul.allow_tf32, BACKENDS.cudnn.allow_tf32) == (False, True)
+
+
+def test_a_general_setting_does_not_count() -> None:
+    BACKENDS.fp32_precision = "tf32"
+    try:
+        with tf32(False):
+            assert precisions() == OFF
+        assert BACKENDS.fp32_precision == "tf32"
+        assert precisions() == ["tf32"] * 3
+    finally:
+        BACKENDS.fp32_precision = "none"
+
+
+def test_torch_can_export_meanwhile() -> None:
+    with tf32(False):
+        torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    assert torch.backends.mkldnn.enabled  # an export that fails leaves it off
 
 
 def test_settings_made_by_torch_s_newer_names_are_no_error() -> None:
@@ -43,7 +63,7 @@ def test_settings_made_by_torch_s_newer_names_are_no_error() -> None:
 def test_settings_made_by_torch_s_older_names_are_no_error() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     with tf32(False):
-        assert precisions() == ["ieee"] * 3
+        assert precisions() == OFF
     assert precisions()[0] == "tf32"
 
 

@@ -97,8 +97,8 @@ def test_an_unobservable_memory_layout_is_not_compared() -> None:
     build(Settings(threads=THREADS, channels_last=True), module, torch.randn(1, 3, 6, 6))
 
 
-@pytest.mark.parametrize(("tf32", "precision"), [(True, "tf32"), (False, "ieee")])
-def test_steps_compute_with_the_plan_s_tf32_and_restore_the_process_s(tf32: bool, precision: str) -> None:
+@pytest.mark.parametrize(("tf32", "expected"), [(True, ["tf32"] * 3), (False, ["ieee", "none", "none"])])
+def test_steps_compute_with_the_plan_s_tf32_and_restore_the_process_s(tf32: bool, expected: list[str]) -> None:
     backends: Any = torch.backends
     parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     found: list[str] = []
@@ -111,7 +111,7 @@ def test_steps_compute_with_the_plan_s_tf32_and_restore_the_process_s(tf32: bool
     pipeline = build(Settings(threads=THREADS, tf32=tf32), images(), torch.randn(1, 3, 6, 6), loss=loss)
     found.clear()
     pipeline.step(torch.randn(2, 3, 6, 6), target=torch.tensor([0, 1]))
-    assert found == [precision] * 3
+    assert found == expected
     assert [part.fp32_precision for part in parts] == before
 
 
