@@ -3,6 +3,9 @@
 import os
 import platform
 
+NCCL_BYTES = 2**30
+"""What NCCL's communicators and cuBLAS's workspaces may take of a GPU's memory; torch's allocator does not see it."""
+
 
 def num_cores() -> int:
     """Returns the number of cores that this process may use."""

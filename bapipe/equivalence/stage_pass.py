@@ -13,7 +13,7 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.torch_private import stage_backward_input, stage_backward_weight
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_random import Generators, generators, generators_restored, restore_generators
+from bapipe.tracing.python_random import GeneratorStates, generator_states, generators_restored, restore_generators
 from bapipe.tracing.stages import StageTensors
 
 CanSplit = Callable[[Sequence[Tensor], Sequence[Tensor], Iterable[nn.Parameter]], bool]
@@ -98,7 +98,7 @@ class StagesPass:
     received: list[list[Tensor]]
     loaded: list[list[Tensor]]
     outputs: list[tuple[Tensor, ...]]
-    generators: list[Generators]
+    generators: list[GeneratorStates]
     loss: Tensor
     loss_of: Callable[[tuple[Tensor, ...]], Tensor]
 
@@ -170,7 +170,7 @@ def forward_of(
         names = stage.tensors
         received = [held[name].detach().clone().requires_grad_(held[name].requires_grad) for name in names.received]
         loaded = [given[name] for name in names.loaded]
-        all_generators.append(generators())
+        all_generators.append(generator_states())
         try:
             outputs = _first_forward(stage, received, loaded, index)
         except InvalidModel as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
+from bapipe.hardware import NCCL_BYTES
 
 ACHIEVED_SHARE = 0.85
 """The share of a datasheet's rate that messages of some megabytes are taken to achieve."""
@@ -15,9 +16,6 @@ ACHIEVED_SHARE = 0.85
 _GLOO_LATENCY_NS, _NVLINK_LATENCY_NS, _PCIE_LATENCY_NS = 40_000, 12_000, 15_000
 _INFINIBAND_LATENCY_NS = 15_000
 """Assumed latencies of a message between processes, with the calls of NCCL or gloo: far above the wire's."""
-
-_NCCL_BYTES = 2**30
-"""What NCCL's communicators and cuBLAS's workspaces may take of a GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ def cluster_like(
     within = within or link_of_gpu(device.name)
     per_host = num_devices // num_hosts
     framework = profile.environment.get("framework_bytes", 0)
-    taken = (framework if isinstance(framework, int) else 0) + (_NCCL_BYTES if num_devices > 1 else 0)
+    taken = (framework if isinstance(framework, int) else 0) + (NCCL_BYTES if num_devices > 1 else 0)
     return Cluster(
         devices=tuple(
             Device(

@@ -5,14 +5,12 @@ from msgspec import UNSET
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
+from bapipe.hardware import NCCL_BYTES
 from bapipe.profiler.links import measure_link
 from bapipe.torch_device import describe, framework_bytes
 from bapipe.torch_device import num_devices as num_devices_here
 
 KINDS = ("cpu", "cuda")
-
-_NCCL_BYTES = 2**30
-"""What NCCL's communicators and cuBLAS's workspaces may take of a GPU's memory; torch's allocator does not see it."""
 
 
 def cluster(num_devices: int | None, kind: str) -> Cluster:
@@ -71,6 +69,6 @@ def check_devices(num_devices: int | None, kind: str) -> int:
 def _memory_bytes(kind: str, index: int, count: int) -> int:
     if kind == "cuda":
         device = torch.device("cuda", index)
-        for_messages = _NCCL_BYTES if count > 1 else 0
+        for_messages = NCCL_BYTES if count > 1 else 0
         return max(describe(device).memory_bytes - framework_bytes(device) - for_messages, 0)
     return describe(torch.device("cpu")).memory_bytes // count

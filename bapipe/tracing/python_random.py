@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+GeneratorStates = tuple[Any, Any]
+"""States of the global generators of Python and, if it is imported, of numpy; they can be compared."""
 
-def generator_states() -> tuple[Any, ...]:
-    """Returns the states of the global generators, which can be compared."""
+
+def generator_states() -> GeneratorStates:
+    """Returns the states of the global generators."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
-        return (random.getstate(),)
+        return random.getstate(), None
     name, keys, *more = numpy.random.get_state()
-    return random.getstate(), (name, keys.tobytes(), *more)
+    return random.getstate(), (name, tuple(keys.tolist()), *more)
 
 
 def set_generators(seed: int) -> None:
@@ -24,17 +27,7 @@ def set_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-Generators = tuple[Any, Any]
-"""The states of the global generators of Python and of numpy, as `restore_generators` takes them."""
-
-
-def generators() -> Generators:
-    """Returns the states of the global generators."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def restore_generators(states: Generators) -> None:
+def restore_generators(states: GeneratorStates) -> None:
     """Sets the global generators to earlier states."""
     random.setstate(states[0])
     if states[1] is not None:
@@ -44,7 +37,7 @@ def restore_generators(states: Generators) -> None:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """In this context the generators may draw; afterwards they are as before."""
-    before = generators()
+    before = generator_states()
     try:
         yield
     finally:
