@@ -245,8 +245,8 @@ def test_command_line_options() -> None:
             "--recompute", "--replicas", "--schedule", "--stages", "--time-limit",
         ],
         "compare": [
-            "--arg", "--cluster", "--device", "--devices", "--html", "--json", "--memory-limit", "--microbatch-size", "--minibatch-size",
-            "--recompute", "--replicas", "--schedule", "--time-limit",
+            "--arg", "--cluster", "--device", "--devices", "--html", "--json", "--markdown", "--memory-limit", "--microbatch-size",
+            "--minibatch-size", "--recompute", "--replicas", "--schedule", "--strategies", "--time-limit", "--whole",
         ],
         "edit": [
             "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--output", "--place",

@@ -43,6 +43,7 @@ from bapipe.cli.progress import (
     show_written,
     stops_on_interrupt,
 )
+from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, fingerprint, read, write_bytes
@@ -243,16 +244,29 @@ def compare(
     html: Annotated[
         Path | None, typer.Option("--html", help="Also write the plans to this file, as an HTML page.")
     ] = None,
+    strategies: Annotated[
+        bool,
+        typer.Option(
+            "--strategies", help="Compare data, spatial, filter, channel and pipeline parallelism and their mixes."
+        ),
+    ] = False,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option("--whole", metavar="LAYER", help="With --strategies: a layer that every member computes whole."),
+    ] = None,
     as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --strategies: print it in Markdown.")] = False,
     arg: Arguments = None,
     device: ModelDevice = "cpu",
 ) -> None:
     """Compare the best plan of each schedule with the usual strategies.
 
     The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
+    With --strategies, those of the Oracle instead (arXiv:2104.09075): what their steps consist of, and how far they go.
     """
     check_one_source_of_devices(cluster, devices)
-    profiles = profiles_by_kind(sources, arg, device)
+    if not strategies and (whole or as_markdown):
+        raise BapipeError("--whole and --markdown go with --strategies")
     options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
@@ -262,9 +276,15 @@ def compare(
         recompute=recompute,
         time_limit_s=time_limit,
     )
-    devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
     if html is not None:
         check_writable(html)
+    if strategies:
+        measured = all_profiles(sources, arg, (1,), device)
+        layout = "json" if as_json else "markdown" if as_markdown else "table"
+        show_strategies(measured, cluster, devices, options, whole or (), html, layout)
+        return
+    profiles = profiles_by_kind(sources, arg, device)
+    devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
     deadline = deadline_of(time_limit)
     with err.status("planning") as status, stops_on_interrupt(deadline):
         compared = compare_strategies(

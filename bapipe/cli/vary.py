@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bapipe import report
+from bapipe.cli.markdown import write_markdown
 from bapipe.cli.options import num_bytes
 from bapipe.cli.progress import err, show_json, show_line, show_parts
 from bapipe.errors import BapipeError
@@ -80,8 +81,7 @@ def _write_cells(names: Sequence[str], points: Sequence[Point], layout: str) -> 
         writer.writeheader()
         writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
         return
-    lines = [columns, ["---"] * len(columns), *([str(row.get(column, "")) for column in columns] for row in rows)]
-    sys.stdout.writelines(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+    write_markdown(columns, rows)
 
 
 def csv_cell(value: object) -> object:

@@ -20,6 +20,23 @@ STATISTIC_BYTES = 8
 """Bytes of the sums of a batch norm for each channel: of the values and of their squares, in float32."""
 
 
+MANY_MEMBERS = 2**40
+"""More members than any layer can be split over."""
+
+
+class CannotSplit(BapipeError):
+    """A layer has too few of what the members would share.
+
+    Attributes:
+        limit: what the layer has, in words.
+        most: the most members that can split it.
+    """
+
+    def __init__(self, message: str, limit: str, most: int) -> None:
+        super().__init__(message)
+        self.limit, self.most = limit, most
+
+
 class Held(Enum):
     """How the members hold a tensor."""
 
@@ -76,7 +93,7 @@ def split_layers(
     """Returns what a member does of each layer; `whole` names layers that every member computes whole.
 
     Raises:
-        BapipeError: a layer has fewer channels than members, or fewer planes than the members or a window need.
+        CannotSplit: a layer has fewer channels than members, or fewer planes than the members or a window need.
     """
     rule = _RULES[split]
     held: dict[str, Held] = {}
@@ -94,6 +111,20 @@ def split_layers(
         held |= dict.fromkeys(layer.outputs, member.held)
         with_gradient |= set(layer.outputs) - set(layer.no_gradient)
     return members
+
+
+def tightest_limit(layers: Sequence[LayerProfile], split: Split, whole: Collection[str] = ()) -> CannotSplit | None:
+    """Returns what allows the fewest members; None if no layer has a limit."""
+    found, num_members = None, MANY_MEMBERS
+    while True:
+        try:
+            split_layers(layers, split, num_members, whole)
+        except CannotSplit as limit:
+            found, num_members = limit, limit.most
+        else:
+            return found
+        if num_members < 1:
+            return found
 
 
 def _computed_whole(inputs: LayerInputs) -> MemberLayer:
@@ -273,22 +304,28 @@ def _share(count: int, num_members: int) -> Fraction:
 
 def _check_channels(name: str, what: str, count: int, num_members: int) -> None:
     if count < num_members:
-        raise BapipeError(
+        raise CannotSplit(
             f"layer '{name}' has {count} {what} for {num_members} members: use at most {count} members, or let every "
-            f"member compute it whole, with `whole` {name}"
+            f"member compute it whole, with `whole` {name}",
+            limit=f"{count} {what} of layer '{name}'",
+            most=count,
         )
 
 
 def _check_planes(name: str, shape: LayerShape, in_planes: int, out_planes: int, num_members: int) -> None:
     fewest = min(in_planes, out_planes)
     if fewest < num_members:
-        raise BapipeError(
+        raise CannotSplit(
             f"layer '{name}' has {fewest} planes for {num_members} members: use at most {fewest} members, or let every "
-            f"member compute it whole, with `whole` {name}"
+            f"member compute it whole, with `whole` {name}",
+            limit=f"{fewest} planes of layer '{name}'",
+            most=fewest,
         )
     if max(shape.halo) > in_planes // num_members:
-        raise BapipeError(
+        raise CannotSplit(
             f"layer '{name}' has {in_planes} planes for {num_members} members, and its window of {shape.window} needs "
             f"{max(shape.halo)} of a neighbour, which has {in_planes // num_members}: use fewer members, or let every "
-            f"member compute it whole, with `whole` {name}"
+            f"member compute it whole, with `whole` {name}",
+            limit=f"{in_planes} planes of layer '{name}', of which a window needs {max(shape.halo)} of a neighbour",
+            most=in_planes // max(shape.halo),
         )

@@ -55,3 +55,22 @@ def test_wrong_splits_are_refused(
     ):
         assert run(monkeypatch, "estimate", "one.json", "--split", split, "--cluster", "c.json", "-o", "x.json") == 1
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_strategies_are_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = "compare", "one.json", "--cluster", "c.json", "--minibatch-size", "8", "--schedule", "1f1b"
+    assert run(monkeypatch, *where, "--strategies", "--json", "--html", "table.html") == 0
+    found = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert "data + filter" in Path("table.html").read_text()
+    assert found["best plan"]["step_ns"] <= found["data"]["step_ns"]
+    assert run(monkeypatch, *where, "--strategies", "--markdown", "--whole", "first") == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert (head.split(" | ")[1], len(rows)) == ("step_ns", len(found))
+    assert run(monkeypatch, *where, "--strategies", "--memory-limit", "6000") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "how far each goes" in shown
+    assert "data: the plan does not fit" in shown
+    assert run(monkeypatch, *where, "--whole", "first") == 1
+    assert "--whole and --markdown go with --strategies" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.exchange import stage_layers
 
 NOT_SEARCHED = (
     "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate "
@@ -32,8 +33,7 @@ def _exchange_of(plan: Plan, s: int, profiles: Mapping[str, ModelProfile]) -> st
     profile = profiles.get(device.kind)
     if device.num_members == 1 or profile is None:
         return ""
-    of_layer = dict(zip((layer.name for layer in profile.layers), profile.at(plan.microbatch_size), strict=True))
-    measured = [of_layer[name] for name in stage.layers]
+    measured = stage_layers(stage, profile, plan.microbatch_size)
     total_ns = sum(m.forward_ns + m.whole_backward_ns for m in measured) or 1
     share = sum(m.exchange_ns for m in measured) / total_ns
     return (

@@ -1,0 +1,56 @@
+"""What `bapipe compare --strategies` prints and writes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bapipe.cli.flags import with_flags
+from bapipe.cli.inputs import read_or_assume_cluster
+from bapipe.cli.markdown import write_markdown
+from bapipe.cli.progress import err, show_json, show_parts, show_written, stops_on_interrupt
+from bapipe.formats.codec import write_bytes
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import deadline_of
+from bapipe.planner.device_grouping import profiles_with_fewest_threads
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.strategies import compare_strategies
+from bapipe.report.strategies import StrategyTable, render_strategies, strategies_page
+
+
+def show_strategies(
+    profiles: Sequence[ModelProfile],
+    cluster: Path | None,
+    num_devices: int | None,
+    options: PlanOptions,
+    whole: Sequence[str],
+    html: Path | None,
+    layout: str,
+) -> None:
+    """Compares the strategies, and prints them as a table, as `json` or as `markdown`."""
+    devices = read_or_assume_cluster(profiles_with_fewest_threads(profiles), cluster, num_devices)
+    deadline = deadline_of(options.time_limit_s)
+    with err.status("planning") as status, stops_on_interrupt(deadline):
+        found = compare_strategies(
+            profiles,
+            devices,
+            options,
+            whole=whole,
+            deadline=deadline,
+            progress=lambda name: status.update(f"planning: {name}"),
+        )
+    table = StrategyTable(
+        strategies=tuple(replace(each, why_not=with_flags(each.why_not)) for each in found),
+        cluster=devices,
+        minibatch_size=options.minibatch_size,
+    )
+    if html is not None:
+        write_bytes(html, strategies_page(table).encode())
+    rows = table.rows()
+    if layout == "json":
+        show_json(rows)
+    elif layout == "markdown":
+        write_markdown(list(rows[0]), rows)
+    else:
+        show_parts(render_strategies(table))
+        if html is not None:
+            show_written(html)

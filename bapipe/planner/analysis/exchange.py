@@ -1,0 +1,23 @@
+"""How long the members of a group exchange data for the layers of a stage."""
+
+from msgspec import UNSET
+
+from bapipe.formats.plan import StagePlan
+from bapipe.formats.profile import LayerMeasurement, ModelProfile
+
+
+def stage_layers(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> list[LayerMeasurement]:
+    """Returns the measurements of a stage's layers."""
+    of_layer = dict(zip((layer.name for layer in profile.layers), profile.at(microbatch_size), strict=True))
+    return [of_layer[name] for name in stage.layers]
+
+
+def exchange_ns(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> int:
+    """Returns how long members exchange data in F and B of a micro-batch, with the F of layers that are recomputed."""
+    recomputed = set(stage.recomputed)
+    total_ns = 0
+    for name, measured in zip(stage.layers, stage_layers(stage, profile, microbatch_size), strict=True):
+        total_ns += measured.exchange_ns
+        if name in recomputed and measured.forward_exchange_ns is not UNSET:
+            total_ns += measured.forward_exchange_ns
+    return total_ns
