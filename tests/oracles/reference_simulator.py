@@ -1,12 +1,14 @@
 """A second simulator for plan/1, slow and plain, written independently of bapipe from its rules alone.
 
-Everything is looked up again whenever it is needed: no heaps, no caches, no running totals. The heart is `play`, which
+Everything is worked out again whenever it is needed: no heaps, no running totals; only what is asked of a `Case`, which
+never changes, is remembered (`remembered`). The heart is `play`, which
 stands on one instant after another and does there exactly what rule 4 says: what ends, transfers, actions, again until
 nothing changes. The clock then jumps to the next instant at which something ends.
 """
 
 import re
 from fractions import Fraction
+from functools import wraps
 from itertools import permutations
 from math import ceil, floor
 
@@ -54,10 +56,24 @@ def half_up(number):
     return floor(Fraction(number) + Fraction(1, 2))
 
 
+def remembered(answer):
+    """A method of `Case` that works out its answer to a question once."""
+
+    @wraps(answer)
+    def asked(self, *question, **more):
+        key = (answer, question, tuple(more.items()))
+        if key not in self.answers:
+            self.answers[key] = answer(self, *question, **more)
+        return self.answers[key]
+
+    return asked
+
+
 class Case:
     """A plan with its profiles, as questions and answers."""
 
     def __init__(self, plan, profiles):
+        self.answers = {}
         self.cluster = plan["cluster"]
         self.device_names = [device["name"] for device in self.cluster["devices"]]
         self.devices = {device["name"]: device for device in self.cluster["devices"]}
@@ -169,12 +185,15 @@ class Case:
         replicas = self.stages[s]["devices"]
         return replicas[m % len(replicas)]
 
+    @remembered
     def speed(self, device):
         return Fraction(str(self.devices[device].get("speed", 1.0)))
 
+    @remembered
     def overlaps(self, device):
         return self.devices[device].get("overlaps_transfers", True)
 
+    @remembered
     def link_ns(self, source, target, size):
         """Rule 4: latency + ⌈bytes ÷ bandwidth⌉ on the link from source to target."""
         same_host = self.devices[source]["host"] == self.devices[target]["host"]
@@ -225,6 +244,7 @@ class Case:
             names = names[len(names) - last :]
         return [self.layer_figures[self.devices[device]["kind"]][name][figure] for name in names]
 
+    @remembered
     def stage_ns(self, s, device, figure, last=None):
         """Rule 1: the sum over the layers, divided by the speed, rounded half up."""
         return half_up(sum(self.figures(s, device, figure, last)) / self.speed(device))
@@ -238,12 +258,14 @@ class Case:
                 total += mine[owner]["update_ns"] * trained // self.graph_of(s)[owner]["trained_bytes"]
         return half_up(total / self.speed(device))
 
+    @remembered
     def backward_ns(self, s, device, last=None):
         """Rule 1: B = I + W; where a layer of those has a B of its own, the sum of the layers' own, rounded once."""
         if not any(self.figures(s, device, "has_backward", last)):
             return self.stage_ns(s, device, "input_grad_ns", last) + self.stage_ns(s, device, "weight_grad_ns", last)
         return self.stage_ns(s, device, "backward_ns", last)
 
+    @remembered
     def action_ns(self, s, phase, device):
         """What an action takes where it runs: on the whole device, or on one of its two lanes."""
         alone = self.alone_ns(s, phase, device)
@@ -275,6 +297,7 @@ class Case:
         share = Fraction(work[phase], work["F"] + work["B"])
         return half_up(alone / share)
 
+    @remembered
     def alone_ns(self, s, phase, device):
         """Rule 1: recomputing adds F to B or I."""
         forward = self.stage_ns(s, device, "forward_ns")
@@ -293,11 +316,13 @@ class Case:
         stage = self.stages[s]
         return stage.get("recompute_layers", stage["layers"]) if stage["recompute"] else []
 
+    @remembered
     def again_ns(self, s, device):
         """Rule 1: their F, a sum of its own that is divided and rounded by itself."""
         mine = self.layer_figures[self.devices[device]["kind"]]
         return half_up(sum(mine[name]["forward_ns"] for name in self.again(s)) / self.speed(device))
 
+    @remembered
     def held_bytes(self, s, device):
         """(what lives from F to the end of the backward, what lives besides from the start of the backward)."""
         mine = self.layer_figures[self.devices[device]["kind"]]
@@ -316,17 +341,20 @@ class Case:
                     first += size
         return first, second
 
+    @remembered
     def sent_bytes(self, s, what):
         """Rule 8: what the link of a member carries after stage s; between unlike groups, the larger end's bytes."""
         ends = [s] if self.are_alike(s) else [s, s + 1]
         return max(self.cut_bytes(s, what, by=end) for end in ends)
 
+    @remembered
     def received_bytes(self, s):
         """Rule 8: the activations that a member gets before stage s; from an unlike group, as its own profile says."""
         if s == 0:
             return 0
         return self.cut_bytes(s - 1, "bytes", by=s - 1 if self.are_alike(s - 1) else s)
 
+    @remembered
     def cut_bytes(self, s, what, by):
         """Rule 3: bytes (or gradient bytes) of all tensors made in stage s or before and used after stage s.
 
@@ -468,6 +496,11 @@ def play(case, table):
             return False
         return all(case.overlaps(end) or not (computes(end) or is_held(end)) for end in (source, target))
 
+    lists = {
+        (device, lane): [action for action in table[device] if case.lane_of(action, device) == lane]
+        for device in case.device_names
+        for lane in case.lanes(device)
+    }
     while True:
         changed = True
         while changed:
@@ -500,14 +533,13 @@ def play(case, table):
                     flights.append((source, target, direction, sender, m, now, end))
                     changed = True
             # Rule 4, then: actions that can start (rule 2: the head of each device's order, as early as it can).
-            for device, lane in [(name, lane) for name in case.device_names for lane in case.lanes(name)]:
-                mine = [action for action in table[device] if case.lane_of(action, device) == lane]
-                rest = [action for action in mine if action not in spans]
-                if rest and not computes(device, [lane]) and not is_held(device) and inputs_are_there(rest[0]):
-                    s, phase, m = rest[0]
+            for (device, lane), mine in lists.items():
+                head = next((action for action in mine if action not in spans), None)
+                if head and not computes(device, [lane]) and not is_held(device) and inputs_are_there(head):
+                    s, phase, m = head
                     end = now + case.action_ns(s, phase, device)
-                    running.append((device, rest[0], now, end))
-                    spans[rest[0]] = (device, f"{s}{phase}{m}", now, end)
+                    running.append((device, head, now, end))
+                    spans[head] = (device, f"{s}{phase}{m}", now, end)
                     changed = True
         ends = [entry[3] for entry in running] + [entry[2] for entry in flying]
         if not ends:
