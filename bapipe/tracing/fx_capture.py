@@ -179,7 +179,7 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
         _drop_arguments(graph, defaults)
         _drop_star_arguments(graph)
         output = output_node(graph)
-        returned, spec = tree_flatten(output.args[0])
+        returned, spec = tree_flatten(_plain(output.args[0]))
         output.args = (tuple(returned),)
         traced = fx.GraphModule(module, graph)
         _check_second_trace(texts, leaf_modules, module, defaults, is_counting=_counts(module) != counts)
@@ -254,6 +254,19 @@ def _counts(module: nn.Module) -> list[float]:
     values = [value for _, attributes in attributes_of(module) for value in attributes.values()]
     lengths = [float(len(value)) for value in values if isinstance(value, list | dict | set)]
     return lengths + [float(value) for value in values if isinstance(value, int | float)]
+
+
+def _plain(value: Any) -> Any:
+    """Returns a result of the forward in lists, dictionaries and named tuples, of which torch.fx made its own."""
+    if isinstance(value, fx.Node):
+        made: Any = value.target
+        is_named_tuple = isinstance(made, type) and issubclass(made, tuple)
+        return made(*map(_plain, value.args)) if is_named_tuple else value
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
 def _default_arguments(module: nn.Module, num_inputs: int | None) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 from bapipe.errors import InvalidModel
 from bapipe.tracing.aliasing import alias_set, returns_what_it_changes, rewire_inplace_uses, writers
 from bapipe.tracing.capture import capture
-from bapipe.tracing.captured import Captured, is_layer
+from bapipe.tracing.captured import Captured, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.model import Hazard, Result, TracedLayer, TracedModel, node_state
+from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, node_state
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.recorded_capture import capture_by_recording
+from bapipe.tracing.results import may_be_nests, result_of, returns_it, with_returned_values
 from bapipe.tracing.shared_memory import check_shared_memory
 from bapipe.tracing.sizes import UnknownSizes, is_size, observe_sizes
 
@@ -79,8 +80,11 @@ def _traced(
 ) -> TracedModel:
     rewire_inplace_uses(captured.module)
     replicated = _replicated_nodes(captured)
+    captured = with_returned_values(captured, replicated)
     if operator_layers:
         captured = _with_operators(captured, replicated)
+    if not captured.layer_of_call:
+        captured = _as_one_layer(module, captured, replicated)
     layer_of = _assign_layers(captured, replicated)
 
     def crosses(node: fx.Node) -> bool:
@@ -88,7 +92,7 @@ def _traced(
 
     sizes = captured.sizes
     if sizes is None:
-        sizes = {} if inputs is None else observe_sizes(captured.module, inputs, crosses)
+        sizes = {} if inputs is None else observe_sizes(captured.module, inputs, crosses, may_be_nests(captured))
     return _traced_model(module, captured, sizes, replicated, layer_of)
 
 
@@ -128,6 +132,16 @@ def _with_operators(captured: Captured, replicated: frozenset[fx.Node]) -> Captu
     return replace(captured, layer_of_call=layer_of_call, kinds=kinds)
 
 
+def _as_one_layer(module: nn.Module, captured: Captured, replicated: frozenset[fx.Node]) -> Captured:
+    """Makes all operators one layer, of a model that calls no modules, such as a single module of torch."""
+    name = type(module).__name__
+    calls = [node for node in captured.module.graph.nodes if node.op in ("call_function", "call_method")]
+    layer_of_call = {node: name for node in calls if node not in replicated}
+    if all(returns_it(node) for node in layer_of_call):
+        raise InvalidModel(f"{name} has no layers: it calls no modules, and computes nothing from its parameters")
+    return replace(captured, layer_of_call=layer_of_call, kinds={name: name})
+
+
 def _replicated_nodes(captured: Captured) -> frozenset[fx.Node]:
     """Returns the operators that every stage can compute for itself, with the same result in each stage."""
     module = captured.module
@@ -138,7 +152,9 @@ def _replicated_nodes(captured: Captured) -> frozenset[fx.Node]:
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_method") or node in captured.layer_of_call or node in changed:
             continue
-        if is_random(module, node) or any(_is_state(captured, tensor) for _, tensor in node_state(module, node)):
+        if returns_it(node) or is_random(module, node):
+            continue
+        if any(_is_state(captured, tensor) for _, tensor in node_state(module, node)):
             continue
         if all(source.op in ("placeholder", "get_attr") or source in replicated for source in node.all_input_nodes):
             replicated.add(node)
@@ -153,17 +169,14 @@ def _assign_layers(captured: Captured, replicated: frozenset[fx.Node]) -> dict[f
     """Returns the layer of every operator, see `trace`."""
     nodes = [node for node in captured.module.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     position = {name: index for index, name in enumerate(dict.fromkeys(captured.layer_of_call.values()))}
-    if not position:
-        raise InvalidModel(
-            "the model calls no module of torch.nn, so it has no layers to cut between; put its code into modules, "
-            "or a single module into an nn.Sequential"
-        )
     layer_of: dict[fx.Node, str] = {}
     early: list[fx.Node] = []  # operators that no layer feeds
     for node in nodes:
         feeding = [layer_of[source] for source in node.all_input_nodes if source in layer_of]
         if node in captured.layer_of_call:
             layer_of[node] = captured.layer_of_call[node]
+        elif returns_it(node):
+            layer_of[node] = next(reversed(position))
         elif feeding:
             layer_of[node] = max(feeding, key=position.__getitem__)
         else:
@@ -200,7 +213,10 @@ def _traced_model(
     unsendable = {node for node in layer_of if is_size(sizes, node)}
     names = _TensorNames(members, captured, replicated, unsendable, layer_of)
     entering = {name: tuple(dict.fromkeys(names.entering(inside, name))) for name, inside in members.items()}
-    result, outputs = _result(captured, names.of)
+    result, outputs = result_of(captured, names.of)
+    node_of = {name: node for node, name in names.of.items()}
+    output_node(module.graph).args = (tuple(node_of[name] for name in outputs),)
+    module.recompile()
     return TracedModel(
         root=root,
         module=module,
@@ -216,7 +232,7 @@ def _traced_model(
             )
             for name, inside in members.items()
         ),
-        node_of={name: node for node, name in names.of.items()},
+        node_of=node_of,
         layer_of=layer_of,
         replicated=replicated,
         sizes=sizes,
@@ -268,22 +284,6 @@ class _TensorNames:
                 todo += node.all_input_nodes
             elif node in self.of and self._layer_of.get(node) != layer:
                 yield self.of[node]
-
-
-def _result(captured: Captured, name_of: Mapping[fx.Node, str]) -> tuple[Result, tuple[str, ...]]:
-    places: dict[str, int] = {}
-    leaves: list[int | None] = []
-    for leaf in captured.returned:
-        if leaf is not None and not (isinstance(leaf, fx.Node) and leaf in name_of and leaf.op != "placeholder"):
-            raise InvalidModel(
-                f"the model returns '{leaf}', which none of its layers computes: return only tensors of layers, "
-                "alone or nested in tuples, lists and dictionaries"
-            )
-        leaves.append(None if leaf is None else places.setdefault(name_of[leaf], len(places)))
-    if not places:
-        raise InvalidModel("the model returns nothing: return the tensors that the loss is made of")
-    constants = tuple(leaf for leaf in captured.returned if leaf is None)
-    return Result(spec=captured.spec, leaves=tuple(leaves), constants=constants), tuple(places)
 
 
 def _hazards(module: fx.GraphModule, layer_of: Mapping[fx.Node, str]) -> Iterator[Hazard]:

@@ -39,13 +39,7 @@ MAY_BE_REFUSED = {
     "nested Mapped": "may have escaped from inside a function being vmapped",
     "rooted Selected": "whose size depends on the data cannot cross a cut",
     "Packed": "cannot be traced",
-    "ReturnsInput": "which none of its layers computes",
-    "ReturnsConstant": "which none of its layers computes",
     "Starred": "the model takes 1 inputs",
-    "SingleLayer": "has no layers to cut between",
-    "States": "is no tensor but a tuple",
-    "ReturnsRecord": "which none of its layers computes",
-    "ReturnsNamed": "is no tensor but a Named",
 }
 """What some cuts or versions refuse."""
 

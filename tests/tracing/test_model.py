@@ -1,11 +1,15 @@
 """Modules as layers: names, tensors, defaults, and what is refused."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing import extract, granularity, trace
+from bapipe.torch_private import tree_flatten
+from bapipe.tracing import extract, granularity, layer_states, trace
 
 
 class Scaled(nn.Module):
@@ -102,31 +106,6 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> dict[str, object]:
         y = self.a(x)
         return {"out": (self.b(y), None), "hidden": [y, y]}
-
-
-class Nothing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), x
-
-
-def test_a_nested_result_is_rebuilt() -> None:
-    module, x = Nested(), torch.randn(2, 4)
-    model = trace(module)
-    assert model.outputs == ("b", "a")
-    (b, a) = extract(model, ["a", "b"], model.inputs, model.outputs)(x)
-    want = module(x)
-    got = model.result.rebuild((b, a))
-    assert torch.equal(got["out"][0], want["out"][0])
-    assert got["out"][1] is None
-    assert torch.equal(got["hidden"][0], want["hidden"][1])
-
-
-def test_a_layer_called_twice_is_two_layers() -> None:
-    assert [layer.name for layer in trace(Twice()).layers] == ["a", "a#2"]
 
 
 class Quiet(nn.Module):
@@ -242,14 +221,55 @@ def test_layers_that_read_only_inputs_run_on_the_stage_that_uses_them() -> None:
             Branches(),
             "Branches cannot be traced: symbolically traced variables cannot be used as inputs to control flow",
         ),
-        (Nothing(), "the model returns 'x', which none of its layers computes: return only tensors of layers"),
-        (nn.Linear(2, 2), "the model calls no module of torch.nn, so it has no layers to cut between"),
+        (nn.Identity(), "Identity has no layers: it calls no modules, and computes nothing from its parameters"),
     ],
 )
 def test_untraceable_models_are_refused(module: nn.Module, message: str) -> None:
     with pytest.raises(InvalidModel) as caught:
         trace(module)
     assert str(caught.value).startswith(message)
+
+
+class Pair(NamedTuple):
+    scores: Tensor
+    size: int
+
+
+class Returning(nn.Module):
+    """A layer, and a result made of what it computes by a function."""
+
+    def __init__(self, result: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.result = nn.Linear(3, 3), result
+
+    def forward(self, x: Tensor) -> Any:
+        return self.result(self.layer(x), x)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda y, x: (None, y, y, y[:, :2]),
+        lambda y, x: {"input": x, "half": x / 2, "scores": y},
+        lambda y, x: [Pair(y, 3), torch.arange(2.0), "text"],
+    ],
+)
+def test_results_are_put_together_as_the_forward_does(result: Callable[[Tensor, Tensor], Any]) -> None:
+    module, x = Returning(result), torch.randn(2, 3)
+    for inputs in (None, [x]):
+        model = trace(module, inputs)
+        (got, nested), (want, as_wanted) = tree_flatten(model.result.rebuild(model.module(x))), tree_flatten(module(x))
+        assert nested == as_wanted
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
+
+
+def test_a_module_that_calls_no_others_is_one_layer() -> None:
+    model = trace(nn.Linear(2, 3), [torch.zeros(1, 2)])
+    assert [(layer.name, layer.inputs, layer.outputs) for layer in model.layers] == [
+        ("Linear", ("input",), ("Linear",))
+    ]
+    assert set(layer_states(model)["Linear"]) == {"weight", "bias"}
 
 
 class OnOneMemory(nn.Module):
