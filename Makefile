@@ -3,11 +3,13 @@
 # make docs: set up, then build the documentation site in site/; a warning is an error
 # make profiles: measure five models into profiles/cpu, about 10 minutes on a machine with nothing else to do; files that
 #   are there stay, and what was interrupted goes on
+# make gpu: what one GPU shows of bapipe, into the folder GPU_RESULTS (gpu-results), about half an hour; it goes on where it
+#   stopped, so call it again after an interruption
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs test profiles
+.PHONY: demo docs gpu test profiles
 
 demo: .venv/ready
 	mkdir -p demo
@@ -36,6 +38,11 @@ profiles: $(patsubst %,profiles/cpu/%.json,vgg16 resnet50 gnmt8 gnmt16 gpt2)
 profiles/cpu/%.json: | .venv/ready
 	mkdir -p profiles/cpu
 	$(BIN)/bapipe profile $* --microbatch-size $(SIZES_$*) -o $@
+
+GPU_RESULTS ?= gpu-results
+
+gpu: .venv/ready
+	$(BIN)/python -m benchmarks.gpu $(GPU_RESULTS) --seconds 3600
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -157,12 +157,18 @@ def parameter_hooks(parameter: nn.Parameter) -> list[Callable[..., object]]:
 
 def default_group_timeout(device: torch.device) -> Any:
     """Returns how long an operation of the default group may take on a device; `new_group` does not take it over."""
-    return dist.distributed_c10d._get_default_group()._get_backend(device).options._timeout
+    group = dist.distributed_c10d._get_default_group()
+    if type(group) is not dist.ProcessGroup:  # one that is written in Python does not say
+        return dist.distributed_c10d.default_pg_timeout
+    return group._get_backend(device).options._timeout
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Returns the name of a group's backend for the tensors of a device, such as gloo or nccl; None: default group."""
-    name: str = (group or dist.distributed_c10d._get_default_group())._get_backend(device).name()
+    group = group or dist.distributed_c10d._get_default_group()
+    if type(group) is not dist.ProcessGroup:  # one that is written in Python is its own backend
+        return str(dist.get_backend(group))
+    name: str = group._get_backend(device).name()
     return name
 
 
