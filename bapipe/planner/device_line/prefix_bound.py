@@ -9,8 +9,9 @@ Many devices)
     work         A + n (F + B) + the ring of its last bucket + its update <= T
     return       D + n (F + r) <= T
     round trip   the round trip of one micro-batch + (n - 1) r + u F <= T
-    all-reduce   A + n F + (n - 1) B + B of the layers of its first bucket + the rings of all its buckets
-                 + its update <= T
+    rounds       D + k trips from here on + (n - 1 - (k - 1) w) (F + r) <= T, 1F1B with w micro-batches in flight
+    all-reduce   the start of its last B + B of the layers of its first bucket + the rings of all its buckets
+                 + its update <= T, where that start is bounded by the work, the round trip and the rounds
     memory       parameters, gradients, optimizer state and the stash of one micro-batch fit
 
 with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
@@ -36,6 +37,9 @@ MAX_ALL_GROUPS = 32
 """Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
 
 GROUP_GROWTH = 1.03
+
+MAX_SPLIT = 16
+"""GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
 
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
@@ -78,6 +82,7 @@ class PrefixBound:
         devices = line.cluster.devices[:num_devices]
         self._speeds = np.array([device.speed for device in devices])
         self._max_speed = float(self._speeds.max())
+        self._rounded_stages = 0 if set(self._speeds.tolist()) == {1.0} else num_devices
         self._limit = max(line.limits[:num_devices])
         self._sum_layers()
         self._groups = self._group_classes()
@@ -129,6 +134,10 @@ class PrefixBound:
         until_full = self._backward_of_layers[ends] - self._backward_of_layers[np.maximum(first, 0)]
         until_full[first < 0] = np.inf
         self._first_bucket = np.minimum.accumulate(until_full[::-1])[::-1]
+        # A bucket that is not full waits for the first layer of the stage that has gradients, not for those before it.
+        has_gradients = np.append(np.flatnonzero(gradient_bytes.min(axis=0) > 0), gradient_bytes.shape[1])
+        lowest = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
+        self._before_gradients = self._backward_of_layers[lowest]
         self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
         self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
 
@@ -140,6 +149,9 @@ class PrefixBound:
         if len(set(self._speeds)) == 1:
             num = self.num_microbatches
             fewest = sorted({-(-num // -(-num // replicas)) for replicas in range(1, every + 1)})
+            if self.schedule == "gpipe":  # those that divide the micro-batches have more forwards first
+                few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
+                fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
         else:
             fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
             while fewest[-1] < every:
@@ -251,11 +263,22 @@ class PrefixBound:
         arrival, return_ns = arrival[:, None], return_ns[:, None]
         rest = self._trip[-1] / self._max_speed
         if self.schedule == "gpipe":
-            u = np.maximum(0, (self.num_microbatches - np.maximum(self.last_replicas[1], few)) // most)
+            # The last stage is this one, or has devices behind it.
+            behind = np.maximum(most, self.num_devices - position - few)
+            last = np.minimum(np.maximum(self.last_replicas[1], few), behind)
+            u = np.maximum(0, (self.num_microbatches - last) // most)
         else:
             u = np.maximum(0, n - -(-d // few)) if self.schedule == "1f1b" else np.zeros_like(n)
         last_ring = (self._ring_latency[g] + self._ring_rate[g] * self._min_bucket) * (self._min_bucket > 0)
-        slack = ROUNDING_NS * n
+        has_whole_backward = self.schedule in ("1f1b", "gpipe")
+        from_here = rest - self._trip[i] / self._max_speed
+        rounds: list[tuple[IntArray, IntArray]] = []  # round trips, and steps on the device between them
+        if self.schedule == "1f1b":
+            in_flight = -(-d // few)
+            rounds = [(k, n - 1 - (k - 1) * in_flight) for k in (np.full_like(n, 2), 1 + (n - 1) // in_flight)]
+        # F and B of every stage, on each trip, may be rounded down by half a nanosecond.
+        num_trips = np.maximum(1, rounds[1][0]) if rounds else 1
+        slack = ROUNDING_NS * n + self._rounded_stages * num_trips
 
         def is_within(j: IntArray) -> "NDArray[np.bool_]":
             f, r, b = (sums[j] - sums[i] for sums in (self._forward, self._critical, self._backward))
@@ -267,10 +290,20 @@ class PrefixBound:
             gradients = self._gradients[j] - self._gradients[i]
             buckets = np.ceil(gradients / self._max_bucket)
             ring = self._ring_latency[g] * buckets + self._ring_rate[g] * gradients
-            first_full = np.minimum(b, self._first_bucket[j])
-            synced = arrival + (n * f + (n - 1) * b + first_full) / v + ring + update
+            with_gradients = np.maximum(self._backward[j] - self._before_gradients[i], 0.0)
+            first_full = np.minimum(with_gradients, self._first_bucket[j])
             held = self._static[j] - self._static[i] + self._stash[j] - self._stash[i]
+            # From the start of the last B on: the first bucket is full, all rings follow, then the update.
+            after = arrival + first_full / v + ring + update
+            synced = after + (n * f + (n - 1) * b) / v
             longest = np.maximum(np.maximum(work, returned), np.maximum(trip, synced))
+            after -= b / self._max_speed
+            if has_whole_backward:
+                longest = np.maximum(longest, np.where(n >= 2, after + from_here + ((n - 1) * b + u * f) / v, 0.0))
+            for k, steps in rounds:
+                passed = k * from_here + steps * (f + r) / v
+                longest = np.maximum(longest, np.where((k >= 2) & (steps >= 0), return_ns + passed, 0.0))
+                longest = np.maximum(longest, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
             within: NDArray[np.bool_] = (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)
             return within
 

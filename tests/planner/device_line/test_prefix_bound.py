@@ -118,6 +118,30 @@ def test_data_parallelism_is_proven_best_up_to_its_last_bucket() -> None:
     assert problem.path(on_all.step_ns * 98 // 100, UNLIMITED) is None
 
 
+def test_a_bucket_does_not_wait_for_first_layers_without_gradients() -> None:
+    """The ring of the second layer takes 50 ms, while the backward of the first, 200 ms, runs."""
+    profile = chain([100, 1], param_bytes=37_500_000)
+    layers = (replace(profile.layers[0], param_bytes=0), profile.layers[1])
+    options = PlanOptions(minibatch_size=3, constraints=["l0 with l1"])
+    line = DeviceLine({"a": replace(profile, layers=layers)}, devices(3), options)
+    on_all = line.time(LinePlan(cuts=(0, 2), counts=(3,), schedule="1f1b", microbatch_size=1))
+    assert on_all is not None
+    assert on_all.step_ns == 303 * 10**6
+    assert PrefixBound(line, "1f1b", 1, 3, last_replicas=(3, 3)).path(on_all.step_ns, UNLIMITED) is not None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_round_trips_and_the_rings_behind_them_bound_a_pipeline(schedule: str) -> None:
+    """Two stages of 20 devices; a ring of their gradients takes as long as two forwards."""
+    profiles = {"a": chain([1] * 8, param_bytes=20 * 10**6, output_bytes=10**5)}
+    line = DeviceLine(profiles, devices(40, bytes_per_s=2 * 10**10), PlanOptions(minibatch_size=80))
+    two = line.time(LinePlan(cuts=(0, 4, 8), counts=(20, 20), schedule=schedule, microbatch_size=1))
+    assert two is not None
+    problem = PrefixBound(line, schedule, 1, 40, only_replicas=20)
+    assert problem.path(two.step_ns, UNLIMITED) is not None
+    assert problem.path(two.step_ns * 98 // 100, UNLIMITED) is None
+
+
 def test_wherever_the_search_for_many_devices_is_ended_its_bound_holds() -> None:
     for seed in range(4):
         line = random_line(seed, "1f1b")
