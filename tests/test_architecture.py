@@ -254,7 +254,7 @@ def test_command_line_options() -> None:
         ],
         "doctor": ["--json"],
         "explore": [
-            "--arg", "--browser", "--cluster", "--csv", "--devices", "--json", "--markdown", "--minibatch-size", "--port",
+            "--arg", "--browser", "--cluster", "--csv", "--devices", "--exact", "--json", "--markdown", "--minibatch-size", "--port",
             "--profile", "--schedule", "--trace", "--vary",
         ],
         "simulate": ["--json", "--trace"],

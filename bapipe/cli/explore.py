@@ -67,6 +67,14 @@ def explore(
     schedule: Annotated[
         str, typer.Option("--schedule", help=f"With --vary: schedules to try, of {', '.join(ALL)}, or all.")
     ] = "1f1b,gpipe",
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="With --vary: search every point as plan does. Else short searches end within 0.5 % of the bound, or "
+            "show a larger gap.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="With --vary: print CSV.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --vary: print a table in Markdown.")] = False,
@@ -79,9 +87,11 @@ def explore(
     layouts = [name for name, wanted in (("json", as_json), ("csv", as_csv), ("markdown", as_markdown)) if wanted]
     if len(layouts) > 1 or (layouts and not vary):
         raise BapipeError(f"--{layouts[-1]} goes with --vary, and with no other format")
+    if exact and not vary:
+        raise BapipeError("--exact goes with --vary")
     if vary:
         names = tuple(name.strip() for name in schedule.split(","))
-        show_points(session, vary, names, layouts[0] if layouts else "table")
+        show_points(session, vary, names, layouts[0] if layouts else "table", exact=exact)
         return
     with Server(session, port) as server:
         out.print(server.address, highlight=False, soft_wrap=True)

@@ -49,8 +49,14 @@ def _values(name: str, text: str) -> Sequence[float]:
     return (int(text),)
 
 
-def show_points(session: Session, texts: Sequence[str], schedules: Sequence[str], layout: str) -> None:
-    """Plans at every point, and prints the points as a table, or as csv, json or markdown."""
+def show_points(
+    session: Session, texts: Sequence[str], schedules: Sequence[str], layout: str, *, exact: bool = False
+) -> None:
+    """Plans at every point, and prints the points as a table, or as csv, json or markdown.
+
+    Args:
+        exact: search every point in full.
+    """
     axes = [parse_axis(text) for text in texts]
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
@@ -60,7 +66,7 @@ def show_points(session: Session, texts: Sequence[str], schedules: Sequence[str]
         def progress(done: int, total: int) -> None:
             status.update(f"planning: {done} of {total} points")
 
-        points = list(vary(session, axes, schedules, progress))
+        points = vary(session, axes, schedules, progress, exact=exact)
     if layout == "json":
         show_json([point.row for point in points])
     elif layout == "table":
@@ -68,6 +74,8 @@ def show_points(session: Session, texts: Sequence[str], schedules: Sequence[str]
         show_parts([report.variations_table(names, rows), "worth the most, each by itself:"])
         for words in report.worth_words(names, rows):
             show_line(words)
+        if not exact and any(point.plan is not None and point.plan.certificate.gap for point in points):
+            show_line("the searches were short: each plan is at most its gap above the bound; --exact searches in full")
     else:
         _write_cells(names, points, layout)
 

@@ -44,7 +44,7 @@ class Analyses:
             options = self._options(state, schedules, job)
             found = plan(self._session.profiles, cluster, options, deadline=job.deadline, progress=progress)
             better = self._session.adopt(found, state)
-            own = self._own_plan(state)
+            own = self._session.fitting_plan(state)
             # A search that was ended early may not have reached the plan of the page.
             if own is not None and not state.constraints and own.prediction.step_ns <= found.prediction.step_ns:
                 better = state
@@ -88,7 +88,7 @@ class Analyses:
                 if job.deadline.is_over:
                     break
                 there = on_axis(state, axis, value)
-                own = self._own_plan(there) if axis != "devices" else None
+                own = self._session.fitting_plan(there) if axis != "devices" else None
                 point, kind = self._point(there, own, schedules, job, len(values) - done)
                 points.append({"value": value, "same": own and own.prediction.step_ns, **point})
                 points[-1]["isNewKind"] = kind is not None and before is not None and kind != before
@@ -125,15 +125,6 @@ class Analyses:
             "kind": kind_of(found),
             "state": msgspec.to_builtins(self._session.adopt(found, state)),
         }
-
-    def _own_plan(self, state: State) -> Plan | None:
-        """Returns the plan of a state; None if it cannot run or does not fit."""
-        try:
-            own = self._session.plan(state)
-        except BapipeError:
-            return None
-        limits = {device.name: device.memory_bytes for device in own.cluster.devices}
-        return own if all(rank.peak_bytes <= limits[rank.device] for rank in own.prediction.ranks) else None
 
     def explain(self, state: State, schedules: tuple[str, ...], seconds: float) -> None:
         """Begins to explain a state's plan: sentences by topic."""

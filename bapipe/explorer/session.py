@@ -183,6 +183,22 @@ class Session:
         known = msgspec.structs.replace(made, certificate=msgspec.structs.replace(proven, digest=msgspec.UNSET))
         return plan_of(decision, self.profiles, cluster, timeline, changed_from=known)
 
+    def try_plan(self, plan: Plan, state: State) -> Plan | None:
+        """Returns a plan simulated on the cluster of a state; None if it cannot run there, or there are pins."""
+        if state.constraints:
+            return None
+        tried = self.adopt(plan, state)
+        return self.fitting_plan(msgspec.structs.replace(tried, minibatch_size=state.minibatch_size))
+
+    def fitting_plan(self, state: State) -> Plan | None:
+        """Returns the plan of a state; None if it cannot run or does not fit."""
+        try:
+            own = self.plan(state)
+        except BapipeError:
+            return None
+        limits = {device.name: device.memory_bytes for device in own.cluster.devices}
+        return own if all(rank.peak_bytes <= limits[rank.device] for rank in own.prediction.ranks) else None
+
     def changes(self, before: State, after: State) -> list[str]:
         """Returns the differences of two states' plans in words."""
         return list(render_changes(self.plan(before), self.plan(after)))

@@ -1,8 +1,8 @@
 """The best plan at each point of a grid of clusters and sizes: what more of a resource would be worth."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
@@ -10,12 +10,17 @@ import msgspec
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
-from bapipe.formats.plan import Plan
+from bapipe.explorer.sweep_processes import plan_chains
+from bapipe.formats.plan import Plan, certify, with_certificate
+from bapipe.planner import nearby
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
+
+MAX_CHAIN = 10
+"""So many neighbouring points are searched together, one chain after another or in processes of their own."""
 
 FIELDS = {
     "link": "bandwidth",
@@ -72,31 +77,112 @@ class Point:
 
 
 def vary(
-    session: Session, axes: Sequence[Axis], schedules: Sequence[str], progress: Callable[[int, int], None]
-) -> Iterator[Point]:
-    """Yields the best plan at each point of the grid of the axes; the last axis changes fastest.
+    session: Session,
+    axes: Sequence[Axis],
+    schedules: Sequence[str],
+    progress: Callable[[int, int], None],
+    *,
+    exact: bool = False,
+) -> list[Point]:
+    """Returns the best plan at each point of the grid of the axes; the last axis changes fastest.
 
     Plans are kept in the cache, so a sweep that was interrupted goes on where it ended.
 
     Args:
         progress: called with (points done, number of points).
+        exact: search each point as `bapipe plan` does; else with `plans_nearby`, which ends near the lower bound.
     """
     grid = list(product(*(axis.values for axis in axes)))
-    before = None
-    for done, values in enumerate(grid):
-        progress(done, len(grid))
-        named = dict(zip((axis.name for axis in axes), values, strict=True))
+    names = [axis.name for axis in axes]
+    states: list[State | BapipeError] = []
+    for values in grid:
         try:
-            state = session.first
-            for name, value in named.items():
-                state = on_axis(state, name, value)
-            plan = best_at(session, state, schedules)
+            states.append(_on_axes(session.first, names, values))
         except BapipeError as error:
-            yield Point(values=named, plan=None, why_not=printable(str(error).replace("`", ""), MAX_LINE))
+            states.append(error)
+    places = [i for i, state in enumerate(states) if isinstance(state, State)]
+    searched = [
+        nearby.Point(cluster=cluster_of(state, session.cluster), options=_options(state, schedules))
+        for state in states
+        if isinstance(state, State)
+    ]
+    chains = neighbours(axes, [grid[i] for i in places])
+    plans = plan_chains(
+        session.profiles,
+        [[searched[k] for k in chain] for chain in chains],
+        lambda done: progress(done, len(grid)),
+        exact=exact,
+    )
+    found: list[Plan | str] = [str(state) for state in states]
+    for chain, of_chain in zip(chains, plans, strict=True):
+        for k, plan in zip(chain, of_chain, strict=True):
+            found[places[k]] = plan
+    if not exact:
+        found = _with_plans_of_neighbours(session, grid, states, found)
+    return _points(names, grid, found)
+
+
+def neighbours(axes: Sequence[Axis], grid: Sequence[tuple[float, ...]]) -> list[list[int]]:
+    """Returns the points of a grid as numbers, in chains whose neighbours differ in the value of one axis.
+
+    That is the axis with the most values, but for the number of devices: plans for other links or sizes are the better
+    start of a search.
+    """
+    along = max(range(len(axes)), key=lambda i: (axes[i].name != "devices", len(axes[i].values)))
+    lines: dict[tuple[float, ...], list[int]] = {}
+    for number, values in enumerate(grid):
+        lines.setdefault((*values[:along], *values[along + 1 :]), []).append(number)
+    return [line[at : at + MAX_CHAIN] for line in lines.values() for at in range(0, len(line), MAX_CHAIN)]
+
+
+def _on_axes(state: State, names: Sequence[str], values: Sequence[float]) -> State:
+    for name, value in zip(names, values, strict=True):
+        state = on_axis(state, name, value)
+    return state
+
+
+def _with_plans_of_neighbours(
+    session: Session,
+    grid: Sequence[tuple[float, ...]],
+    states: Sequence[State | BapipeError],
+    found: Sequence[Plan | str],
+) -> list[Plan | str]:
+    """Returns the plans, each replaced by that of the point before on an axis if that is faster here.
+
+    So the plan for more devices is never slower only because its search ended early.
+    """
+    best, number = list(found), {values: i for i, values in enumerate(grid)}
+    before = [dict(pairwise(sorted(set(of_axis), reverse=True))) for of_axis in zip(*grid, strict=True)]
+    for i, values in sorted(enumerate(grid), key=lambda point: point[1]):
+        for axis, value in enumerate(values):
+            if value not in before[axis]:
+                continue
+            plan = best[number[(*values[:axis], before[axis][value], *values[axis + 1 :])]]
+            state, here = states[i], best[i]
+            if isinstance(plan, Plan) and isinstance(here, Plan) and isinstance(state, State):
+                best[i] = _faster_of(here, session.try_plan(plan, state))
+    return best
+
+
+def _faster_of(plan: Plan, other: Plan | None) -> Plan:
+    """Returns the faster of two plans of one space, with the bound of the first."""
+    if other is None or other.prediction.step_ns >= plan.prediction.step_ns:
+        return plan
+    step_ns, proven = other.prediction.step_ns, plan.certificate
+    return with_certificate(other, certify(step_ns, min(step_ns, proven.lower_bound_ns), proven.space))
+
+
+def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequence[Plan | str]) -> list[Point]:
+    points, before = [], None
+    for values, plan in zip(grid, found, strict=True):
+        named = dict(zip(names, values, strict=True))
+        if isinstance(plan, str):
+            points.append(Point(values=named, plan=None, why_not=printable(plan.replace("`", ""), MAX_LINE)))
             continue
         kind = kind_of(plan)
-        yield Point(values=named, plan=plan, kind=kind, is_new_kind=kind != before)
+        points.append(Point(values=named, plan=plan, kind=kind, is_new_kind=kind != before))
         before = kind
+    return points
 
 
 def on_axis(state: State, name: str, value: float) -> State:
@@ -112,6 +198,9 @@ def kind_of(plan: Plan) -> str:
 
 def best_at(session: Session, state: State, schedules: Sequence[str], deadline: Deadline | None = None) -> Plan:
     """Returns the best plan for the cluster, the mini-batch and the pins of a state, from the cache if it is there."""
-    options = PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules, constraints=state.constraints)
     profiles = tuple(session.profiles.values())
-    return plan_cached(profiles, cluster_of(state, session.cluster), options, deadline=deadline)
+    return plan_cached(profiles, cluster_of(state, session.cluster), _options(state, schedules), deadline=deadline)
+
+
+def _options(state: State, schedules: Sequence[str]) -> PlanOptions:
+    return PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules, constraints=state.constraints)

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,10 +31,15 @@ def profile_path(key: Mapping[str, object]) -> Path:
 
 def plan_path(key: Mapping[str, object]) -> Path:
     """Returns the file of the plan that this version of the package makes of the inputs in `key`."""
+    return _path({**key, "code": _code_digest()}, "plan")
+
+
+@cache
+def _code_digest() -> str:
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(file.read_bytes())
-    return _path({**key, "code": code.hexdigest()}, "plan")
+    return code.hexdigest()
 
 
 def store_plan(path: Path, plan: Plan) -> None:

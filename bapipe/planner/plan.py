@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -89,12 +90,7 @@ def plan_cached(
     With a time limit the result depends on the machine, so the plan is always made anew and never stored. Nor is one
     stored whose search a deadline ended.
     """
-    key = {
-        "profiles": [(profile.device.kind, fingerprint(profile)) for profile in listed(profiles)],
-        "cluster": msgspec.to_builtins(cluster),
-        "options": asdict(options) | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
-    }
-    path, is_cached = plan_path(key), options.time_limit_s is None
+    path, is_cached = cached_plan_path(profiles, cluster, options), options.time_limit_s is None
     deadline = deadline or deadline_of(options.time_limit_s)
     made = load_plan(path) if is_cached else None
     if made is None:
@@ -104,6 +100,23 @@ def plan_cached(
     for profile in listed(profiles):
         store_profile_by_fingerprint(profile)  # to plan again if a device is lost
     return made
+
+
+def cached_plan_path(profiles: Profiles, cluster: Cluster, options: PlanOptions, **search: float) -> Path:
+    """Returns the file in the cache of the plan that is made from some inputs.
+
+    Args:
+        search: what the search was limited to, if it was not a full one.
+    """
+    return plan_path(
+        {
+            "profiles": [(profile.device.kind, fingerprint(profile)) for profile in listed(profiles)],
+            "cluster": msgspec.to_builtins(cluster),
+            "options": asdict(options)
+            | {"schedules": list(options.schedules), "constraints": list(options.constraints)},
+            **search,
+        }
+    )
 
 
 def evaluate_pinned(

@@ -20,6 +20,7 @@ from bapipe.progress import SearchProgress
 
 if TYPE_CHECKING:
     from bapipe.planner.branch_and_bound.problem import SearchResult
+    from bapipe.planner.branch_and_bound.space import SearchSpace
 
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
@@ -148,7 +149,14 @@ def find_best_layout(
             raise infeasible_error(profiles, cluster, options, closest, deadline)
         bound_ns = work_bound_ns(profiles, cluster, options.minibatch_size)
         result = replace(result, lower_bound_ns=min(result.step_ns, bound_ns))
-    searched = _partition_space(
+    return space_of_problems(space, profiles, cluster, options), result
+
+
+def space_of_problems(
+    space: "SearchSpace", profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
+) -> PartitionSpace:
+    """Returns what a certificate says of the problems of a search."""
+    return _partition_space(
         profiles,
         cluster,
         options,
@@ -156,7 +164,6 @@ def find_best_layout(
         device_counts=(space.device_counts[0], space.device_counts[-1]),
         device_order=space.order,
     )
-    return searched, result
 
 
 def _solve_many_devices(

@@ -3,6 +3,7 @@
 import csv
 import json
 from io import StringIO
+from random import Random
 
 import msgspec
 import pytest
@@ -11,9 +12,15 @@ import bapipe
 from bapipe.cli.vary import parse_axis, show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
-from bapipe.explorer.vary import Axis, vary
+from bapipe.explorer.sweep_processes import plan_chains
+from bapipe.explorer.vary import Axis, neighbours, vary
+from bapipe.formats.cache import cache_folder
+from bapipe.planner import nearby
+from bapipe.planner.nearby import Point
+from bapipe.planner.options import PlanOptions
 from bapipe.report import worth_words
 from tests.builders import chain, devices
+from tests.random_profiles import random_profile
 
 PROFILE = chain([1, 2, 3, 4], param_bytes=100, stash_bytes=10, output_bytes=1000)
 CLUSTER = devices(2, bytes_per_s=10**6)
@@ -27,7 +34,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 def test_every_point_has_the_best_plan_of_its_cluster() -> None:
     session = Session({"a": PROFILE}, CLUSTER, 8)
     axes = [Axis(name="devices", values=(1, 2)), Axis(name="link", values=(0.5, 2.0))]
-    points = list(vary(session, axes, ["1f1b"], lambda done, total: None))
+    points = vary(session, axes, ["1f1b"], lambda done, total: None, exact=True)
     assert [point.values for point in points] == [{"devices": d, "link": link} for d in (1, 2) for link in (0.5, 2.0)]
     assert [point.is_new_kind for point in points][:2] == [True, False]
     for point in points:
@@ -37,6 +44,43 @@ def test_every_point_has_the_best_plan_of_its_cluster() -> None:
         )
         best = bapipe.plan(PROFILE, cluster, minibatch_size=8, schedules=["1f1b"])
         assert point.row["step_ns"] == best.prediction.step_ns
+
+
+def test_short_searches_are_the_same_in_processes_and_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    axes = [Axis(name="devices", values=(1, 2, 3)), Axis(name="link", values=(0.01, 0.5, 2.0))]
+    chains = [[3 * devices + link for link in range(3)] for devices in range(3)]
+    assert neighbours(axes, [(d, link) for d in axes[0].values for link in axes[1].values]) == chains
+    done = list[int]()
+    points = vary(session, axes, ["1f1b"], lambda number, total: done.append(number))
+    assert done == list(range(10))
+    searched = [
+        [Point(cluster=point.plan.cluster, options=PlanOptions(minibatch_size=8, schedules=["1f1b"]))]
+        for point in points
+        if point.plan is not None
+    ]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder() / "other"))
+    alone = plan_chains(session.profiles, searched, lambda done: None, exact=False, max_processes=1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder() / "another"))
+    assert plan_chains(session.profiles, searched, lambda done: None, exact=False, max_processes=2) == alone
+
+    def never(*_: object) -> None:
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(nearby, "plans_nearby", never)
+    assert plan_chains(session.profiles, searched, lambda done: None, exact=False, max_processes=1) == alone
+
+
+def test_more_of_a_resource_never_makes_the_plan_of_a_sweep_slower() -> None:
+    profile = random_profile(Random(3), 8)
+    session = Session({"a": profile}, devices(4, bytes_per_s=10**5), 8)
+    axes = [Axis(name="devices", values=(4, 1, 2, 3)), Axis(name="memory", values=(10**3, 10**6))]
+    points = vary(session, axes, ["1f1b", "gpipe"], lambda done, total: None)
+    steps = {tuple(p.values.values()): p.row.get("step_ns", 10**18) for p in points}
+    for memory in axes[1].values:
+        assert steps[1, memory] >= steps[2, memory] >= steps[3, memory] >= steps[4, memory]  # type: ignore[operator]
+    for number in axes[0].values:
+        assert steps[number, 10**3] >= steps[number, 10**6]  # type: ignore[operator]
 
 
 def test_a_point_where_nothing_fits_says_so() -> None:

@@ -10,6 +10,7 @@ charged to the node budget, so that the result does not depend on the speed of t
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -72,12 +73,38 @@ def best_first(
     return search.result()
 
 
+def best_below(
+    problems: Sequence[Problem],
+    below_ns: int,
+    *,
+    max_gap: float,
+    max_nodes: int,
+    deadline: Deadline = UNLIMITED,
+) -> tuple[SearchResult | None, int]:
+    """Returns the fastest layout found with a step shorter than `below_ns`, None without one, and a lower bound.
+
+    The bound holds for all layouts, as far as it does not exceed `below_ns`.
+
+    Args:
+        below_ns: the step time of a plan that is known.
+        max_gap: the search ends when the fastest step known exceeds the bound by no more than this part of it.
+        deadline: ends the search with what it has.
+    """
+    search = _BestFirst(problems, None, deadline)
+    search.upper_bound_ns = min(below_ns, INF)
+    with suppress(OutOfTime):
+        while search.is_open and search.num_nodes < max_nodes and not search.is_within(max_gap):
+            deadline.check()
+            search.expand_best()
+    return search.result(), int(search.lower_bound_ns)
+
+
 class _BestFirst:
     """The state of a search.
 
     Attributes:
         incumbent: the best layout so far.
-        upper_bound_ns: its step time, `INF` without one.
+        upper_bound_ns: the step time of the fastest plan known, the incumbent or a plan of the caller; else `INF`.
         num_nodes: the budget spent: nodes, and simulations in nodes.
         queue: (lower bound, tie-breaker, sequence number, node): of equal bounds, the deepest first, then the oldest.
     """
@@ -101,6 +128,10 @@ class _BestFirst:
     def is_open(self) -> bool:
         """Whether a node can still lead to a better layout."""
         return bool(self.queue) and self.lower_bound_ns < self.upper_bound_ns
+
+    def is_within(self, gap: float) -> bool:
+        """Returns whether the incumbent exceeds the bound proved by no more than a part of the bound."""
+        return self.upper_bound_ns <= self.lower_bound_ns * (1 + gap)
 
     @property
     def lower_bound_ns(self) -> int:
@@ -168,8 +199,8 @@ class _BestFirst:
         for bound_ns, partial in empty_plans:
             self._num_pushed += 1
             heappush(self.queue, (bound_ns, 0, self._num_pushed, _Node(problem, partial=partial)))
-        # Without an incumbent nothing can be pruned, so the first one is made before any expansion.
-        if empty_plans and self.incumbent is None:
+        # Without an upper bound nothing can be pruned, so the first plan is made before any expansion.
+        if empty_plans and self.upper_bound_ns >= INF:
             bound_ns, partial = min(empty_plans, key=lambda entry: entry[0])
             self._dive(problem, partial, bound_ns)
 
@@ -232,7 +263,7 @@ class _BestFirst:
         if not problem.fits(layout):
             return False
         step_ns = problem.step_ns(layout)
-        if self.incumbent is not None and step_ns >= self.upper_bound_ns:
+        if step_ns >= self.upper_bound_ns:
             return False
         self.incumbent = SearchResult(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
         self.upper_bound_ns = step_ns
