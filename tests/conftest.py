@@ -3,6 +3,7 @@
 A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP ignored; processes would inherit that.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -24,3 +25,9 @@ assert _spec.loader is not None
 _module = module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 _module.install()
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector pass over what importing has made, which lives as long as this process."""
+    gc.collect()
+    gc.freeze()

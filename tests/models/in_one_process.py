@@ -2,6 +2,8 @@
 
 import copy
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -56,6 +58,13 @@ def trained(loss: Tensor, module: nn.Module) -> Trained:
     return Trained(loss, grads, {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta})
 
 
+@contextmanager
+def traced_once(model: TracedModel) -> Iterator[None]:
+    """A pipeline that is made of the model's module does not trace it again."""
+    with patch.object(pipeline_module, "trace", lambda *_, **__: model):
+        yield
+
+
 class OneProcess:
     """An architecture that is traced once, and trained under several settings from the same values."""
 
@@ -79,7 +88,7 @@ class OneProcess:
         with torch.no_grad():
             for name, tensor in _state(module).items():
                 tensor.copy_(self._before[name])
-        with patch.object(pipeline_module, "trace", lambda *_, **__: self.model):
+        with traced_once(self.model):
             pipeline = Pipeline(
                 module, plan, loss=architecture.loss, inputs=architecture.inputs, optimizer=sgd(0.0), check=False
             )  # fmt: skip

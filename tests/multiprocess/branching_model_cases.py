@@ -14,9 +14,11 @@ from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import trace
+from tests.models.in_one_process import traced_once
 from tests.models.random_partitions import random_stages
 from tests.models.small_zoo import SMALL, small, without_dropout
 from tests.models.transformers_models import MODELS as HUGGING_FACE
+from tests.multiprocess.architecture_cases import ReplicaCase, train_with_replicas
 from tests.multiprocess.runtime_cases import make_plan_of, named_order
 
 Trained = tuple[nn.Module, tuple[Tensor, ...], Tensor, Callable[[Any, Tensor], Tensor]]
@@ -45,7 +47,20 @@ class Outcome:
     all_keys: tuple[str, ...]
 
 
-def run_models(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
+def two_ranks(
+    rank: Rank, cases: Sequence[Case], cuts: Sequence[int]
+) -> tuple[list[Outcome], list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+    return _run_models(rank, cases), _dropout_of(cuts)
+
+
+def three_ranks(
+    rank: Rank, cases: Sequence[Case], uneven: Sequence[ReplicaCase]
+) -> tuple[list[Outcome], list[tuple[str, float]]]:
+    return _run_models(rank, cases), train_with_replicas(rank, uneven)
+
+
+def _run_models(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
+    torch.set_num_threads(1)
     outcomes = []
     for index, item in enumerate(cases):
         rank.enter_step(index)
@@ -70,11 +85,14 @@ def _run(item: Case, num_ranks: int) -> Outcome:
     target = target.double() if target.is_floating_point() else target
     num = item.num_microbatches
     part = copy.deepcopy(whole)
-    stages = random_stages(trace(part, inputs), num_ranks, random.Random(item.seed))
+    model = trace(part, inputs)
+    stages = random_stages(model, num_ranks, random.Random(item.seed))
     assert len(stages) == num_ranks
     order = named_order(item.schedule, num_ranks, num)
     plan = make_plan_of(stages, range(num_ranks), order, ROWS // num, num)
-    pipeline = Pipeline(part, plan, loss=loss, inputs=[tensor[:1] for tensor in inputs], optimizer=sgd(0.1))
+    with traced_once(model):
+        examples = [tensor[:1] for tensor in inputs]
+        pipeline = Pipeline(part, plan, loss=loss, inputs=examples, optimizer=sgd(0.1), check=False)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     errors = [0.0, 0.0, 0.0]
     for _ in range(2):
@@ -135,8 +153,9 @@ class Dropping(nn.Module):
         return self.c(y)
 
 
-def dropout_of(rank: Rank, cuts: Sequence[int]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def _dropout_of(cuts: Sequence[int]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Returns, for each cut, what a rank of two and a rank alone have after two steps, by the same names."""
+    torch.manual_seed(0)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     x, target = torch.randn(8, 6), torch.randint(0, 5, (8,))
     results = []
@@ -158,10 +177,3 @@ def dropout_of(rank: Rank, cuts: Sequence[int]) -> list[tuple[dict[str, Tensor],
             states.append(pipeline.state_dict())
         results.append((states[0], {name: states[1][name] for name in states[0]}))
     return results
-
-
-def two_ranks(
-    rank: Rank, cases: Sequence[Case], cuts: Sequence[int]
-) -> tuple[list[Outcome], list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
-    torch.manual_seed(0)
-    return run_models(rank, cases), dropout_of(rank, cuts)

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from bapipe.runtime.launch.processes import launch
 from tests.models.architectures import ARCHITECTURES, RELATIVES
 from tests.models.in_one_process import OneProcess, Setting, largest_error, whole_step
-from tests.multiprocess.architecture_cases import train_with_replicas
 
 SETTINGS = (Setting(seed=1), Setting(seed=2, split=True), Setting(seed=3, split=True, recompute=True))
 
@@ -26,10 +24,3 @@ def test_an_architecture_in_stages(name: str) -> None:
             assert error <= (1e-5 if single else 1e-7 if what == "loss" else 1e-11), (setting, what, error)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_uneven_replicas() -> None:
-    names = ("Llama", "T5", "ViT", "ResNet", "GPT-OSS")
-    for outcomes in launch(train_with_replicas, [f"cpu{i}" for i in range(3)], names, timeout_s=300):
-        for name, (what, error) in zip(names, outcomes, strict=True):
-            assert error <= (1e-5 if name == "GPT-OSS" else 1e-7 if what == "loss" else 1e-11), (name, what, error)

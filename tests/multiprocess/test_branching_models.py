@@ -1,10 +1,11 @@
-"""Models that are no chains train on real ranks as they do whole: branches, tied weights, masks, dropout."""
+"""Models that are no chains train on real ranks as they do whole: branches, tied weights, masks, dropout, uneven replicas."""
 
 import pytest
 import torch
 
 from bapipe.runtime.launch.processes import launch
-from tests.multiprocess.branching_model_cases import Case, Outcome, run_models, two_ranks
+from tests.multiprocess.architecture_cases import ReplicaCase
+from tests.multiprocess.branching_model_cases import Case, Outcome, three_ranks, two_ranks
 
 TWO = (
     Case("hf/gpt2", "1f1b", 1),
@@ -19,6 +20,13 @@ THREE = (
     Case("hf/resnet", "1f1b", 12),
     Case("gpt2", "1f1b", 13),
     Case("hf/vit", "1f1b", 14),
+)
+UNEVEN = (
+    ReplicaCase("Llama", (0, (1, 2))),
+    ReplicaCase("T5", ((0, 1), 2)),
+    ReplicaCase("ViT", ((0, 1, 2),)),  # four micro-batches
+    ReplicaCase("ResNet", ((0, 1), 2)),
+    ReplicaCase("GPT-OSS", (0, (1, 2))),
 )
 
 
@@ -35,8 +43,8 @@ def two() -> list[tuple[list[Outcome], list[tuple[dict[str, torch.Tensor], dict[
 
 
 @pytest.fixture(scope="module")
-def three() -> list[list[Outcome]]:
-    return launch(run_models, [f"cpu{i}" for i in range(3)], THREE, timeout_s=120)
+def three() -> list[tuple[list[Outcome], list[tuple[str, float]]]]:
+    return launch(three_ranks, [f"cpu{i}" for i in range(3)], THREE, UNEVEN, timeout_s=300)
 
 
 @pytest.mark.parametrize("index", range(len(TWO)), ids=lambda i: f"{TWO[i].model} {TWO[i].schedule}")
@@ -47,8 +55,19 @@ def test_two_ranks_equal_the_whole_model(
 
 
 @pytest.mark.parametrize("index", range(len(THREE)), ids=lambda i: f"{THREE[i].model} {THREE[i].schedule}")
-def test_three_ranks_equal_the_whole_model(index: int, three: list[list[Outcome]]) -> None:
-    _check([outcomes[index] for outcomes in three])
+def test_three_ranks_equal_the_whole_model(
+    index: int, three: list[tuple[list[Outcome], list[tuple[str, float]]]]
+) -> None:
+    _check([outcomes[index] for outcomes, _ in three])
+
+
+@pytest.mark.parametrize("index", range(len(UNEVEN)), ids=lambda i: f"{UNEVEN[i].name} {UNEVEN[i].ranks}")
+def test_uneven_replicas_equal_the_whole_model(
+    index: int, three: list[tuple[list[Outcome], list[tuple[str, float]]]]
+) -> None:
+    for _, outcomes in three:
+        what, error = outcomes[index]
+        assert error <= (1e-5 if UNEVEN[index].name == "GPT-OSS" else 1e-7 if what == "loss" else 1e-11), (what, error)
 
 
 def test_dropout_does_not_depend_on_the_cut(

@@ -4,6 +4,7 @@ A run is either launched here (`processes.launch`, `run_rank`), or part of a job
 """
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -154,6 +155,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
             # Nobody outside can connect, and the host's name need not resolve.
             os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         send(Started())
+        gc.freeze()  # what importing has made lives as long as this process: no collection need look at it
         shared = dist.FileStore(store, len(job.names))
         meet(shared, index, len(job.names), _START)
         result = _work(job, index, send, limit, store=shared, secret=secret)
