@@ -56,12 +56,11 @@ __all__ = [
     "needs_values",
     "parameter_hooks",
     "pipeline_runtime",
-    "post_sends",
     "replace_losses",
     "reset_method",
     "return_schemas",
     "set_lowered_order",
-    "skip_neighbor_handshake",
+    "skip_warmup",
     "stage_backward_input",
     "stage_backward_weight",
     "storage_key",
@@ -158,9 +157,9 @@ def parameter_hooks(parameter: nn.Parameter) -> list[Callable[..., object]]:
 def default_group_timeout(device: torch.device) -> Any:
     """Returns how long an operation of the default group may take on a device; `new_group` does not take it over."""
     group = dist.distributed_c10d._get_default_group()
-    if type(group) is not dist.ProcessGroup:  # one that is written in Python does not say
-        return dist.distributed_c10d.default_pg_timeout
-    return group._get_backend(device).options._timeout
+    # Neither a group that is written in Python says it, nor torch's for tests.
+    options = group._get_backend(device).options if type(group) is dist.ProcessGroup else None
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -238,13 +237,6 @@ def set_lowered_order(runtime: Any, order: Mapping[int, Sequence[str]]) -> None:
     }
 
 
-def post_sends(operations: "Sequence[dist.P2POp]") -> "Sequence[dist.Work]":
-    """Posts sends as torch's runtime does, which must match how it posts receives; returns their works."""
-    from torch.distributed.pipelining.schedules import _batch_p2p
-
-    return _batch_p2p(list(operations))
-
-
 def replace_losses(runtime: Any, loss_of: Callable[[int], Tensor]) -> None:
     """Makes the runtime take the loss of a micro-batch from `loss_of`.
 
@@ -254,24 +246,29 @@ def replace_losses(runtime: Any, loss_of: Callable[[int], Tensor]) -> None:
     runtime._update_losses = lambda stages, losses: runtime._internal_losses.clear()
 
 
-def skip_neighbor_handshake(stage: "PipelineStage") -> None:
-    """Removes the messages that a stage exchanges with its neighbours before the first step."""
-    stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+def skip_warmup(runtime: Any) -> None:
+    """Removes the messages that stages exchange with their neighbours before the first step.
+
+    They would connect processes in a group that carries nothing else, and greet the wrong replica of a stage, or, if
+    neighbours are on one process, this one.
+    """
+    from torch.distributed.pipelining import _utils
+
+    def skip(stages: "Sequence[PipelineStage]", *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = _utils.InferenceMode.STATIC  # what the warm-up would find: shapes are known
+
+    runtime._warmup_p2p = skip  # since torch 2.13
+    for stage in runtime._stages:
+        stage._get_init_p2p_neighbors_ops = list  # before
 
 
 def support_replicas(runtime: Any, runs_here: Callable[[int, int], bool]) -> None:
     """Lets stages have replicas; `runs_here(stage, microbatch)` says which micro-batches this process runs.
 
-    torch knows one process per stage: its P2P warm-up would greet the wrong one, and it would allocate the receive
-    buffers of all micro-batches.
+    torch knows one process per stage: it would allocate the receive buffers of all micro-batches.
     """
-    from torch.distributed.pipelining import _utils
-
     allocate = runtime._initialize_stages
-
-    def skip_warmup(stages: "Sequence[PipelineStage]", *_: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = _utils.InferenceMode.STATIC  # what the warm-up would find: shapes are known
 
     def initialize(*args: Any, **kwargs: Any) -> None:
         allocate(*args, **kwargs)
@@ -281,7 +278,4 @@ def support_replicas(runtime: Any, runs_here: Callable[[int, int], bool]) -> Non
                     for info in () if runs_here(stage.stage_index, microbatch) else infos:
                         info.buffer = None
 
-    runtime._warmup_p2p = skip_warmup
     runtime._initialize_stages = initialize
-    for stage in runtime._stages:
-        skip_neighbor_handshake(stage)

@@ -20,12 +20,12 @@ from bapipe.processes import one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs, check_stages
 from bapipe.runtime.loss_weights import LossWeights
-from bapipe.runtime.lowering import finished_sends, lower_schedule, receives_at_step_start
+from bapipe.runtime.lowering import finished_sends, lower_for
 from bapipe.runtime.model_errors import model_errors, without_torch_log
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.runtime.sends import Sends
+from bapipe.runtime.transfers import Channels, Transfers
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
@@ -33,7 +33,7 @@ from bapipe.torch_private import (
     pipeline_runtime,
     replace_losses,
     set_lowered_order,
-    skip_neighbor_handshake,
+    skip_warmup,
     support_replicas,
 )
 
@@ -59,6 +59,7 @@ class ScheduleExecutor:
         layout: ProcessLayout,
         stages: Sequence[LocalStage],
         *,
+        channels: Channels,
         loss: Loss,
         weights: LossWeights,
         clock: Clock,
@@ -77,11 +78,10 @@ class ScheduleExecutor:
         check_stages(self._schedule, stages)
         own_order = self._schedule.order[layout.rank]
         self._final_backward = _final_backwards(own_order)
-        self._sends = Sends(finished_sends(self._schedule, layout.rank))
+        self._transfers = Transfers(channels, finished_sends(self._schedule, layout.rank))
         torch_stages = [self._torch_stage(stage) for stage in stages]
         self._runtime = pipeline_runtime(torch_stages, self._schedule.num_microbatches, self._scaled_loss)
-        for stage in torch_stages:
-            stage.stage_index_to_group_rank = self._process_of_stage(0)  # for torch's P2P warm-up
+        skip_warmup(self._runtime)
         replace_losses(self._runtime, self._losses.__getitem__)
         set_lowered_order(self._runtime, self._lowered_order())
         if any(len(devices) > 1 for devices in self._schedule.devices):
@@ -102,7 +102,7 @@ class ScheduleExecutor:
             self._weights.begin(target, self._schedule.num_microbatches)
         with without_torch_log():
             self._runtime.step(*loaded, target=target, return_outputs=False)
-            self._sends.release_all()
+            self._transfers.release_all()
         if target is None:
             return None
         zero = torch.zeros_like(target, dtype=torch.float32).sum()  # a replica may have run no micro-batch
@@ -119,9 +119,7 @@ class ScheduleExecutor:
 
     def _lowered_order(self) -> dict[int, Sequence[str]]:
         """Returns the lowered actions of each process of the group."""
-        lowered = lower_schedule(self._schedule)
-        if self._layout.uses_gloo:
-            lowered = tuple(map(receives_at_step_start, lowered))
+        lowered = lower_for(self._schedule, gloo=self._layout.uses_gloo)
         return {process: lowered[rank] for process, rank in enumerate(self._layout.ranks)}
 
     def _process_of_stage(self, microbatch: int) -> dict[int, int]:
@@ -143,14 +141,12 @@ class ScheduleExecutor:
             group=group,
         )
         torch_stage.num_stages = num_stages
-        if self._layout.uses_gloo:
-            # Before torch 2.13 a stage first exchanges messages with its neighbours. If a neighbour is on the same
-            # rank it sends to itself, which gloo cannot.
-            skip_neighbor_handshake(torch_stage)
         for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
             self._route_by_microbatch(torch_stage, name)
         self._post_sends(torch_stage, "get_fwd_send_ops", "F")
         self._post_sends(torch_stage, "get_bwd_send_ops", "B")
+        self._post_receives(torch_stage, "get_fwd_recv_ops", forward=True)
+        self._post_receives(torch_stage, "get_bwd_recv_ops", forward=False)
         recompute = self._recompute_forward(torch_stage) if stage.recompute else None
         self._wrap_forward(torch_stage, stage)
         self._wrap_backward(torch_stage, stage, recompute)
@@ -172,7 +168,17 @@ class ScheduleExecutor:
         original, stage = getattr(torch_stage, name), torch_stage.stage_index
 
         def posted(microbatch: int) -> list[dist.P2POp]:
-            self._sends.post(f"{stage}SEND_{letter}{microbatch}", original(microbatch))
+            self._transfers.send(f"{stage}SEND_{letter}{microbatch}", original(microbatch))
+            return []
+
+        setattr(torch_stage, name, posted)
+
+    def _post_receives(self, torch_stage: PipelineStage, name: str, *, forward: bool) -> None:
+        """Posts the receives here, in the groups of `Channels`, and leaves none to the runtime."""
+        original, stage = getattr(torch_stage, name), torch_stage.stage_index
+
+        def posted(microbatch: int) -> list[dist.P2POp]:
+            self._transfers.receive(stage, microbatch, original(microbatch), forward=forward)
             return []
 
         setattr(torch_stage, name, posted)
@@ -298,7 +304,7 @@ class ScheduleExecutor:
             self._timed(action, call)
 
     def _timed(self, action: Action, call: Callable[[], Any]) -> Any:
-        self._sends.release_before(action)
+        self._transfers.before(action)
         self._rng.enter(action.microbatch)
         start = self._clock.stamp()
         result = call()

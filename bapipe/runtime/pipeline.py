@@ -18,7 +18,7 @@ from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, clip_grad_norm, sgd
 from bapipe.runtime.peak_memory import PeakMemory
-from bapipe.runtime.process_groups import connect_replicas, connect_tied_weights
+from bapipe.runtime.process_groups import connect_channels, connect_replicas, connect_tied_weights
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
@@ -127,6 +127,7 @@ class Pipeline:
             layout=self._layout,
             modules=self._modules,
             replicas=self._replicas,
+            channels=connect_channels(self._layout),
             loss=loss,
             autocast=autocast,
             clock=self._clock,

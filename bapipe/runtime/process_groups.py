@@ -1,10 +1,14 @@
-"""The process groups in which a plan's gradients are summed: of the replicas of a stage, and of the users of a weight.
+"""The process groups of a plan: those that carry tensors between stages, and those in which gradients are summed.
+
+The latter are of the replicas of a stage, and of the users of a weight.
 
 Every process makes all of them, in the same order, also those that it is not in: `new_group` is collective.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,6 +18,7 @@ from bapipe.runtime.clock import Clock
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.tied_weights import TiedGradients
+from bapipe.runtime.transfers import Channels
 from bapipe.torch_private import default_group_timeout
 from bapipe.tracing.stages import Split, trained_layers
 
@@ -69,6 +74,51 @@ def connect_replicas(
             layers = trained_layers(parts, s, without=tied)
             replicas[s] = Replicas(s, modules[s], layers, group, num_own / schedule.num_microbatches, clock)
     return replicas
+
+
+def connect_channels(layout: ProcessLayout) -> Channels:
+    """Returns what carries tensors between the stages; every process of the group calls it together.
+
+    With gloo that is the group itself. NCCL runs all transfers of a group between two processes in one queue, and makes
+    their connection when both first use it, for which the processes wait: so there is a group for either direction,
+    and every two processes that exchange tensors connect here, in an order that is the same for all.
+    """
+    own, pairs = dist.get_rank(layout.group), _neighbours(layout)
+    if layout.uses_gloo or not pairs:
+        return Channels(process=own, ascending=layout.group, descending=layout.group)
+    channels = Channels(process=own, ascending=_group_of_all(layout), descending=_group_of_all(layout))
+    sent, received = torch.zeros(1, device=layout.device), torch.zeros(1, device=layout.device)
+    for low, high in pairs:
+        if own == low:  # the ascending group first, on both sides
+            channels.send(sent, high).wait()
+            channels.receive(received, high).wait()
+        elif own == high:
+            channels.receive(received, low).wait()
+            channels.send(sent, low).wait()
+    return channels
+
+
+def _neighbours(layout: ProcessLayout) -> list[tuple[int, int]]:
+    """Returns the pairs of processes that exchange tensors, ascending."""
+    schedule, found = layout.schedule, set[tuple[int, int]]()
+    for microbatch in range(schedule.num_microbatches):
+        processes = [layout.process_of(s, microbatch) for s in range(schedule.num_stages)]
+        found |= {(min(pair), max(pair)) for pair in pairwise(processes) if pair[0] != pair[1]}
+    return sorted(found)
+
+
+def _group_of_all(layout: ProcessLayout) -> dist.ProcessGroup:
+    """Returns a new group of the processes of the layout's group."""
+    timeout = default_group_timeout(layout.device)
+    if layout.group is None:
+        return new_proven_group(None, timeout)
+    group: dist.ProcessGroup = dist.new_group(  # without the processes that are not in it
+        dist.get_process_group_ranks(layout.group),
+        timeout=timeout,
+        backend=dist.get_backend(layout.group),
+        use_local_synchronization=True,
+    )
+    return group
 
 
 def _new_group(layout: ProcessLayout, ranks: Sequence[int]) -> dist.ProcessGroup:

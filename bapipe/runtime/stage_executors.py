@@ -21,6 +21,7 @@ from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.transfers import Channels
 from bapipe.tracing import TracedModel
 from bapipe.tracing.stage_module import argument_names, needs_seal, stage_module
 from bapipe.tracing.stage_parts import stage_parts
@@ -34,6 +35,7 @@ class ExecutorFactory:
     Attributes:
         modules: this rank's stages.
         replicas: those of its stages that run on several ranks.
+        channels: carry tensors between stages.
         loss: of what the model returns, and the target.
         autocast: the type that forwards and the loss compute in; None without autocast.
     """
@@ -42,6 +44,7 @@ class ExecutorFactory:
     layout: ProcessLayout
     modules: Mapping[int, nn.Module]
     replicas: Mapping[int, Replicas]
+    channels: Channels
     loss: Loss
     autocast: torch.dtype | None
     clock: Clock
@@ -57,7 +60,15 @@ class ExecutorFactory:
             self.replicas[last].total if last in self.replicas else lambda part: part,
         )
         loss = self._loss_of_stage_outputs(parts.model)
-        return ScheduleExecutor(self.layout, stages, loss=loss, weights=weights, clock=self.clock, rng=self.rng)
+        return ScheduleExecutor(
+            self.layout,
+            stages,
+            channels=self.channels,
+            loss=loss,
+            weights=weights,
+            clock=self.clock,
+            rng=self.rng,
+        )
 
     def evaluation(self, parts: Split) -> ForwardExecutor:
         """Returns the executor of forwards in evaluation mode, of a model that was traced and cut in that mode."""
@@ -67,6 +78,7 @@ class ExecutorFactory:
             self.layout,
             parts,
             {s: self._with_autocast(module, _output_dtypes(parts, s)) for s, module in modules.items()},
+            channels=self.channels,
             microbatch_size=self.plan.microbatch_size,
             loss=self._loss_of_stage_outputs(parts.model),
             sum_over_replicas=last.total if last is not None else lambda part: part,

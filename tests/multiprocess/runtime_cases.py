@@ -17,14 +17,13 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Certificate, Plan, Prediction
 from bapipe.formats.profile import LOSS
 from bapipe.planner.decision import stage_plan
-from bapipe.runtime import sends
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.transfers import Channels
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Schedule
 from bapipe.simulator import stage_cost
-from bapipe.torch_private import post_sends
 from bapipe.tracing import trace
 
 
@@ -387,12 +386,14 @@ class _SentTensors:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] = []
         self._alive: list[weakref.ref[Tensor]] = []
-        monkeypatch.setattr(sends, "post_sends", self._counted)
+        post = Channels.send
 
-    def _counted(self, operations: Sequence[dist.P2POp]) -> Sequence[dist.Work]:
-        self._alive += [weakref.ref(operation.tensor) for operation in operations]
-        self.counts.append(sum(ref() is not None for ref in self._alive))
-        return post_sends(operations)
+        def counted(channels: Channels, tensor: Tensor, target: int) -> dist.Work:
+            self._alive.append(weakref.ref(tensor))
+            self.counts.append(sum(ref() is not None for ref in self._alive))
+            return post(channels, tensor, target)
+
+        monkeypatch.setattr(Channels, "send", counted)
 
 
 def _in_order(item: Case) -> bool:

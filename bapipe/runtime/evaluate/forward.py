@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
-from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.lowering import lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.split import split
+from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
 from bapipe.tracing.stages import Split, at_size
@@ -83,6 +83,7 @@ class ForwardExecutor:
         parts: Split,
         modules: Mapping[int, nn.Module],
         *,
+        channels: Channels,
         microbatch_size: int,
         loss: Callable[[Any, Tensor], Tensor],
         sum_over_replicas: Callable[[Tensor], Tensor],
@@ -95,6 +96,7 @@ class ForwardExecutor:
             InvalidModel: a stage uses a parameter or buffer without a value.
         """
         self._layout, self._schedule, self._parts = layout, layout.schedule, parts
+        self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
         self._examples = {microbatch_size: parts.examples}  # other sizes when they first occur: slow
         self._modules = modules
@@ -140,7 +142,8 @@ class ForwardExecutor:
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields (micro-batch, output) of the last stage on this rank."""
-        transfers = _Transfers(self._parts, rows, self._examples, self._layout)
+        width = len(self._schedule.order)
+        transfers = _Transfers(self._parts, rows, self._examples, self._layout.device, self._channels, width)
         for stage, kind, m in self._actions(len(rows)):
             if kind == "RECV_F":
                 transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
@@ -157,9 +160,8 @@ class ForwardExecutor:
 
     def _actions(self, num_microbatches: int) -> list[tuple[int, str, int]]:
         """Returns this rank's forwards, sends and receives."""
-        lowered = lower_schedule(forwards_only(self._schedule, num_microbatches))[self._layout.rank]
-        if self._layout.uses_gloo:
-            lowered = receives_at_step_start(lowered)
+        schedule = forwards_only(self._schedule, num_microbatches)
+        lowered = lower_for(schedule, gloo=self._layout.uses_gloo)[self._layout.rank]
         matches = (_ACTION.fullmatch(text) for text in lowered)
         return [(int(match[1]), match[2], int(match[3])) for match in matches if match is not None]
 
@@ -189,13 +191,16 @@ class _Transfers:
         examples: the examples of the split, for each size of a micro-batch so far.
         outputs: of this rank's stages, until they are sent or the next stage on this rank takes them.
         received: buffers of receives that were posted.
+        max_sends: how many sends of an output are not waited for.
         sent: sends of an output that were posted, with their tensors, which must live until they are done.
     """
 
     parts: Split
     rows: Sequence[range]
     examples: dict[int, dict[str, Tensor]]
-    layout: ProcessLayout
+    device: torch.device
+    channels: Channels
+    max_sends: int
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
     sent: deque[list[tuple[Any, Tensor]]] = field(default_factory=deque)
@@ -205,8 +210,8 @@ class _Transfers:
         posted = []
         for name in self.parts.stages[stage].received:
             example = self._example(len(self.rows[microbatch]), name)
-            buffer = torch.empty(example.shape, dtype=example.dtype, device=self.layout.device)
-            posted.append((buffer, dist.irecv(buffer, group=self.layout.group, group_src=source)))
+            buffer = torch.empty(example.shape, dtype=example.dtype, device=self.device)
+            posted.append((buffer, self.channels.receive(buffer, source)))
         self.received[stage, microbatch] = posted
 
     def take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
@@ -226,9 +231,8 @@ class _Transfers:
         Waiting for a send never deadlocks, see `finished_sends`.
         """
         tensors = self.outputs.pop((stage, microbatch))
-        group = self.layout.group
-        self.sent.append([(dist.isend(tensor, group=group, group_dst=destination), tensor) for tensor in tensors])
-        if len(self.sent) > len(self.layout.schedule.order):
+        self.sent.append([(self.channels.send(tensor, destination), tensor) for tensor in tensors])
+        if len(self.sent) > self.max_sends:
             self._wait_for_oldest()
 
     def finish(self) -> None:

@@ -3,6 +3,8 @@
 import weakref
 from collections import defaultdict
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,8 @@ from hypothesis import given
 from hypothesis.strategies import integers
 from torch import Tensor
 
-from bapipe.runtime import sends
-from bapipe.runtime.lowering import finished_sends, lower_schedule, receives_at_step_start
-from bapipe.runtime.sends import Sends
+from bapipe.runtime.lowering import finished_sends, lower_for, lower_schedule
+from bapipe.runtime.transfers import Transfers
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Action, Phase, Schedule, dependencies, parse_action
 from tests.multiprocess.runtime_cases import random_order
@@ -79,12 +80,12 @@ def check_releases(schedule: Schedule) -> None:
         assert {action: set(names) for action, names in released.items()} == expected
 
 
-def check_no_deadlock(schedule: Schedule, early_receives: bool, dropped: frozenset[str], random: Random) -> None:
+def check_no_deadlock(schedule: Schedule, gloo: bool, dropped: frozenset[str], random: Random) -> None:
     """Runs all ranks: a send is done when its receive is posted and the earlier transfers of the pair are done.
 
     `dropped` transfers do not take place. Waiting blocks a rank, which is stricter than NCCL.
     """
-    lowered = [receives_at_step_start(a) if early_receives else a for a in lower_schedule(schedule)]
+    lowered = lower_for(schedule, gloo=gloo)
     released = [finished_sends(schedule, rank) for rank in range(len(lowered))]
     needed: dict[Action, list[str]] = defaultdict(list)  # the sends that an action receives
     before: dict[str, list[str]] = {}  # what must be posted for a send to be done
@@ -161,18 +162,19 @@ class Work:
         self.waited = True
 
 
-def test_tensors_are_forgotten_after_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sends, "post_sends", lambda tensors: list(map(Work, tensors)))
-    at = Sends({Action(0, Phase.BACKWARD, 0): ("0SEND_F0",)})
+def test_tensors_are_forgotten_after_the_wait() -> None:
+    channels: Any = SimpleNamespace(send=lambda tensor, target: Work(tensor))
+    at = Transfers(channels, {Action(0, Phase.BACKWARD, 0): ("0SEND_F0",)})
     alive = []
     for m in range(2):
         tensor = torch.ones(3)
         alive.append(weakref.ref(tensor))
-        at.post(f"0SEND_F{m}", [tensor])  # type: ignore[list-item]
-        del tensor
-    at.release_before(Action(0, Phase.FORWARD, 1))
+        operation: Any = SimpleNamespace(tensor=tensor, group_peer=1)
+        at.send(f"0SEND_F{m}", [operation])
+        del tensor, operation
+    at.before(Action(0, Phase.FORWARD, 1))
     assert [ref() is not None for ref in alive] == [True, True]
-    at.release_before(Action(0, Phase.BACKWARD, 0))
+    at.before(Action(0, Phase.BACKWARD, 0))
     assert [ref() is not None for ref in alive] == [False, True]
     at.release_all()
     assert [ref() is not None for ref in alive] == [False, False]

@@ -1,0 +1,91 @@
+"""The transfers of a rank: sends and receives that are under way, and the process groups that carry them.
+
+torch's runtime would keep all sends, and so their tensors, until the step ends; and it would post all of a rank's
+transfers in one process group, where NCCL runs those between two ranks one after another, in whichever direction.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bapipe.schedules.table import Action, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """The process groups that carry tensors from one process to another; None is the default group.
+
+    Attributes:
+        process: this one.
+        ascending: of transfers to a process with a higher number.
+        descending: of the other transfers.
+    """
+
+    process: int
+    ascending: dist.ProcessGroup | None
+    descending: dist.ProcessGroup | None
+
+    def send(self, tensor: Tensor, target: int) -> dist.Work:
+        """Posts a send to a process."""
+        group = self.ascending if target > self.process else self.descending
+        return _posted(dist.isend(tensor, group=group, group_dst=target))
+
+    def receive(self, tensor: Tensor, source: int) -> dist.Work:
+        """Posts a receive from a process."""
+        group = self.ascending if source < self.process else self.descending
+        return _posted(dist.irecv(tensor, group=group, group_src=source))
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # this process is in the group
+    return work
+
+
+class Transfers:
+    """The transfers of a step that have been posted, each until it is known to be done.
+
+    A work of a send holds its tensors. With gloo, waiting for a work returns when it is done. With NCCL, only the
+    current stream waits, not this process; the caching allocator then gives the memory of what was sent to kernels of
+    that stream alone, which run after the send.
+    """
+
+    def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[str]]) -> None:
+        """`finished_before` are the sends that are certainly done before an action starts, as by `finished_sends`."""
+        self._channels, self._finished_before = channels, finished_before
+        self._sends: dict[str, Sequence[dist.Work]] = {}  # by name
+        self._receives: dict[tuple[int, bool, int], Sequence[dist.Work]] = {}  # by what takes them, see `_taker`
+
+    def send(self, name: str, operations: Sequence[dist.P2POp]) -> None:
+        """Posts the sends of an action's output."""
+        self._sends[name] = self._post(self._channels.send, operations)
+
+    def receive(self, stage: int, microbatch: int, operations: Sequence[dist.P2POp], *, forward: bool) -> None:
+        """Posts the receives of what F, or B and I, of a micro-batch take."""
+        self._receives[stage, forward, microbatch] = self._post(self._channels.receive, operations)
+
+    def before(self, action: Action) -> None:
+        """Waits for what an action takes; then waits for, and forgets, the sends that are done by then."""
+        for work in self._receives.pop(_taker(action), ()) if action.phase is not Phase.WEIGHT_GRAD else ():
+            work.wait()
+        for name in self._finished_before.get(action, ()):
+            self._release(name)
+
+    def release_all(self) -> None:
+        """Waits for, and forgets, the sends that are left at the end of a step."""
+        for name in tuple(self._sends):
+            self._release(name)
+
+    def _post(self, post: Callable[[Tensor, int], dist.Work], operations: Sequence[dist.P2POp]) -> Sequence[dist.Work]:
+        peers: list[Any] = [operation.group_peer for operation in operations]
+        return [post(operation.tensor, peer) for operation, peer in zip(operations, peers, strict=True)]
+
+    def _release(self, name: str) -> None:
+        for work in self._sends.pop(name):
+            work.wait()
+
+
+def _taker(action: Action) -> tuple[int, bool, int]:
+    return action.stage, action.phase is Phase.FORWARD, action.microbatch
