@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, first_line
 from bapipe.formats.profile import DeviceKind
 from bapipe.hardware import cpu_name, memory_bytes, num_cores
+
+CPU = torch.device("cpu")
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
@@ -50,23 +52,45 @@ def local_device(name: str) -> torch.device:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise BapipeError(f"`device` is '{name}': want cpu or cuda")
     if kind == "cuda" and torch.cuda.device_count() <= int(index or 0):
-        raise BapipeError(
-            f"torch finds no device '{name}' on this machine: choose `device` cpu, or install torch for CUDA"
-        )
+        raise BapipeError(f"torch finds no device '{name}' on this machine: choose `device` cpu, or {_cuda_advice()}")
     return torch.device(name)
+
+
+def _cuda_advice() -> str:
+    """Returns what lets torch find a CUDA device, or another one."""
+    if torch.version.cuda is None:
+        return "install torch for CUDA"
+    if num := torch.cuda.device_count():
+        return f"one of the {num} that it finds, cuda:0 to cuda:{num - 1}"
+    try:
+        _start_cuda()
+    except BapipeError as error:
+        return str(error)
+    return "see what nvidia-smi lists"
+
+
+def _start_cuda() -> None:
+    start: Callable[[], None] = torch.cuda.init  # which torch leaves without types
+    try:
+        start()
+    except (AssertionError, RuntimeError) as error:
+        raise BapipeError(
+            f"update the driver of the GPU, or install torch for its version of CUDA: CUDA {torch.version.cuda} does "
+            f"not start ({first_line(error)})"
+        ) from error
 
 
 def current_device(device: torch.device | str) -> torch.device:
     """Returns a device with its index; a CUDA device becomes this process's current one, which many functions act on.
 
     Raises:
-        BapipeError: another kind of device, or one that this machine, or its torch, does not have.
+        BapipeError: another kind of device, or one that this machine, or its torch, does not have; or CUDA does not
+            start, as with a driver that is too old.
     """
     found = local_device(str(device))
     if found.type != "cuda":
         return found
-    start_cuda: Callable[[], None] = torch.cuda.init  # which torch leaves without types
-    start_cuda()
+    _start_cuda()
     if found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(found)
@@ -97,10 +121,13 @@ def framework_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def environment() -> dict[str, object]:
-    """Returns the versions of the software that times depend on."""
-    return {
+def environment(device: torch.device = CPU) -> dict[str, object]:
+    """Returns the versions of the software that times on a device depend on."""
+    versions: dict[str, object] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",
     }
+    if device.type != "cuda":
+        return versions
+    return versions | {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}

@@ -43,3 +43,24 @@ def test_the_current_cuda_device_is_the_given_one_or_stays(monkeypatch: pytest.M
     assert current_device(torch.device("cuda")) == torch.device("cuda", 2)
     assert current_device("cpu") == torch.device("cpu")
     assert current == [torch.device("cuda", 3), torch.device("cuda", 2)]
+
+
+def test_a_driver_that_is_too_old_is_named_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(BapipeError, match=r"choose `device` cpu, or update the driver.*11040"):
+        local_device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(BapipeError, match="or one of the 2 that it finds, cuda:0 to cuda:1"):
+        local_device("cuda:2")
+    with pytest.raises(BapipeError, match=r"^update the driver of the GPU.*11040") as caught:
+        current_device("cuda:1")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_environment_of_a_gpu_names_its_libraries() -> None:
+    assert set(environment(torch.device("cuda", 0))) == {"python", "torch", "system", "cuda", "cudnn"}

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from bapipe.errors import BapipeError
 from bapipe.job.peers import prove_peers
 from bapipe.job.sockets import OpenSocket, open_sockets, refuse_newcomers
 
@@ -48,9 +49,11 @@ def init_proven_group(
     All of its ranks call it, when they have met.
 
     Raises:
-        BapipeError: something else than a rank is at the end of a connection.
+        BapipeError: something else than a rank is at the end of a connection, or torch has no NCCL.
         RuntimeError: the ranks do not meet.
     """
+    if kind == "cuda" and not dist.is_nccl_available():
+        raise BapipeError("this torch has no NCCL, by which GPUs exchange tensors: install torch for Linux and CUDA")
     before = open_sockets()
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=index, world_size=len(names), timeout=timeout)

@@ -232,7 +232,7 @@ def _saved_gradient_bytes(groups: Sequence[dict[str, Any]]) -> int:
 
 def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]:
     """Returns a function that empties the caches, and then loads a layer's inputs into them."""
-    filler = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    filler = torch.empty(_flush_bytes(device), dtype=torch.uint8, device=device)
     num_writes = _CUDA_WRITES if device.type == "cuda" else 1
 
     def flush() -> None:
@@ -242,6 +242,13 @@ def _flush(device: torch.device, inputs: Sequence[Tensor]) -> Callable[[], None]
             x.count_nonzero()
 
     return flush
+
+
+def _flush_bytes(device: torch.device) -> int:
+    """Returns how many bytes to write, twice the largest cache of a GPU at least."""
+    if device.type != "cuda":
+        return _FLUSH_BYTES
+    return max(_FLUSH_BYTES, 2 * getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
 def _timed(timer: LayerTimer, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:

@@ -139,7 +139,7 @@ def measure_model(
                     dtype=settings.dtype,
                     optimizer=settings.optimizer,
                     settings=settings,
-                    environment=environment() | _framework(device) | found.notes,
+                    environment=environment(device) | _framework(device) | found.notes,
                     layers=tuple(
                         _layer_profiles(
                             training_pass,

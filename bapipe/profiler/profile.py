@@ -226,11 +226,12 @@ def _cache_key(factory: str, arguments: Mapping[str, object], device: str, setti
     from bapipe.torch_device import describe, environment, local_device
     from bapipe.zoo.factory import package_versions, source_digest
 
+    local = local_device(device)
     return {
         "factory": factory,
         "arguments": dict(arguments),
-        "device": describe(local_device(device)).name,
-        "environment": environment(),
+        "device": describe(local).name,
+        "environment": environment(local),
         "settings": msgspec.to_builtins(settings),
         "source": source_digest(factory),
     } | package_versions(factory)

@@ -10,7 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bapipe.errors import BapipeError
+
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def check_free_memory(device: torch.device, name: str, predicted_bytes: int) -> None:
+    """Raises BapipeError if other processes leave a CUDA device, called `name`, less than a plan is to take."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if free < predicted_bytes:
+        raise BapipeError(
+            f"'{name}' has {free} of {total} bytes free, and the plan is predicted to take {predicted_bytes}: another "
+            f"process uses this GPU; end it, or plan with a `memory_limit_bytes` below {free}"
+        )
 
 
 class PeakMemory:

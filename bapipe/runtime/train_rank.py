@@ -28,6 +28,7 @@ from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.not_finite import check_parameters, loss_not_finite
 from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory
+from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
 from bapipe.runtime.train_config import TrainConfig
@@ -119,6 +120,8 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     settings = plan.compute_settings
     if rank.device.type == "cpu":
         torch.set_num_threads(settings.threads)
+    predicted = {predicted.device: predicted.peak_bytes for predicted in plan.prediction.ranks}
+    check_free_memory(rank.device, rank.name, predicted.get(rank.name, 0))
     example = job.build()
     if settings.channels_last:
         example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -236,7 +239,7 @@ def _step(
 
     `data_ns` is how long this rank waited for its part of the batch.
     """
-    dist.barrier()
+    dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
     start_ns = time.perf_counter_ns()
     loss = pipeline.step(*batch.inputs, target=batch.target, bucket=batch.bucket)
     if rank.device.type == "cuda":

@@ -129,11 +129,29 @@ def launch(
         to_every_rank = job, str(folder / "store"), new_secret()
         with (
             noted_signals() if stops_between_steps else nullcontext(StopRequest()) as stop,
-            local_processes(run_rank, len(names), to_every_rank, folder=folder, grace_s=_END_S) as processes,
+            local_processes(
+                run_rank,
+                len(names),
+                to_every_rank,
+                folder=folder,
+                environment={} if kind == "cpu" else _cuda_environment(),
+                grace_s=_END_S,
+            ) as processes,
         ):
             ranks = [_RankState(device, process) for device, process in zip(names, processes, strict=True)]
             _follow(ranks, job, on_message, stop)
     return [rank.finished.result for rank in ranks if rank.finished is not None]  # type: ignore[misc]
+
+
+def _cuda_environment() -> dict[str, str]:
+    """Returns what ranks on GPUs are started with, unless it is set here.
+
+    The allocator then grows its blocks instead of leaving gaps between them; and streams have hardware queues of their
+    own, so that a receive which waits on the GPU holds up no stream but its own.
+    """
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    names = {"PYTORCH_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}  # the latter before torch 2.10
+    return {key: value for key, value in wanted.items() if not any(map(os.environ.get, names.get(key, (key,))))}
 
 
 def _follow(

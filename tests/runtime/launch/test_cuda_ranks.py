@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Device
+from bapipe.job.groups import init_proven_group
 from bapipe.runtime.launch import processes, worker
 from bapipe.runtime.launch.worker import RankJob
+from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.train import _place
 from bapipe.stop_signals import StopRequest
 
@@ -87,3 +90,27 @@ def test_the_rank_that_hangs_is_the_silent_one_not_those_that_nccl_ends() -> Non
     error = processes._error(ranks, three, StopRequest())
     assert str(error) == "rank 1 (cuda1) hangs: rank 0 (cuda0) waited more than 60 s for another rank"
     assert getattr(error, "lost", None) == ("cuda1",)
+
+
+def test_torch_without_nccl_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(BapipeError, match=r"^this torch has no NCCL, .*: install torch for Linux and CUDA$"):
+        init_proven_group("cuda", torch.distributed.HashStore(), 0, ["cuda0"], b"", timedelta(seconds=1))
+
+
+def test_a_gpu_that_others_use_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 800))
+    check_free_memory(torch.device("cuda", 1), "cuda1", 100)
+    check_free_memory(torch.device("cpu"), "cpu0", 10**18)
+    with pytest.raises(BapipeError, match=r"'cuda1' has 100 of 800 bytes free, .* 101: another process"):
+        check_free_memory(torch.device("cuda", 1), "cuda1", 101)
+
+
+def test_ranks_on_gpus_keep_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert processes._cuda_environment() == both
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert processes._cuda_environment() == {}
