@@ -1,21 +1,18 @@
-"""Ways to see a cluster: each device by itself, several cores merged into one, or groups; the fastest is chosen."""
+"""Ways to see a cluster: each device by itself, several cores merged into one, or groups."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from dataclasses import replace as replace_fields
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import Alternative, Plan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, is_estimate
-from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.inputs import Profiles, listed
-from bapipe.planner.solution import Solution, sort_alternatives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,29 +93,6 @@ def _by_size(profiles: Iterable[ModelProfile]) -> dict[str, dict[_Size, ModelPro
     return of_kind
 
 
-def best_grouping(
-    candidates: Iterable[Grouping], solve: Callable[[Mapping[str, ModelProfile], Cluster], Solution]
-) -> Solution:
-    """Returns the best solution over the groupings, with those of the other groupings among its alternatives.
-
-    Raises:
-        Infeasible: nothing fits with any grouping; the message is that of the first one.
-        OutOfTime: the deadline passed before any plan was found that fits.
-    """
-    solutions: dict[str, Solution] = {}
-    refused: list[BapipeError] = []
-    for grouping in candidates:
-        try:
-            solutions[grouping.name] = solve(grouping.profiles, grouping.cluster)
-        except (Infeasible, OutOfTime) as error:
-            refused.append(error)
-    if not solutions:
-        raise refused[0]
-    best = min(solutions.values(), key=lambda solution: solution.objective_ns)
-    others = tuple(_alternative(name, other, best) for name, other in solutions.items() if other is not best)
-    return replace_fields(best, alternatives=sort_alternatives((*best.alternatives, *others)))
-
-
 def profiles_used_by(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, ModelProfile]:
     """Returns, by device kind, the profiles that a plan was made from."""
     return {one.device.kind: one for one in profiles if plan.profiles.get(one.device.kind) == fingerprint(one)}
@@ -182,14 +156,3 @@ def _merged(cluster: Cluster, kind: str, num: int) -> Iterator[Device]:
             yield replace(
                 device, memory_bytes=sum(d.memory_bytes for d in group), speed=min(one.speed for one in group)
             )
-
-
-def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:
-    slower = solution.objective_ns / max(best.objective_ns, 1) - 1
-    return Alternative(
-        name=name,
-        step_ns=solution.prediction.step_ns,
-        peak_bytes=solution.peak_bytes,
-        feasible=True,
-        why_not=f"{slower:.1%} slower",
-    )

@@ -15,12 +15,13 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
+from bapipe.planner.best_grouping import best_grouping, order_of_ways
 from bapipe.planner.deadline import Deadline, deadline_of
-from bapipe.planner.device_grouping import best_grouping, groupings, profiles_with_fewest_threads
+from bapipe.planner.device_grouping import groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import add_baselines, solve_step_time
-from bapipe.planner.solution import Solution, make_plan
+from bapipe.planner.solution import Rival, Solution, make_plan
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
@@ -60,8 +61,10 @@ def plan(
     options = options_from(PlanOptions, options, keywords)
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
-    solve = partial(_solve, options=options, deadline=deadline or deadline_of(options.time_limit_s), progress=progress)
-    return make_plan(best_grouping(groupings(profiles, cluster, options.group), solve))
+    solve = partial(_solve, options=options, progress=progress)
+    ways = groupings(profiles, cluster, options.group)
+    deadline = deadline or deadline_of(options.time_limit_s)
+    return make_plan(best_grouping(ways, solve, deadline, order_of_ways(ways, options)))
 
 
 def plan_once(
@@ -74,7 +77,7 @@ def plan_once(
 ) -> Plan:
     """Returns the best plan for the devices as they are, not grouped in other ways; see `plan`."""
     deadline = deadline or deadline_of(options.time_limit_s)
-    return make_plan(_solve(profiles, cluster, options, deadline, progress))
+    return make_plan(_solve(profiles, cluster, deadline, options=options, progress=progress))
 
 
 def plan_cached(
@@ -169,15 +172,17 @@ def pareto(
 def _solve(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: PlanOptions,
     deadline: Deadline,
+    rival: Rival | None = None,
+    *,
+    options: PlanOptions,
     progress: SearchProgress | None,
 ) -> Solution:
     """Returns the best solution for profiles by device kind, by the search for the objective."""
     sequential = cluster.sequential
     if options.objective == "throughput":
         return _solve_throughput(profiles, sequential, options, deadline, progress)
-    return _solve_step_time(profiles, sequential, options, deadline, progress)
+    return _solve_step_time(profiles, sequential, options, deadline, progress, rival)
 
 
 def _solve_step_time(
@@ -186,12 +191,15 @@ def _solve_step_time(
     options: PlanOptions,
     deadline: Deadline,
     progress: SearchProgress | None,
+    rival: Rival | None,
 ) -> Solution:
     """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
     check_inputs(profiles, cluster, options)
 
     def solve(in_one_order: Mapping[str, ModelProfile]) -> Solution:
-        solution = solve_step_time(in_one_order, cluster, options, deadline=deadline, progress=progress)
+        solution = solve_step_time(in_one_order, cluster, options, deadline=deadline, progress=progress, rival=rival)
+        if rival is not None and solution.objective_ns >= rival.objective_ns:
+            return solution  # it will be an alternative itself, without any of its own
         return add_baselines(solution, options, deadline)
 
     if len(cluster.devices) == 1:

@@ -13,7 +13,7 @@ from bapipe.planner.baselines import baseline_alternatives
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace
-from bapipe.planner.solution import Solution, make_plan, sort_alternatives
+from bapipe.planner.solution import Rival, Solution, make_plan, sort_alternatives
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import SearchProgress
@@ -56,6 +56,7 @@ def solve_step_time(
     *,
     deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
+    rival: Rival | None = None,
 ) -> Solution:
     """Returns the stages and the order with the shortest step, by an exact search.
 
@@ -65,6 +66,7 @@ def solve_step_time(
     Args:
         profiles: one for each kind of device in the cluster; `check_inputs` accepts them.
         deadline: ends the search with the best solution so far. If no user gave it, the search ends after `MAX_NODES`.
+        rival: of another way to see the cluster; a search for many devices ends when it can be no better.
 
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
@@ -74,7 +76,7 @@ def solve_step_time(
     searches_order = SEARCH in options.schedules
     if searches_order:
         options = replace(options, replicas=False)  # the order search has stages of one device each
-    solution = solve_partition(profiles, cluster, options, deadline=deadline, progress=progress)
+    solution = solve_partition(profiles, cluster, options, deadline=deadline, progress=progress, rival=rival)
     if not searches_order:
         return solution
     limits, may_move = options.limits(cluster), not options.constraints
@@ -89,6 +91,7 @@ def solve_partition(
     *,
     deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
+    rival: Rival | None = None,
 ) -> Solution:
     """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
     from bapipe.planner.device_line.search import has_many_devices
@@ -97,7 +100,7 @@ def solve_partition(
     if has_many_devices(
         cluster, named_schedules(options), num_layers=num_layers, minibatch_size=options.minibatch_size
     ):
-        solution = _solve_many_devices(profiles, cluster, options, deadline, progress)
+        solution = _solve_many_devices(profiles, cluster, options, deadline, progress, rival)
         if solution is not None:
             return solution
     try:
@@ -172,6 +175,7 @@ def _solve_many_devices(
     options: PlanOptions,
     deadline: Deadline,
     progress: SearchProgress | None,
+    rival: Rival | None,
 ) -> Solution | None:
     """Returns the solution of the search for many devices, None if it has found no plan that fits."""
     from bapipe.planner.device_line.line import DeviceLine
@@ -185,6 +189,7 @@ def _solve_many_devices(
         bound_ns=work_bound_ns(profiles, cluster, options.minibatch_size),
         deadline=deadline,
         progress=progress,
+        rival=rival,
     )
     search.run()
     if search.best is None:

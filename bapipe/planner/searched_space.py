@@ -77,7 +77,17 @@ class ParetoSpace:
     limit_bytes: int
 
 
-SearchedSpace = Union[PartitionSpace, ActionOrderSpace, LinearizationsSpace, ThroughputSpace, ParetoSpace]  # noqa: UP007
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupingsSpace:
+    """Several ways to see a cluster, of which `of_best` is the space of the best plan's."""
+
+    names: tuple[str, ...]
+    of_best: "SearchedSpace"
+
+
+SearchedSpace = Union[  # noqa: UP007
+    PartitionSpace, ActionOrderSpace, LinearizationsSpace, ThroughputSpace, ParetoSpace, GroupingsSpace
+]
 
 
 def in_words(space: SearchedSpace) -> str:
@@ -97,6 +107,10 @@ def in_words(space: SearchedSpace) -> str:
             return (
                 f"{space.num_orders} orders of the layers, the profile's and those of the best cuts of their graph; "
                 f"along each: {in_words(space.along_each)}"
+            )
+        case GroupingsSpace():
+            return (
+                f"the devices seen as {', or as '.join(space.names)}; with those of the plan: {in_words(space.of_best)}"
             )
         case ParetoSpace():
             return f"{space.num_devices} devices, {space.limit_bytes:,} bytes each"

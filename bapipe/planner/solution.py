@@ -27,6 +27,19 @@ from bapipe.schedules.table import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """The best plan of another way to see the cluster: what a search need not beat, nor prove more than.
+
+    Attributes:
+        objective_ns: its value of the objective.
+        lower_bound_ns: what is proven of all plans of that way.
+    """
+
+    objective_ns: int
+    lower_bound_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """The best stages and order of a space, with a lower bound on all of that space.
 

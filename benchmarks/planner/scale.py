@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import bapipe
+from bapipe.estimates import estimate
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Objective
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.graph.downsets import downsets
@@ -38,6 +40,8 @@ class Case:
 
     Attributes:
         per_host: devices of a host.
+        groups: numbers of members of groups that the devices are looked at as, besides single devices; layers are then
+            split by their channels, and the devices of a host have links of 300 GB/s.
         is_unlike: whether speeds are between 0.6 and 1, the first device's 0.4.
         output_bytes: of each tensor; None for 1 to 16 MB.
     """
@@ -49,6 +53,7 @@ class Case:
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
     replicas: bool = True
     per_host: int = 10**6
+    groups: tuple[int, ...] = ()
     is_unlike: bool = False
     param_bytes: int = MB
     output_bytes: int | None = None
@@ -90,6 +95,9 @@ CASES = {
     "128 devices": Case(inputs=_chain_of(100), num_devices=128, minibatch_size=256),
     "256 devices": Case(inputs=_chain_of(100), num_devices=256, minibatch_size=256, per_host=8),
     "512 devices": Case(inputs=_chain_of(200), num_devices=512, minibatch_size=1024, per_host=8),
+    "512 devices, groups": Case(
+        inputs=_chain_of(200), num_devices=512, minibatch_size=1024, per_host=8, groups=(2, 4, 8)
+    ),
     "large parameters": Case(inputs=_chain_of(1000), num_devices=64, minibatch_size=32, param_bytes=32 * MB),
     "large tensors": Case(inputs=_chain_of(1004), num_devices=64, minibatch_size=64, output_bytes=32 * MB),
     "unlike devices": Case(inputs=_chain_of(310), num_devices=10, minibatch_size=16, is_unlike=True, replicas=False),
@@ -128,6 +136,7 @@ def profile_of(
                 outputs=(f"l{i}",),
                 param_bytes=param_bytes,
                 optimizer_state_bytes=0,
+                shape=LayerShape(in_channels=1024, out_channels=1024),
             )
             for i, own in enumerate(inputs)
         ),
@@ -145,7 +154,8 @@ def cluster_of(random: Random, case: Case) -> Cluster:
         Device(name=f"d{i}", host=f"h{i // case.per_host}", kind="gpu", memory_bytes=case.memory_bytes, speed=speed)
         for i, speed in enumerate(speeds)
     )
-    return Cluster(devices=devices, intra_host=link, inter_host=link)
+    within = Bandwidth(bytes_per_s=300 * 10**9, latency_ns=5_000) if case.groups else link
+    return Cluster(devices=devices, intra_host=within, inter_host=link)
 
 
 def row(name: str, case: Case, seed: int) -> list[str]:
@@ -163,7 +173,7 @@ def row(name: str, case: Case, seed: int) -> list[str]:
         replicas=case.replicas,
     )
     start_s = time.process_time()
-    plan = bapipe.plan(profile, cluster, options)
+    plan = bapipe.plan([profile, *(estimate(profile, "tensor", k, cluster) for k in case.groups)], cluster, options)
     seconds = time.process_time() - start_s
     ns = plan.prediction.load_ns if case.objective == "throughput" else plan.prediction.step_ns
     assert isinstance(ns, int)

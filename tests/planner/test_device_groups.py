@@ -10,6 +10,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Link
 from bapipe.formats.profile import ESTIMATE, ModelProfile
 from bapipe.planner.analysis.intra_layer import NOT_SEARCHED, intra_layer
+from bapipe.planner.best_grouping import order_of_ways
 from bapipe.planner.device_grouping import groupings
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.options import PlanOptions
@@ -58,6 +59,28 @@ def test_the_plan_is_the_fastest_of_all_ways_and_each_is_an_alternative() -> Non
 
 def seen(num_members: int) -> Cluster:
     return devices(4) if num_members == 1 else with_groups(devices(4), "a", num_members)
+
+
+def test_the_certificate_holds_for_all_ways() -> None:
+    """The pairs' way is the best; that of single devices has the smaller bound."""
+    profiles = [of_members(1, 10), of_members(2, 6)]
+    best = bapipe.plan(profiles, devices(2), minibatch_size=1)
+    apart = bapipe.plan(profiles, devices(2), minibatch_size=1, group=1)
+    assert (best.prediction.step_ns, apart.prediction.step_ns) == (36 * MS, 60 * MS)
+    assert best.certificate.proven_optimal
+    assert best.certificate.space.startswith(
+        "the devices seen as 2 a devices of 1 thread, or as 1 a group of 2 (spatial); with those of the plan: every cut"
+    )
+    assert not apart.certificate.space.startswith("the devices seen as")
+
+
+def test_many_devices_are_searched_first_in_the_way_whose_naive_plan_is_fastest() -> None:
+    profiles = [replace(of_members(num, ms), model="chain") for num, ms in ((1, 10), (2, 4), (4, 9))]
+    options = PlanOptions(minibatch_size=72)
+    ways = groupings(profiles, devices(72), None)
+    order = [way.cluster.devices[0].num_members for way in order_of_ways(ways, options)]
+    assert order == [2, 4, 1]
+    assert order_of_ways(groupings(profiles, devices(4)), options)[0].cluster == devices(4)
 
 
 def test_groups_are_within_hosts() -> None:

@@ -26,6 +26,10 @@ from bapipe.simulator.stage_cost import Stage
 MAX_CACHED_TABLES = 4
 """Compiled orders that are kept: plans that differ in their cuts alone share one."""
 
+MAX_KEPT_ACTIONS = 2**21
+"""Actions of the schedules' own tables that are kept, of one device per stage: 200 MB. Plans with as many devices share
+one, whatever their stages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePlan:
@@ -71,6 +75,7 @@ class DeviceLine:
         self._without_replicas = {i for i, layer in enumerate(layers) if not layer.allows_replicas}
         self._chains: dict[tuple[str, float, int], Chain] = {}
         self._orders: dict[tuple[str, tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
+        self._tables: dict[tuple[str, int, int], Schedule] = {}
         first = next(iter(profiles.values()))
         self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
 
@@ -137,7 +142,7 @@ class DeviceLine:
             while len(self._orders) >= MAX_CACHED_TABLES:
                 self._orders.pop(next(iter(self._orders)))
             num_devices, num_ranks = sum(plan.counts), len(self.cluster.devices)
-            table = ALL[plan.schedule](num_devices, num_microbatches)
+            table = self._table(plan.schedule, num_devices, num_microbatches)
             order = (
                 merge_stages(table, self._groups(plan.counts), num_ranks)
                 if plan.schedule in SCHEDULES
@@ -145,6 +150,23 @@ class DeviceLine:
             )
             self._orders[key] = order, compile_schedule.__wrapped__(order)
         return self._orders[key]
+
+    def _table(self, schedule: str, num_devices: int, num_microbatches: int) -> Schedule:
+        """A schedule with a stage on each of some devices."""
+        key = schedule, num_devices, num_microbatches
+        if key not in self._tables:
+            table = ALL[schedule](num_devices, num_microbatches)
+            num_actions = sum(map(len, table.order))
+            while self._tables and num_actions + self._num_kept_actions > MAX_KEPT_ACTIONS:
+                self._tables.pop(next(iter(self._tables)))
+            if num_actions > MAX_KEPT_ACTIONS:
+                return table
+            self._tables[key] = table
+        return self._tables[key]
+
+    @property
+    def _num_kept_actions(self) -> int:
+        return sum(len(actions) for table in self._tables.values() for actions in table.order)
 
     def _groups(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
         """The ranks of each stage, the fastest first."""

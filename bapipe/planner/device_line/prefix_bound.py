@@ -315,8 +315,8 @@ class PrefixBound:
             low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
         if self.schedule == "1f1b":
             # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
-            rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
-            low = np.where(return_ns + rounds * (rest - self._trip[i] / self._max_speed) <= limit, low, i)
+            num_rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
+            low = np.where(return_ns + num_rounds * (rest - self._trip[i] / self._max_speed) <= limit, low, i)
         may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
         ends: IntArray = np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
         return ends

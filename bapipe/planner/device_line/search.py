@@ -17,6 +17,7 @@ from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import MIN_TRIED, naive_plans
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.solution import Rival
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
@@ -38,6 +39,11 @@ LAST_STAGE_GROWTH = 4
 
 BOUND_PRECISION = 200
 """Bisection ends at one part in so many."""
+
+MAX_SLOW_PATHS = 3
+"""So many of the relaxation's stages are timed without any as fast as the best plan and this much:"""
+
+SLOW = 1.1
 
 NUM_CLIMBED = 3
 """The number of plans whose cuts are moved."""
@@ -70,14 +76,15 @@ class LineSearch:
         bound_ns: int,
         deadline: Deadline,
         progress: SearchProgress | None = None,
+        rival: Rival | None = None,
     ) -> None:
-        """`bound_ns` is a time that no step beats."""
-        self.line, self.schedules, self.sizes = line, schedules, sizes
+        """`bound_ns` is a time that no step beats; of a bound above that of a `rival` nothing is gained."""
+        self.line, self.schedules, self.sizes, self.rival = line, schedules, sizes, rival
         self.deadline, self.progress = deadline, progress
         self.best: TimedPlan | None = None
         self.bound_ns = bound_ns
         self._timed: dict[LinePlan, TimedPlan | None] = {}
-        self._num_actions = 0
+        self._num_actions = self._num_slow_paths = 0
         self._max_actions = 10**15 if deadline.is_given else MAX_ACTIONS
 
     def run(self) -> None:
@@ -86,10 +93,13 @@ class LineSearch:
             first = self.deadline.share(4)
             for number, (_, plan) in enumerate(naive_plans(self.line, self.schedules, self.sizes)):
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
-                if number >= MIN_TRIED and is_over:
+                if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
                 self._time(plan)
             self._raise_bound(self.deadline.share(2) if self.deadline.is_given else self.deadline)
+            if self.rival is not None and self.bound_ns >= self.rival.lower_bound_ns:
+                return
+            self._num_slow_paths = 0
             self._equal_groups()
             for timed in self._fastest(NUM_CLIMBED):
                 self._hill_climb(timed)
@@ -126,6 +136,7 @@ class LineSearch:
         """
         problems = list(self._problems())
         high_ns = dict.fromkeys(problems, INF)
+        enough_ns = INF if self.rival is None else self.rival.lower_bound_ns
         num_left = MAX_BOUND_WORK // len(self.line.cluster.devices) ** 2
         with suppress(OutOfTime):
             while self.best is not None and (num_left > 0 or self.deadline.is_given):
@@ -133,11 +144,13 @@ class LineSearch:
                 lowest = min(problems, key=lambda problem: problem.bound_ns)
                 low_ns, reached_ns = lowest.bound_ns, max(problem.bound_ns for problem in problems)
                 high = min(high_ns[lowest], self.best.step_ns)
-                if high - low_ns <= low_ns // BOUND_PRECISION:
+                if high - low_ns <= low_ns // BOUND_PRECISION or low_ns >= enough_ns:
                     break
                 # What is proven of one problem often holds for the next; below the best plan most is infeasible.
                 is_behind = low_ns + low_ns // BOUND_PRECISION < reached_ns < high
                 limit_ns = reached_ns - 1 if is_behind else (low_ns + 3 * high) // 4
+                if low_ns < enough_ns <= min(high, limit_ns):
+                    limit_ns = enough_ns - 1
                 if self._path(lowest, limit_ns, deadline) is not None:
                     high_ns[lowest] = limit_ns
                     parts = self._parts(lowest)
@@ -177,8 +190,11 @@ class LineSearch:
         path = problem.path(limit_ns, deadline)
         if path is None:
             problem.bound_ns = max(problem.bound_ns, limit_ns + 1)
-        elif not self._is_over:
-            self._time(path)
+        elif not self._is_over and self._num_slow_paths < MAX_SLOW_PATHS:
+            timed = self._time(path)
+            assert self.best is not None
+            is_slow = timed is None or timed.step_ns > SLOW * self.best.step_ns
+            self._num_slow_paths = self._num_slow_paths + 1 if is_slow else 0
         return path
 
     def _equal_groups(self) -> None:
