@@ -6,11 +6,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH, improve_plan
 from bapipe.planner.baselines import baseline_alternatives
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.decision import stage_plan
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace
 from bapipe.planner.solution import Rival, Solution, make_plan, sort_alternatives
@@ -271,10 +272,11 @@ def solution_of(
         schedule=problem.schedule,
         table=table,
         stages=tuple(
-            StagePlan(
-                layers=tuple(names[begin:end]),
-                devices=tuple(problem.cluster.devices[rank].name for rank in ranks),
-                recompute=recompute,
+            stage_plan(
+                tuple(names[begin:end]),
+                tuple(problem.cluster.devices[rank].name for rank in ranks),
+                recompute=bool(recompute),
+                recompute_layers=frozenset(names[i] for i in recompute),
             )
             for (begin, end), ranks, recompute in zip(
                 pairwise(layout.cuts), table.devices, layout.recompute, strict=True

@@ -7,10 +7,13 @@ by one in the order of it, until it reaches the best one.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, combinations, pairwise, permutations
+from math import floor
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import StagePlan
@@ -93,7 +96,10 @@ class _Costs:
 
     def __init__(self, question: Question, size: int) -> None:
         profile, devices = question.profile, question.cluster.devices
-        rows = list(zip(profile.layers, profile.at(size), strict=True))
+        rows = self.rows = list(zip(profile.layers, profile.at(size), strict=True))
+        self.forward_ns, self._recompute = [measured.forward_ns for _, measured in rows], question.recompute
+        self._least: dict[Any, int] = {}
+        self._subsets: dict[tuple[int, int], tuple[Array, Array, Array]] = {}
         count = len(rows)
         shape = len(devices), count + 1, count + 1
         names = "forward", "backward", "input_grad", "weight_grad", "update", "held", "stash", "left", "work"
@@ -122,6 +128,47 @@ class _Costs:
                 self.send[i + 1 : last + 1] += num_bytes
                 self.grad[i + 1 : last + 1] += 0 if tensor in layer.no_gradient else num_bytes
 
+    def least_again(
+        self, a: int, b: int, states: Sequence[tuple[tuple[int, int, int], ...]], rooms: tuple[int, ...]
+    ) -> int:
+        """Of all sets of layers a to b that fit recomputed, as bits, the one of the least F; -1 if none fits.
+
+        Args:
+            states: what is in flight on each replica, at each of its actions.
+            rooms: bytes for the stashes, and for what I leaves, on each replica.
+        """
+        key = a, b, tuple(states), rooms
+        if key not in self._least:
+            if (a, b) not in self._subsets:
+                self._subsets[a, b] = self._all_subsets(a, b)
+            forward_ns, kept, besides = self._subsets[a, b]
+            left = int(self.of["left"][0, a, b])
+            held = [
+                np.maximum.reduce([n * kept + backward * besides + w * left for n, backward, w in of_replica])
+                for of_replica in states
+            ]
+            fits = np.logical_and.reduce([of <= room for of, room in zip(held, rooms, strict=True)])
+            fits &= (np.arange(len(fits)) == 0) | self._recompute
+            self._least[key] = int(np.where(fits, forward_ns, 2**60).argmin()) if fits.any() else -1
+            if fits[0]:
+                self._least[key] = 0
+        return self._least[key]
+
+    def _all_subsets(self, a: int, b: int) -> tuple[Array, Array, Array]:
+        """For every set of layers: their F, what is kept from F on, and what besides in the backward."""
+        sets = (np.arange(2 ** (b - a))[:, None] >> np.arange(b - a)) & 1 == 1  # [sets, layers]
+        stash = np.array([measured.stash_bytes for _, measured in self.rows[a:b]])
+        kept = (~sets) @ stash
+        for i, (layer, measured) in enumerate(self.rows):
+            for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+                users = [j - a for j in range(a, b) if tensor in self.rows[j][0].inputs]
+                if not users:
+                    continue
+                makes = sets[:, i - a] if a <= i < b else np.zeros(len(sets), dtype=bool)
+                kept = kept + num_bytes * (sets[:, users] != makes[:, None]).any(axis=1)
+        kept[-1] = self.send[a] if a else 0  # a whole stage keeps its input
+        return sets @ np.array(self.forward_ns[a:b]), kept, sets @ stash
+
 
 class _Pipelines:
     """All pipelines whose stages have so many devices each, of which those that fit are kept; `step_ns` of each."""
@@ -138,7 +185,7 @@ class _Pipelines:
         self.devices = np.repeat(np.array(orders, dtype=np.int64).reshape(len(orders), -1), len(cuts), axis=0)
         self.cuts = np.tile(np.array(cuts, dtype=np.int64).reshape(len(cuts), -1), (len(orders), 1))
         self.num_all = len(self.cuts)
-        self.again = np.zeros((len(self.cuts), len(group)), dtype=bool)
+        self.again = np.zeros((len(self.cuts), len(group)), dtype=np.int64)  # bit j: layer j of the stage recomputes
         self._keep_what_fits()
         self.step_ns: Array = self._run() if len(self.cuts) else np.zeros(0, dtype=np.int64)
 
@@ -149,9 +196,16 @@ class _Pipelines:
         devices = tuple(tuple(int(d) for d in self.devices[i, a:b]) for a, b in pairwise(self.first))
         stages = tuple(
             StagePlan(
-                layers=tuple(names[a:b]), devices=tuple(cluster.devices[d].name for d in own), recompute=bool(again)
+                layers=tuple(names[a:b]),
+                devices=tuple(cluster.devices[d].name for d in own),
+                recompute=bool(again),
+                recompute_layers=tuple(names[a + j] for j in range(b - a) if again >> j & 1)
+                if 0 < again < 2 ** (b - a) - 1
+                else UNSET,
             )
-            for own, (a, b), again in zip(devices, pairwise(self.cuts[i]), self.again[i], strict=True)
+            for own, (a, b), again in zip(
+                devices, pairwise(map(int, self.cuts[i])), map(int, self.again[i]), strict=True
+            )
         )
         order: list[list[Action]] = [[] for _ in cluster.devices]
         for s, own in enumerate(devices):
@@ -172,34 +226,43 @@ class _Pipelines:
         limits = np.array(self.question.limits)
         fits = np.ones(len(self.cuts), dtype=bool)
         for s, replicas in enumerate(self.group):
-            plain = np.ones(len(self.cuts), dtype=bool)
-            again = np.full(len(self.cuts), self.question.recompute)
-            for k in range(replicas):
-                limit = limits[self.devices[:, self.first[s] + k]]
-                plain &= self._peak(s, k, recompute=False) <= limit
-                again &= self._peak(s, k, recompute=True) <= limit
-            self.again[:, s] = ~plain
-            fits &= plain | again
+            states = [self._states(s, k) for k in range(replicas)]
+            rooms = np.stack([limits[self.devices[:, self.first[s] + k]] - self._fixed(s, k) for k in range(replicas)])
+            for i in np.flatnonzero(fits):
+                a, b = int(self.cuts[i, s]), int(self.cuts[i, s + 1])
+                self.again[i, s] = self.costs.least_again(a, b, states, tuple(map(int, rooms[:, i])))
+            fits &= self.again[:, s] >= 0
         self.devices, self.cuts, self.again = self.devices[fits], self.cuts[fits], self.again[fits]
 
-    def _peak(self, s: int, k: int, *, recompute: bool) -> Array:
-        """Parameters, gradients, optimizer state and buffers; the most of stashes and what I leaves; workspace."""
-        own = [phase for _, phase, m in self.order[s] if m % self.group[s] == k]
+    def _states(self, s: int, k: int) -> tuple[tuple[int, int, int], ...]:
+        """How many micro-batches are between F and the end of their backward, in it, and between I and W."""
+        now, seen = [0, 0, 0], set()
+        for phase in (phase for _, phase, m in self.order[s] if m % self.group[s] == k):
+            now[0] += phase is Phase.FORWARD
+            now[1] += phase in (Phase.BACKWARD, Phase.INPUT_GRAD)
+            now[2] += phase is Phase.INPUT_GRAD
+            seen.add((now[0], now[1], now[2]))
+            if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
+                now = [now[0] - 1, now[1] - 1, now[2] - (phase is Phase.WEIGHT_GRAD)]
+        return tuple(sorted(seen))
+
+    def _fixed(self, s: int, k: int) -> Array:
+        """Parameters, gradients, optimizer state, buffers and workspace."""
+        num = sum(phase is Phase.FORWARD for _, phase, m in self.order[s] if m % self.group[s] == k)
         enters = self.costs.send[self.cuts[:, s]] if s else np.zeros(len(self.cuts), dtype=np.int64)
         returns = self.costs.grad[self.cuts[:, s + 1]] if s + 1 < len(self.group) else 0
-        stash, left = self._figure("stash", s, k), self._figure("left", s, k)
-        kept, whole = (enters, stash) if recompute else (stash, np.zeros_like(stash))
-        now, most = np.zeros_like(stash), np.zeros_like(stash)
-        for phase in own:
-            if phase is Phase.FORWARD:
-                now = now + kept
-            elif phase is not Phase.WEIGHT_GRAD:
-                now = now + whole + (left if phase is Phase.INPUT_GRAD else 0)
-            most = np.maximum(most, now)
-            if phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
-                now = now - kept - whole - (left if phase is Phase.WEIGHT_GRAD else 0)
-        num = sum(phase is Phase.FORWARD for phase in own)
-        return self._figure("held", s, k) + num * (enters + returns) + most + self._figure("work", s, k)
+        return self._figure("held", s, k) + num * (enters + returns) + self._figure("work", s, k)
+
+    def _again_ns(self, s: int, k: int) -> Array:
+        """F of the recomputed layers, divided by the speed and rounded half up."""
+        found = np.zeros(len(self.cuts), dtype=np.int64)
+        for i in np.flatnonzero(self.again[:, s]):
+            speed = Fraction(str(self.question.cluster.devices[int(self.devices[i, self.first[s] + k])].speed))
+            total_ns = sum(
+                ns for j, ns in enumerate(self.costs.forward_ns[self.cuts[i, s] :]) if self.again[i, s] >> j & 1
+            )
+            found[i] = floor(total_ns / speed + Fraction(1, 2))
+        return found
 
     def _run(self) -> Array:
         """The end of the step: every action as early as its device's order and its inputs allow."""
@@ -209,6 +272,7 @@ class _Pipelines:
             for s in range(num_stages)
             for k in range(self.group[s])
         }
+        self.again_ns = {(s, k): self._again_ns(s, k) for s, k in orders}
         zero = np.zeros(len(self.cuts), dtype=np.int64)
         done = dict.fromkeys(orders, zero)
         last_start = dict.fromkeys(orders, zero)
@@ -242,7 +306,7 @@ class _Pipelines:
     def _ns(self, phase: Phase, s: int, k: int) -> Array:
         name = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}[phase.value]
         own = self._figure(name, s, k)
-        return own + (self._figure("forward", s, k) * self.again[:, s] if phase.value in "BI" else 0)
+        return own + (self.again_ns[s, k] if phase.value in "BI" else 0)
 
     def _sent(self, wires: dict[tuple[int, int, int, int], Array], s: int, to: int, m: int, end: Array) -> Array:
         """When what a stage has made at `end` reaches the next or the last one."""
@@ -272,7 +336,7 @@ class _Pipelines:
         gradients = []
         for k in range(replicas):
             name = "done_w" if last is Phase.WEIGHT_GRAD else "done_b"
-            again = self._figure("forward", s, k) * self.again[:, s] * (name == "done_b")
+            again = self.again_ns[s, k] * (name == "done_b")
             gradients.append(last_start[s, k] + self._figure(name, s, k) + again)
         num_bytes = self._figure("reduced", s, 0)
         own = [self.devices[:, self.first[s] + k] for k in range(replicas)]

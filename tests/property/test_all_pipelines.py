@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
@@ -78,3 +79,36 @@ def test_no_pipeline_is_faster(first: int, count: int, most_layers: int, most_de
         bound_by_memory += best.num_fitting < best.num_pipelines / 2
     assert seen > 20 * count
     assert bound_by_memory > count / 8
+
+
+def _with_large_stashes(profile: ModelProfile) -> ModelProfile:
+    (measured,) = profile.measurements
+    layers = tuple(replace(layer, stash_bytes=10 * layer.stash_bytes) for layer in measured.layers)
+    return replace(profile, measurements=(replace(measured, layers=layers),))
+
+
+def test_no_pipeline_with_other_recomputed_layers_is_faster() -> None:
+    """Memory for a part of the stashes only, so that most of the best plans recompute some layers."""
+    partly = 0
+    for seed in range(24):
+        random = Random(seed)
+        profile, cluster = _with_large_stashes(random_profile(random, 6, (1,))), random_cluster(random, 2)
+        stash = sum(m.stash_bytes for m in profile.at(1))
+        static = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers)
+        devices = tuple(
+            replace(device, memory_bytes=static + int(stash * random.uniform(1, 3))) for device in cluster.devices
+        )
+        question = Question(
+            profile=profile,
+            cluster=replace(cluster, devices=devices),
+            limits=[device.memory_bytes for device in devices],
+            minibatch_size=6,
+        )
+        schedules = random.sample(NAMED, 1)
+        best, plan = least_step(question, [1], schedules), planned(question, schedules)
+        assert (plan and plan.prediction.step_ns) == (best and best.step_ns), seed
+        if plan is not None:
+            assert plan.certificate.proven_optimal
+            assert simulate(plan, {"a": profile}).prediction(6) == plan.prediction
+            partly += any(0 < len(stage.recomputed) < len(stage.layers) for stage in plan.stages)
+    assert partly >= 6

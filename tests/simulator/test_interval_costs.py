@@ -75,8 +75,9 @@ def test_costs_of_stages_of_a_chain_equal_the_simulator_s(speed: float) -> None:
                 StagePlan(layers=tuple(names[cut:]), devices=("d1", "d2"), recompute=recompute),
             )
             want = stage_cost.build_stages(plans, {profile.device.kind: profile}, cluster, 2)
-            first = stage_on([chain], 0, cut, recompute=recompute)
-            second = stage_on([chain] * 2, cut, 6, recompute=recompute)
+            again = (frozenset(range(cut)), frozenset(range(cut, 6))) if recompute else (frozenset[int](),) * 2
+            first = stage_on([chain], 0, cut, recompute=again[0])
+            second = stage_on([chain] * 2, cut, 6, recompute=again[1])
             assert (first, second) == want
 
 

@@ -9,8 +9,15 @@ from operator import add, sub
 
 from bapipe.formats.profile import ModelProfile
 from bapipe.simulator.interval_costs import cut_bytes
-from bapipe.simulator.layer_totals import LayerTotals, layer_totals
-from bapipe.simulator.stage_cost import Stage, StageCost, cost_of_totals, fill_buckets, group_bucket_bytes
+from bapipe.simulator.layer_totals import LayerTotals, layer_totals, sum_totals
+from bapipe.simulator.stage_cost import (
+    Stage,
+    StageCost,
+    cost_of_totals,
+    fill_buckets,
+    group_bucket_bytes,
+    kept_tensor_bytes,
+)
 from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparable_layers
 
 
@@ -26,6 +33,7 @@ class Chain:
 
     def __init__(self, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
         measured = profile.at(microbatch_size)
+        self._rows = list(zip(profile.layers, measured, strict=True))
         self.num_layers, self.profile_name = len(measured), profile.device.kind
         self._speed = speed
         totals = [layer_totals(layer, m) for layer, m in zip(profile.layers, measured, strict=True)]
@@ -41,11 +49,16 @@ class Chain:
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
         # Caches: the layouts that a search simulates share most of their intervals.
-        self._costs: dict[tuple[int, int, bool, bool], StageCost] = {}
+        self._costs: dict[tuple[int, int, frozenset[int], bool], StageCost] = {}
         self._buckets: dict[tuple[int, int, bool], tuple[tuple[int, int], ...]] = {}
 
-    def cost(self, start: int, stop: int, *, recompute: bool = False, has_replicas: bool = False) -> StageCost:
-        """Returns the cost of layers [start, stop) on a device, which may be one of several replicas."""
+    def cost(
+        self, start: int, stop: int, *, recompute: frozenset[int] = frozenset(), has_replicas: bool = False
+    ) -> StageCost:
+        """Returns the cost of layers [start, stop) on a device, which may be one of several replicas.
+
+        `recompute` are the numbers of the layers that are recomputed.
+        """
         key = (start, stop, recompute, has_replicas)
         cost = self._costs.get(key)
         if cost is None:
@@ -56,10 +69,16 @@ class Chain:
                 # A bucket is complete after the backward of the last `end` layers, which come first in a backward.
                 [self._totals_of(stop - end, stop) for end in ends],
                 speed=self._speed,
-                recomputed=self._totals_of(start, stop) if recompute else LayerTotals(),
+                recomputed=sum_totals(self._totals_of(i, i + 1) for i in recompute),
                 tied=self.tied_weight_cost(start, stop),
             )
         return cost
+
+    def kept_tensor_bytes(self, start: int, stop: int, recompute: frozenset[int]) -> int | None:
+        """Returns what layers [start, stop) keep because only some of them are recomputed; None if all or none are."""
+        if len(recompute) in (0, stop - start):
+            return None
+        return kept_tensor_bytes(self._rows, self._names[start:stop], {self._names[i] for i in recompute})
 
     def tied_weight_cost(self, start: int, stop: int) -> TiedWeightCost:
         """Returns what tied weights add to layers [start, stop)."""
@@ -85,8 +104,8 @@ class Chain:
         return LayerTotals(*map(sub, self._totals[stop], self._totals[start]))
 
 
-def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: bool) -> Stage:
-    """Returns layers [start, stop) as a stage with a replica for each of `chains`."""
+def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: frozenset[int] = frozenset()) -> Stage:
+    """Returns layers [start, stop) as a stage with a replica for each of `chains`; some of them are recomputed."""
     has_replicas = len(chains) > 1
     return Stage(
         costs=tuple(chain.cost(start, stop, recompute=recompute, has_replicas=has_replicas) for chain in chains),
@@ -99,7 +118,8 @@ def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: bool)
         bucket_bytes=tuple(num_bytes for _, num_bytes in chains[0].buckets(start, stop, has_replicas=has_replicas)),
         group_bucket_bytes=chains[0].group_bucket_bytes(start, stop, has_replicas=has_replicas),
         tied_gradients=chains[0].tied_weight_cost(start, stop).gradients,
-        recompute=recompute,
+        recompute=bool(recompute),
+        kept_tensor_bytes=chains[0].kept_tensor_bytes(start, stop, recompute),
     )
 
 

@@ -58,18 +58,20 @@ def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED
 
 def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
     """Returns the layout with recomputation also in stages that do not fit even so, but lack less with it."""
-    if layout.placements[0].position is not None or not problem.lower_bound.costs.may_recompute:
+    if layout.fits or not problem.lower_bound.costs.may_recompute(layout.placements[0]):
         return layout
-    num_stages = len(layout.placements)
+    nothing = (frozenset[int](),) * len(layout.placements)
+    all_layers = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))
     plain, recomputed = (
-        problem.shortfall_bytes(replace(layout, recompute=(flag,) * num_stages)) for flag in (False, True)
+        problem.shortfall_bytes(replace(layout, recompute=recompute)) for recompute in (nothing, all_layers)
     )
-    flags = []
-    for ranks in problem.ranks(layout.placements):
+    chosen = []
+    for ranks, of_stage, whole in zip(problem.ranks(layout.placements), layout.recompute, all_layers, strict=True):
         # Replicas of a stage recompute together; the worst of them decides.
         worst = max(plain[rank] for rank in ranks)
-        flags.append(worst > 0 and max(recomputed[rank] for rank in ranks) < worst)
-    return replace(layout, recompute=tuple(flags))
+        lacks_less = worst > 0 and max(recomputed[rank] for rank in ranks) < worst
+        chosen.append(of_stage or (whole if lacks_less else of_stage))
+    return replace(layout, recompute=tuple(chosen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +184,17 @@ def _device_texts(problem: Problem, layout: Layout, shortfall: Mapping[int, int]
     for ranks, (begin, end), recompute in zip(ranks_of_stage, pairwise(layout.cuts), layout.recompute, strict=True):
         for rank in ranks:
             text = f"'{names[begin]}' to '{names[end - 1]}'"
-            layers_of[rank].append(f"{text} (recomputed)" if recompute else text)
+            layers_of[rank].append(f"{text} ({_recomputed(recompute, end - begin)})" if recompute else text)
     return [
         f"{problem.cluster.devices[rank].name} needs {limits[rank] + short:,} bytes for "
         f"{' and '.join(layers_of[rank])} and has {limits[rank]:,} "
         f"({f'{short:,} bytes short' if short > 0 else 'fits'})"
         for rank, short in shortfall.items()
     ]
+
+
+def _recomputed(layers: frozenset[int], num_layers: int) -> str:
+    return "recomputed" if len(layers) == num_layers else f"{len(layers)} of {num_layers} layers recomputed"
 
 
 def _advice(

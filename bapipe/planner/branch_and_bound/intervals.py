@@ -116,6 +116,14 @@ class IntervalMemory:
         )
         return num_bytes
 
+    def least_in_flight_bytes(self, peaks: Sequence[InFlight], rows: slice) -> IntArray:
+        """Returns what these keep at least if any layers are recomputed: a lower bound of the maximum. [rows]"""
+        stash, gradient_stash = self.stash_bytes[rows], self.gradient_stash_bytes[rows]
+        num_bytes: IntArray = np.maximum.reduce(
+            [min(of.kept, of.in_backward) * stash + of.before_weight_grad * gradient_stash for of in peaks]
+        )
+        return num_bytes
+
 
 def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArray:
     """Bytes of the parameters, gradients and optimizer state that each interval uses and a layer outside it counts."""

@@ -49,11 +49,19 @@ class Root:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A solution of a problem: stage s holds the layers [cuts[s], cuts[s + 1]) on placements[s]."""
+    """A solution of a problem: stage s holds the layers [cuts[s], cuts[s + 1]) on placements[s].
+
+    Attributes:
+        recompute: the numbers of the layers that each stage recomputes. [stages]
+        is_best: whether no other choice of these layers can be faster.
+        fits: whether the stages fit in memory, each by itself.
+    """
 
     cuts: tuple[int, ...]
     placements: tuple[StagePlacement, ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[frozenset[int], ...]
+    is_best: bool = True
+    fits: bool = True
 
 
 class Problem:
@@ -110,13 +118,19 @@ class Problem:
         return other
 
     def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
-        """Returns the layout with stages between boundaries; those recompute that do not fit without."""
+        """Returns the layout with stages between boundaries; those recompute layers that do not fit without."""
         costs = self.lower_bound.costs
-        recompute = tuple(
-            bool(costs.candidates_from(placement, begin).recompute[end - begin - 1])
+        chosen = [
+            costs.recomputed_layers(placement, begin, end)
             for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True)
+        ]
+        return Layout(
+            cuts=tuple(self.cuts[i] for i in boundaries),
+            placements=placements,
+            recompute=tuple(frozenset[int]() if of is None else of.layers for of in chosen),
+            is_best=all(of is None or of.is_best for of in chosen),
+            fits=None not in chosen,
         )
-        return Layout(cuts=tuple(self.cuts[i] for i in boundaries), placements=placements, recompute=recompute)
 
     def ranks(self, placements: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
         """Returns the ranks of each stage: within a class, ranks are used in ascending order."""
@@ -188,9 +202,11 @@ class Problem:
     def fits(self, layout: Layout) -> bool:
         """Returns whether a layout whose stages fit by the bounds' check fits by the simulator's count.
 
-        The two differ only for profiles of several kinds, and for devices with several stages.
+        The two differ only for profiles of several kinds, devices with several stages, and recomputed layers.
         """
-        if layout.placements[0].position is None and not self.must_check_memory:
+        if not layout.fits:
+            return False
+        if layout.placements[0].position is None and not self.must_check_memory and not any(layout.recompute):
             return True
         return all(shortfall <= 0 for shortfall in self.shortfall_bytes(layout).values())
 

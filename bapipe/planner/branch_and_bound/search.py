@@ -116,6 +116,7 @@ class _BestFirst:
         self.incumbent: SearchResult | None = None
         self.upper_bound_ns = INF
         self._proved_ns = 0
+        self._not_best_ns = INF
         self.num_nodes = self._num_simulated = self._num_pushed = self._since_dive = 0
         self.queue: list[tuple[int, int, int, _Node]] = []
         for problem in problems:
@@ -143,6 +144,11 @@ class _BestFirst:
         smallest_ns = self.queue[0][0] if self.queue else self.upper_bound_ns
         return min(self.upper_bound_ns, max(self._proved_ns, smallest_ns))
 
+    @property
+    def _proven_bound_ns(self) -> int:
+        """The lower bound, also of plans with other recomputed layers, where the best choice of these is not known."""
+        return min(self.lower_bound_ns, self._not_best_ns)
+
     def result(self) -> SearchResult | None:
         if self.incumbent is None:
             return None
@@ -150,7 +156,7 @@ class _BestFirst:
             problem=self.incumbent.problem,
             layout=self.incumbent.layout,
             step_ns=self.upper_bound_ns,
-            lower_bound_ns=int(self.lower_bound_ns),
+            lower_bound_ns=int(self._proven_bound_ns),
         )
 
     def expand_best(self) -> None:
@@ -260,6 +266,8 @@ class _BestFirst:
         factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
         self.num_nodes += num_actions * factor // ACTIONS_PER_NODE
         self._num_simulated += 1
+        if not layout.is_best:
+            self._not_best_ns = min(self._not_best_ns, partial.bound_ns)
         if not problem.fits(layout):
             return False
         step_ns = problem.step_ns(layout)

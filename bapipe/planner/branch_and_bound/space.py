@@ -14,6 +14,7 @@ from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, I
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import PlacementGraph
 from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.branch_and_bound.recomputation import LayerChoice, Recomputation, RecomputationBound
 from bapipe.planner.branch_and_bound.roots import allow_any_order, make_roots, total_rate
 from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals, StageCostTable
@@ -258,7 +259,12 @@ def _stage_costs(
         [memory[cls.device.kind] for cls in classes],
         min_send_bytes=_min_at_boundaries([chain.send_bytes for chain in chains], intervals),
         min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
-        recompute=recompute,
+        recompute=Recomputation(
+            bounds={kind: RecomputationBound(intervals, profile, size) for kind, profile in profiles.items()},
+            choice=LayerChoice(profiles, size),
+        )
+        if recompute
+        else None,
         forbidden=forbidden,
     )
 

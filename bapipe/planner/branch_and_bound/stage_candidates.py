@@ -28,8 +28,9 @@ from bapipe.planner.branch_and_bound.intervals import (
     IntervalTimes,
 )
 from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.branch_and_bound.recomputation import MemoryLimit, Recomputation, RecomputedLayers
 from bapipe.schedules.table import Phase
-from bapipe.simulator.interval_costs import transfer_ns
+from bapipe.simulator.interval_costs import at_speed, transfer_ns
 
 MAX_CACHED_ROWS = 20_000
 """Rows of candidates (one placement and one begin) that are kept."""
@@ -43,7 +44,7 @@ class StageCandidates:
     """A stage with each of n intervals. Arrays are [n].
 
     Attributes:
-        fits: whether its devices can hold it.
+        fits: whether its devices can hold it; with recomputation, False only if they cannot.
         recompute: whether they hold it with recomputation only.
         forward_ns, critical_backward_ns: f and r.
         finish_ns: e, what must follow r of the last micro-batch.
@@ -118,12 +119,12 @@ class StageCostTable:
         *,
         min_send_bytes: IntArray,
         min_grad_bytes: IntArray,
-        recompute: bool,
+        recompute: Recomputation | None,
         forbidden: ForbiddenIntervals,
     ) -> None:
-        """`times` and `memory` have an entry per device class."""
+        """`times` and `memory` have an entry per device class; without `recompute` no layer may be recomputed."""
         self.intervals, self.classes, self.links = intervals, classes, links
-        self.times, self.memory, self.may_recompute, self._forbidden = times, memory, recompute, forbidden
+        self.times, self.memory, self.recomputation, self._forbidden = times, memory, recompute, forbidden
         self.min_send_bytes, self.min_grad_bytes = min_send_bytes, min_grad_bytes
         self._all_reduce_done_ns: dict[Hashable, IntArray] = {}
         self._transfer_ns: dict[tuple[Bandwidth, bool], IntArray] = {}
@@ -145,9 +146,11 @@ class StageCostTable:
         replicas = [self.replica_cost(placement, k, rows) for k in self.distinct_replicas(placement)]
         fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
         fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
-        if self.may_recompute and not fits_plain.all() and placement.position is None:
+        again_ns: dict[int, IntArray] = {}
+        if self.may_recompute(placement) and not fits_plain.all():
             # Recomputation only costs time, so a stage recomputes only if it does not fit without.
-            fits = fits_plain | (self._shortfall_bytes(placement, rows, recompute=True) <= 0)
+            again_ns = self.recomputed_ns(placement, rows)
+            fits = np.logical_and.reduce([ns < INF for ns in again_ns.values()])
             recompute = fits & ~fits_plain
         forbidden = self._forbidden(placement, rows)
         if forbidden is not None:
@@ -155,7 +158,8 @@ class StageCostTable:
         critical_ns = [replica.critical_backward_ns for replica in replicas]
         if recompute.any():  # recomputation repeats F at the start of every backward
             critical_ns = [
-                ns + replica.forward_ns * recompute for ns, replica in zip(critical_ns, replicas, strict=True)
+                ns + np.where(recompute, again_ns[placement.device_classes[replica.index]], 0)
+                for ns, replica in zip(critical_ns, replicas, strict=True)
             ]
         microbatch_ns = [
             replica.forward_ns + ns + replica.deferred_ns for ns, replica in zip(critical_ns, replicas, strict=True)
@@ -186,10 +190,79 @@ class StageCostTable:
             microbatch_ns=_min(microbatch_ns),
         )
 
+    def may_recompute(self, placement: StagePlacement) -> bool:
+        """Returns whether layers of a stage may be recomputed."""
+        return self.recomputation is not None and placement.position is None
+
+    def recomputed_ns(self, placement: StagePlacement, rows: slice) -> dict[int, IntArray]:
+        """Returns for each class of the replicas a lower bound of the F that recomputation adds; `INF` if none fits.
+
+        Without the tensors between layers that are recomputed and layers that are not, a state fits if
+        kept * (stash - saved) + in_backward * saved <= room; replicas of one kind recompute the same layers. [rows]
+        """
+        assert self.recomputation is not None
+        least_saved: dict[str, IntArray] = {}
+        for k in self.distinct_replicas(placement):
+            c, load = placement.device_classes[k], placement.schedule.replicas[k]
+            kind, stash = self.classes[c].device.kind, self.memory[c].stash_bytes[rows]
+            for peak in load.memory_peaks:
+                lacking = peak.kept * stash - self._room_bytes(placement, k, rows, peak.before_weight_grad)
+                per_byte = peak.kept - peak.in_backward
+                saved = -(-lacking // per_byte) if per_byte > 0 else np.where(lacking > 0, INF, 0)
+                saved = np.where(saved > stash, INF, np.maximum(saved, 0))
+                least_saved[kind] = np.maximum(least_saved.get(kind, 0), saved)
+        again_ns = {}
+        for c in set(placement.device_classes):
+            device = self.classes[c].device
+            saved = least_saved[device.kind]
+            least_ns = at_speed(self.recomputation.bounds[device.kind].least_ns(saved, rows), device.speed, MAX_TIME)
+            again_ns[c] = np.where(saved >= INF, INF, least_ns)
+        return again_ns
+
+    def recomputed_layers(self, placement: StagePlacement, begin: int, end: int) -> RecomputedLayers | None:
+        """Returns the layers that a stage between two boundaries recomputes; None if it does not fit with any."""
+        number = self.intervals.row(begin).start + end - begin - 1
+        row = slice(number, number + 1)
+        if self._shortfall_bytes(placement, row, recompute=False)[0] <= 0:
+            return RecomputedLayers(layers=frozenset())
+        if not self.may_recompute(placement):
+            return None
+        assert self.recomputation is not None
+        limits = [
+            MemoryLimit(
+                kind=self.classes[placement.device_classes[k]].device.kind,
+                kept=peak.kept,
+                in_backward=peak.in_backward,
+                room_bytes=int(self._room_bytes(placement, k, row, peak.before_weight_grad)[0]),
+            )
+            for k in self.distinct_replicas(placement)
+            for peak in placement.schedule.replicas[k].memory_peaks
+        ]
+        return self.recomputation.choice.best(
+            self.intervals.cuts[begin],
+            self.intervals.cuts[end],
+            limits,
+            self.classes[placement.device_classes[0]].device.kind,
+            whole_fits=bool(self._shortfall_bytes(placement, row, recompute=True)[0] <= 0),
+        )
+
+    def _room_bytes(self, placement: StagePlacement, k: int, rows: slice, num_before_weight_grad: int) -> IntArray:
+        """What is left on replica k for the stashes, after all else. [rows]"""
+        c, load = placement.device_classes[k], placement.schedule.replicas[k]
+        memory = self.memory[c]
+        room = self.classes[c].limit_bytes - memory.static_bytes[rows]
+        if num_before_weight_grad:
+            room = room - num_before_weight_grad * memory.gradient_stash_bytes[rows]
+        if placement.receives_activations:
+            room = room - load.num_microbatches * memory.input_bytes[rows]
+        if placement.receives_gradients:
+            room = room - load.num_microbatches * memory.output_grad_bytes[rows]
+        return room
+
     def shortfall_bytes(self, placement: StagePlacement) -> IntArray:
         """Returns for every interval the shortfall of the replica with the largest one; `INF` if forbidden."""
         shortfall = self._shortfall_bytes(placement, slice(None), recompute=False)
-        if self.may_recompute and placement.position is None:
+        if self.may_recompute(placement):
             shortfall = np.minimum(shortfall, self._shortfall_bytes(placement, slice(None), recompute=True))
         forbidden = self._forbidden(placement, slice(None))
         return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)

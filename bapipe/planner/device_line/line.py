@@ -177,7 +177,12 @@ class DeviceLine:
         self, plan: LinePlan, devices: Sequence[tuple[int, ...]], recompute: Sequence[bool]
     ) -> tuple[Stage, ...]:
         return tuple(
-            stage_on([self.chain(rank, plan.microbatch_size) for rank in ranks], begin, end, recompute=flag)
+            stage_on(
+                [self.chain(rank, plan.microbatch_size) for rank in ranks],
+                begin,
+                end,
+                recompute=frozenset(range(begin, end)) if flag else frozenset(),
+            )
             for (begin, end), ranks, flag in zip(pairwise(plan.cuts), devices, recompute, strict=True)
         )
 

@@ -105,10 +105,11 @@ class Pipeline:
 
     def _stage_times_on(self, placement: StagePlacement) -> _StageTimes:
         candidates = self.costs.candidates(placement, slice(None))
+        again_ns = self.costs.recomputed_ns(placement, slice(None)) if candidates.recompute.any() else {}
         entries = []
         for k, c in enumerate(placement.device_classes):
             times = self.costs.times[c]
-            again = times.forward_ns * candidates.recompute  # recomputation repeats F in B and in I
+            again = np.where(candidates.recompute, again_ns[c], 0) if again_ns else 0  # repeated in B and in I
             by_phase = (times.forward_ns, times.backward_ns + again, times.input_grad_ns + again, times.weight_grad_ns)
             entries += [by_phase[i] for i in self._phases]
             entries.append(self.costs.replica_cost(placement, k, slice(None)).sync_ns)

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray
+from bapipe.planner.branch_and_bound.intervals import MAX_TIME, BoolArray, IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import StagePlacement, reachable
 from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
+from bapipe.simulator.in_flight import InFlight
 from bapipe.simulator.interval_costs import prefix_sums
+
+_MemoryKey = tuple[tuple[tuple[int, tuple[InFlight, ...], int], ...], bool, bool]
+"""(class, memory peaks, micro-batches) of the replicas; whether the stage receives activations, and may recompute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +141,22 @@ class FeasibleIntervals:
             schedule.has_full_backward,
             tuple(sorted(map(str, schedule.last_phases))),
         )
+        # The F that recomputation adds depends on what the stage must save, else it is nothing.
+        key += self._memory_key(placement) if (self.memory_ends(placement)[0] < len(self.head_ns) - 1).any() else ()
         if key not in self._limits:
             counts = list(zip(placement.device_classes, (load.num_microbatches for load in loads), strict=True))
             replicas = [
                 self.costs.replica_cost(placement, counts.index(pair), slice(None)) for pair in max_microbatches.items()
             ]
-            # Recomputation adds an F to each r. Every replica must meet its limit, hence the maximum over them.
+            # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
             # [intervals]
+            again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute(placement) else {}
             plain = [self._limit_ns_of(each, each.critical_backward_ns) for each in replicas]
-            recomputed = [self._limit_ns_of(each, each.critical_backward_ns + each.forward_ns) for each in replicas]
+            recomputed = [
+                self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME))
+                for each in replicas
+                if (ns := again_ns.get(placement.device_classes[each.index])) is not None
+            ] or plain
             self._limits[key] = IntervalLimits(
                 self._suffix_min(np.maximum.reduce(plain)), self._suffix_min(np.maximum.reduce(recomputed))
             )
@@ -182,15 +193,11 @@ class FeasibleIntervals:
 
     def memory_ends(self, placement: StagePlacement) -> tuple[IntArray, IntArray]:
         """Returns for each begin the last end that fits, without recomputation and with it. [boundaries]"""
-        loads = {
-            (c, load.memory_peaks, load.num_microbatches)
-            for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True)
-        }
-        may_recompute = self.costs.may_recompute and placement.position is None
-        key = (tuple(sorted(loads)), placement.receives_activations, may_recompute)
+        may_recompute = self.costs.may_recompute(placement)
+        key = self._memory_key(placement)
         if key not in self._memory_ends:
             plain = recomputed = np.full(self.intervals.num_boundaries, self.intervals.num_boundaries - 1)
-            for c, peaks, num in sorted(loads):
+            for c, peaks, num in key[0]:
                 memory = self.costs.memory[c]
                 room = self.costs.classes[c].limit_bytes - self._static_bytes[c]
                 if placement.receives_activations:
@@ -199,10 +206,18 @@ class FeasibleIntervals:
                 usage = memory.in_flight_bytes(peaks, slice(None), recompute=False)
                 plain = np.minimum(plain, self._last_ends(usage <= room))
                 if may_recompute:
-                    usage = memory.in_flight_bytes(peaks, slice(None), recompute=True)
+                    usage = memory.least_in_flight_bytes(peaks, slice(None))
                     recomputed = np.minimum(recomputed, self._last_ends(usage <= room))
             self._memory_ends[key] = plain, np.maximum(plain, recomputed) if may_recompute else plain
         return self._memory_ends[key]
+
+    def _memory_key(self, placement: StagePlacement) -> _MemoryKey:
+        """What the memory of a placement depends on."""
+        loads = {
+            (c, load.memory_peaks, load.num_microbatches)
+            for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True)
+        }
+        return (tuple(sorted(loads)), placement.receives_activations, self.costs.may_recompute(placement))
 
     def transfers(
         self, lower_bound: LowerBound, placement: StagePlacement, successor: StagePlacement
