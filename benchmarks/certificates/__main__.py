@@ -118,7 +118,8 @@ def small(seed: int) -> Outcome:
     found_ns = least_step_ns(Judge(problem.profiles, problem.cluster.sequential, problem.options))
     fault = fault_of(step_ns, bound_ns, found_ns, reason)
     if step_ns is not None and found_ns is not None and not fault:
-        fault = "" if step_ns == found_ns else f"the search found {step_ns}, and there is {found_ns}"
+        # Plans from outside recompute whole stages only, so the search may find a faster one.
+        fault = "" if step_ns <= found_ns else f"the search found {step_ns}, and there is {found_ns}"
     return Outcome(
         kind="small",
         seed=seed,

@@ -115,6 +115,11 @@ class Judge:
 
     def _stages(self, plan: HandPlan, table: Schedule, recompute: Sequence[bool]) -> tuple[Stage, ...]:
         return tuple(
-            stage_on([self.chain(rank, plan.microbatch_size) for rank in ranks], begin, end, recompute=flag)
+            stage_on(
+                [self.chain(rank, plan.microbatch_size) for rank in ranks],
+                begin,
+                end,
+                recompute=frozenset(range(begin, end)) if flag else frozenset(),
+            )
             for (begin, end), ranks, flag in zip(pairwise(plan.cuts), table.devices, recompute, strict=True)
         )

@@ -1,6 +1,7 @@
 """Memory in flight: the vectorized form of the searches equals the simulator's, for every interval."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -33,11 +34,12 @@ def test_memory_of_every_interval_equals_the_simulator_s() -> None:
     def check(problems: tuple[Problem, ...]) -> None:
         for problem in problems:
             costs = problem.lower_bound.costs
-            flags = [False, True] if costs.may_recompute else [False]
+            flags = [False, True] if costs.recomputation is not None else [False]
             for layout in layouts(problem):
                 boundaries = [problem.cuts.index(cut) for cut in layout.cuts]
+                every = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))
                 counts = [
-                    problem.shortfall_bytes(replace(layout, recompute=(flag,) * len(layout.placements)))
+                    problem.shortfall_bytes(replace(layout, recompute=every if flag else (frozenset(),) * len(every)))
                     for flag in flags
                 ]
                 for s, (placement, ranks) in enumerate(

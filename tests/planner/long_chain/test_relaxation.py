@@ -42,8 +42,8 @@ def check_stages(problem: Problem, feasible: FeasibleIntervals, layout: Layout) 
     for placement, (begin, end), recompute in zip(
         layout.placements, pairwise(boundaries), layout.recompute, strict=True
     ):
-        time_ends = feasible.time_ends(feasible.limits(placement), step_ns)[recompute]
-        memory_ends = feasible.memory_ends(placement)[recompute]
+        time_ends = feasible.time_ends(feasible.limits(placement), step_ns)[bool(recompute)]
+        memory_ends = feasible.memory_ends(placement)[bool(recompute)]
         assert end <= time_ends[begin]
         assert end <= memory_ends[begin]
 
