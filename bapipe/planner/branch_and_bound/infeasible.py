@@ -58,8 +58,7 @@ def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED
 
 def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
     """Returns the layout with recomputation also in stages that do not fit even so, but lack less with it."""
-    is_shared = layout.placements[0].position is not None
-    if layout.fits or is_shared or problem.lower_bound.costs.recomputation is None:
+    if layout.fits or not problem.lower_bound.costs.may_recompute(layout.placements[0]):
         return layout
     nothing = (frozenset[int](),) * len(layout.placements)
     all_layers = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))

@@ -5,7 +5,7 @@ A solution is a `Layout`: the cuts of the layer chain and the placement of each 
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from bapipe.formats.cluster import Cluster
@@ -13,7 +13,6 @@ from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
-from bapipe.planner.branch_and_bound.shared_device import recomputed_layers
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules.placement import merge_stages, permute_ranks
@@ -121,8 +120,6 @@ class Problem:
     def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
         """Returns the layout with stages between boundaries; those recompute layers that do not fit without."""
         costs = self.lower_bound.costs
-        if placements[0].position is not None:
-            return self._layout_on_shared_devices(boundaries, placements)
         chosen = [
             costs.recomputed_layers(placement, begin, end)
             for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True)
@@ -134,23 +131,6 @@ class Problem:
             is_best=all(of is None or of.is_best for of in chosen),
             fits=None not in chosen,
         )
-
-    def _layout_on_shared_devices(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
-        """Returns the layout on devices with several stages, whose memory the simulator counts."""
-        cuts = tuple(self.cuts[i] for i in boundaries)
-        nothing = (frozenset[int](),) * len(placements)
-        layout = Layout(cuts=cuts, placements=placements, recompute=nothing)
-        layout = replace(layout, fits=max(self.shortfall_bytes(layout).values()) <= 0)
-        if layout.fits or self.lower_bound.costs.recomputation is None:
-            return layout
-        recompute = recomputed_layers(
-            *self.compiled(placements),
-            tuple(pairwise(cuts)),
-            lambda recompute: self.stages(replace(layout, recompute=recompute)),
-            {rank: (cls.limit_bytes, cls.device.kind) for cls in self.classes for rank in cls.ranks},
-            self.lower_bound.costs.recomputation.choice,
-        )
-        return layout if recompute is None else replace(layout, recompute=recompute, is_best=False, fits=True)
 
     def ranks(self, placements: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
         """Returns the ranks of each stage: within a class, ranks are used in ascending order."""
@@ -226,9 +206,7 @@ class Problem:
         """
         if not layout.fits:
             return False
-        if layout.placements[0].position is not None:
-            return True  # it was made to fit
-        if not self.must_check_memory and not any(layout.recompute):
+        if layout.placements[0].position is None and not self.must_check_memory and not any(layout.recompute):
             return True
         return all(shortfall <= 0 for shortfall in self.shortfall_bytes(layout).values())
 

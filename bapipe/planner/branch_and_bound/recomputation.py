@@ -45,19 +45,6 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceState:
-    """A state of a device with several stages, in which what their micro-batches hold must fit.
-
-    Attributes:
-        in_flight: for each stage the numbers of micro-batches that are kept, and that are in their backward.
-        room_bytes: what is left for their stashes.
-    """
-
-    in_flight: tuple[tuple[int, int], ...]
-    room_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLayers:
     """The numbers of the layers that a stage recomputes, and whether no other choice takes less time."""
 
@@ -134,15 +121,7 @@ class LayerChoice:
         if key not in self._found:
             kinds = sorted({limit.kind for limit in limits})
             forward_ns = [sum(self._forward_ns[kind][i] for kind in kinds) for i in range(begin, end)]
-            knapsack = _Knapsack(
-                self,
-                [(begin, end)],
-                [((limit.kept, limit.in_backward),) for limit in key[3]],
-                [limit.room_bytes for limit in key[3]],
-                [limit.kind for limit in key[3]],
-                first_kind,
-                forward_ns,
-            )
+            knapsack = _Knapsack(self, begin, end, key[3], first_kind, forward_ns)
             upper_bound_ns = sum(forward_ns) if whole_fits else INF
             first = knapsack.solve(upper_bound_ns, FEW_LABELS)
             found = first if first.is_best else knapsack.solve(min(first.total_ns, upper_bound_ns), MAX_LABELS)
@@ -155,28 +134,6 @@ class LayerChoice:
             else:
                 self._found[key] = None if found.is_best else RecomputedLayers(layers=frozenset(), is_best=False)
         return self._found[key]
-
-    def best_of_device(
-        self, stages: Sequence[tuple[int, int]], states: Sequence[DeviceState], kind: str
-    ) -> frozenset[int] | None:
-        """Returns which layers of a device's stages [begin, end) to recompute for the least sum of F; None if none fit.
-
-        It is the best up to `MAX_LABELS`.
-        """
-        forward_ns = [self._forward_ns[kind][i] for begin, end in stages for i in range(begin, end)]
-        knapsack = _Knapsack(
-            self,
-            stages,
-            [state.in_flight for state in states],
-            [state.room_bytes for state in states],
-            [kind] * len(states),
-            kind,
-            forward_ns,
-        )
-        first = knapsack.solve(INF, FEW_LABELS)
-        found = first if first.is_best else knapsack.solve(first.total_ns, MAX_LABELS)
-        best = min((found, first), key=lambda solution: solution.total_ns)
-        return best.layers if best.total_ns < INF else None
 
     def stash_bytes(self, kind: str, begin: int, end: int) -> IntArray:
         """Returns the stash of each of the layers. [end - begin]"""
@@ -218,36 +175,26 @@ _State = tuple[bool, frozenset[tuple[int, bool]]]
 
 
 class _Knapsack:
-    """The choice for the stages of a device: minimize F subject to saved bytes >= needed bytes under each limit."""
+    """The choice for one stage: minimize F subject to saved bytes >= needed bytes under each limit."""
 
     def __init__(
         self,
         choice: LayerChoice,
-        stages: Sequence[tuple[int, int]],
-        in_flight: Sequence[Sequence[tuple[int, int]]],
-        room_bytes: Sequence[int],
-        kinds: Sequence[str],
+        begin: int,
+        end: int,
+        limits: Sequence[MemoryLimit],
         first_kind: str,
         forward_ns: Sequence[int],
     ) -> None:
-        """`in_flight` are micro-batches kept and in their backward, [limits][stages]; `forward_ns` is [layers]."""
-        self._layer_numbers = [i for begin, end in stages for i in range(begin, end)]
-        self._forward_ns, self._is_one_stage = forward_ns, len(stages) == 1
-        self._may = [choice.can_recompute(i) for i in self._layer_numbers]
-        self._needed = -np.array(room_bytes, dtype=np.int64)  # [limits]
-        saves: list[IntArray] = []  # [stages][layers, limits]
-        self._tensors: list[tuple[int, IntArray, tuple[int, ...]]] = []  # producer, bytes by limit, users
-        first = 0
-        for s, (begin, end) in enumerate(stages):
-            kept, in_backward = (np.array([of[s][i] for of in in_flight], dtype=np.int64) for i in (0, 1))  # [limits]
-            stash = np.stack([choice.stash_bytes(kind, begin, end) for kind in kinds], axis=1)  # [layers, limits]
-            saves.append((kept - in_backward) * stash)
-            self._needed += kept * stash.sum(axis=0)
-            for producer, num_bytes, users in choice.tensors(begin, end, first_kind):
-                shifted = tuple(first + user for user in users)
-                self._tensors.append((producer if producer < 0 else first + producer, kept * num_bytes, shifted))
-            first += end - begin
-        self._saves = np.concatenate(saves)
+        self._begin, self._forward_ns = begin, forward_ns
+        self._may = [choice.can_recompute(i) for i in range(begin, end)]
+        stash = [choice.stash_bytes(limit.kind, begin, end) for limit in limits]
+        self._kept = np.array([limit.kept for limit in limits], dtype=np.int64)  # [limits]
+        per_byte = self._kept - np.array([limit.in_backward for limit in limits])
+        self._saves = np.stack([n * of for n, of in zip(per_byte, stash, strict=True)], axis=1)  # [layers, limits]
+        room = np.array([limit.room_bytes for limit in limits])
+        self._needed = self._kept * np.array([int(of.sum()) for of in stash]) - room  # [limits]
+        self._tensors = choice.tensors(begin, end, first_kind)
         self._suffix = [self._fractional(i) for i in range(len(forward_ns) + 1)]
 
     def solve(self, upper_bound_ns: int, max_labels: int) -> _Solution:
@@ -255,7 +202,7 @@ class _Knapsack:
         self._history: list[tuple[IntArray, int]] = []  # parents of labels, and the layer they recompute or -1
         self._num_labels, is_best = 1, True
         start = frozenset((t, False) for t, (producer, _, _) in enumerate(self._tensors) if producer < 0)
-        zeros = np.zeros((1, len(self._needed)), dtype=np.int64)
+        zeros = np.zeros((1, len(self._kept)), dtype=np.int64)
         states = {(True, start): _Labels(np.zeros(1, dtype=np.int64), zeros, np.zeros(1, dtype=np.int64))}
         for layer in range(len(self._forward_ns)):
             groups: dict[_State, list[_Labels]] = {}
@@ -270,8 +217,7 @@ class _Knapsack:
                 is_best &= all_kept
                 if len(labels.numbers):
                     states[state] = labels
-        # All layers of a stage are its whole forward, whose input is kept: another rule, which the caller looks at.
-        ends = [labels for (all_again, _), labels in states.items() if not (all_again and self._is_one_stage)]
+        ends = [labels for (all_again, _), labels in states.items() if not all_again]
         ends = [labels for labels in ends if len(labels.numbers)]
         if not ends:
             return _Solution(layers=frozenset(), total_ns=INF, is_best=is_best)
@@ -281,21 +227,21 @@ class _Knapsack:
             layers=self._layers(int(final.numbers[best])), total_ns=int(final.total_ns[best]), is_best=is_best
         )
 
-    def _following(self, state: _State, layer: int, again: bool) -> tuple[_State, IntArray]:
-        """Returns the state after a choice, and the bytes of tensors that it requires to be kept. [limits]"""
+    def _following(self, state: _State, layer: int, again: bool) -> tuple[_State, int]:
+        """Returns the state after a choice, and the bytes of tensors that it requires to be kept."""
         all_again, tensors = state
-        num_bytes, open_tensors = np.zeros_like(self._needed), set()
+        num_bytes, open_tensors = 0, set()
         for t, by_recomputed in tensors:
             _, size, users = self._tensors[t]
             if layer in users and by_recomputed != again:
-                num_bytes = num_bytes + size
+                num_bytes += size
             elif users[-1] > layer:
                 open_tensors.add((t, by_recomputed))
         open_tensors |= {(t, again) for t, (producer, _, _) in enumerate(self._tensors) if producer == layer}
         return (all_again and again, frozenset(open_tensors)), num_bytes
 
-    def _extended(self, labels: _Labels, layer: int, again: bool, tensor_bytes: IntArray) -> _Labels:
-        saved = labels.saved - tensor_bytes
+    def _extended(self, labels: _Labels, layer: int, again: bool, tensor_bytes: int) -> _Labels:
+        saved = labels.saved - self._kept * tensor_bytes
         numbers = np.arange(self._num_labels, self._num_labels + len(labels.numbers))
         self._num_labels += len(numbers)
         self._history.append((labels.numbers, layer if again else -1))
@@ -320,7 +266,7 @@ class _Knapsack:
         found = []
         forward = np.array(self._forward_ns[layer:], dtype=np.float64)
         may = np.array(self._may[layer:], dtype=bool)
-        for i in range(len(self._needed)):
+        for i in range(len(self._kept)):
             saves = self._saves[layer:, i]
             useful = np.flatnonzero(may & (saves > 0))
             useful = useful[np.argsort(forward[useful] / saves[useful], kind="stable")]
@@ -337,7 +283,7 @@ class _Knapsack:
             step = int(np.searchsorted(firsts, number, side="right")) - 1
             parents, layer = self._history[step]
             if layer >= 0:
-                layers.add(self._layer_numbers[layer])
+                layers.add(self._begin + layer)
             number = int(parents[number - firsts[step]])
         return frozenset(layers)
 

@@ -134,7 +134,7 @@ class FeasibleIntervals:
         for c, load in zip(placement.device_classes, loads, strict=True):
             max_microbatches[c] = max(max_microbatches.get(c, 0), load.num_microbatches)
         schedule = placement.schedule
-        key: tuple[Hashable, ...] = (
+        key = (
             placement.device_classes,
             tuple(max_microbatches.items()),
             schedule.has_split_backward,
@@ -150,7 +150,7 @@ class FeasibleIntervals:
             ]
             # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
             # [intervals]
-            again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.recomputation is not None else {}
+            again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute(placement) else {}
             plain = [self._limit_ns_of(each, each.critical_backward_ns) for each in replicas]
             recomputed = [
                 self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME))
@@ -193,7 +193,7 @@ class FeasibleIntervals:
 
     def memory_ends(self, placement: StagePlacement) -> tuple[IntArray, IntArray]:
         """Returns for each begin the last end that fits, without recomputation and with it. [boundaries]"""
-        may_recompute = self.costs.recomputation is not None
+        may_recompute = self.costs.may_recompute(placement)
         key = self._memory_key(placement)
         if key not in self._memory_ends:
             plain = recomputed = np.full(self.intervals.num_boundaries, self.intervals.num_boundaries - 1)
@@ -217,7 +217,7 @@ class FeasibleIntervals:
             (c, load.memory_peaks, load.num_microbatches)
             for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True)
         }
-        return (tuple(sorted(loads)), placement.receives_activations, self.costs.recomputation is not None)
+        return (tuple(sorted(loads)), placement.receives_activations, self.costs.may_recompute(placement))
 
     def transfers(
         self, lower_bound: LowerBound, placement: StagePlacement, successor: StagePlacement
