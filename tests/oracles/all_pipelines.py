@@ -228,9 +228,12 @@ class _Pipelines:
         for s, replicas in enumerate(self.group):
             states = [self._states(s, k) for k in range(replicas)]
             rooms = np.stack([limits[self.devices[:, self.first[s] + k]] - self._fixed(s, k) for k in range(replicas)])
-            for i in np.flatnonzero(fits):
-                a, b = int(self.cuts[i, s]), int(self.cuts[i, s + 1])
-                self.again[i, s] = self.costs.least_again(a, b, states, tuple(map(int, rooms[:, i])))
+            # Many pipelines have the same stage on devices with as much room: each question is asked once.
+            asked, number = np.unique(
+                np.stack([self.cuts[:, s], self.cuts[:, s + 1], *rooms]), axis=1, return_inverse=True
+            )
+            answers = [self.costs.least_again(a, b, states, tuple(of)) for a, b, *of in asked.T.tolist()]
+            self.again[:, s] = np.array(answers, dtype=np.int64)[number.ravel()]
             fits &= self.again[:, s] >= 0
         self.devices, self.cuts, self.again = self.devices[fits], self.cuts[fits], self.again[fits]
 
@@ -255,14 +258,14 @@ class _Pipelines:
 
     def _again_ns(self, s: int, k: int) -> Array:
         """F of the recomputed layers, divided by the speed and rounded half up."""
-        found = np.zeros(len(self.cuts), dtype=np.int64)
-        for i in np.flatnonzero(self.again[:, s]):
-            speed = Fraction(str(self.question.cluster.devices[int(self.devices[i, self.first[s] + k])].speed))
-            total_ns = sum(
-                ns for j, ns in enumerate(self.costs.forward_ns[self.cuts[i, s] :]) if self.again[i, s] >> j & 1
-            )
-            found[i] = floor(total_ns / speed + Fraction(1, 2))
-        return found
+        chosen = np.stack([self.cuts[:, s], self.again[:, s], self.devices[:, self.first[s] + k]])
+        asked, number = np.unique(chosen, axis=1, return_inverse=True)
+        found = []
+        for begin, again, device in asked.T.tolist():
+            speed = Fraction(str(self.question.cluster.devices[device].speed))
+            total_ns = sum(ns for j, ns in enumerate(self.costs.forward_ns[begin:]) if again >> j & 1)
+            found.append(floor(total_ns / speed + Fraction(1, 2)))
+        return np.array(found, dtype=np.int64)[number.ravel()]
 
     def _run(self) -> Array:
         """The end of the step: every action as early as its device's order and its inputs allow."""
