@@ -134,7 +134,7 @@ class FeasibleIntervals:
         for c, load in zip(placement.device_classes, loads, strict=True):
             max_microbatches[c] = max(max_microbatches.get(c, 0), load.num_microbatches)
         schedule = placement.schedule
-        key = (
+        key: tuple[Hashable, ...] = (
             placement.device_classes,
             tuple(max_microbatches.items()),
             schedule.has_split_backward,
