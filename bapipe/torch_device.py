@@ -130,4 +130,4 @@ def environment(device: torch.device = CPU) -> dict[str, object]:
     }
     if device.type != "cuda":
         return versions
-    return versions | {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return versions | {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
