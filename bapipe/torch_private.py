@@ -11,6 +11,7 @@ tracing, which only needs nested structures, should not wait for it.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ __all__ = [
     "backend_name",
     "construct_reverse_graph",
     "default_group_timeout",
+    "forget_unfinished_groups",
     "get_param_groups",
     "has_hooks",
     "is_compiled",
@@ -59,6 +61,7 @@ __all__ = [
     "replace_losses",
     "reset_method",
     "return_schemas",
+    "set_group_timeout",
     "set_lowered_order",
     "skip_warmup",
     "stage_backward_input",
@@ -160,6 +163,17 @@ def default_group_timeout(device: torch.device) -> Any:
     # Neither a group that is written in Python says it, nor torch's for tests.
     options = group._get_backend(device).options if type(group) is dist.ProcessGroup else None
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
+
+
+def forget_unfinished_groups() -> None:
+    """Numbers process groups from 0 again, as ranks must agree: torch counts a default group that failed to connect."""
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets how long operations of a group of gloo may take from now on."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -2,29 +2,42 @@
 
 gloo takes whoever connects to a port of a group for the peer that it expects, keeps the port open, and aborts the
 process if there are too many connections. So ranks first wait for one another: a port is open only while all connect.
+If a stranger was faster than a rank, all ranks give up that group and make it again at other ports.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, first_line
 from bapipe.job.peers import prove_peers
-from bapipe.job.sockets import OpenSocket, open_sockets, refuse_newcomers
+from bapipe.job.sockets import open_sockets, refuse_newcomers
+from bapipe.torch_private import forget_unfinished_groups, set_group_timeout
 
-_PROOF = timedelta(seconds=60)
-"""The longest time that the proof of a group may take, whose members are all there."""
+PATIENCE = tuple(timedelta(seconds=seconds) for seconds in (5, 15, 60))
+"""How long each attempt to connect and to prove a group may take, whose members are all there."""
+
+_PROVEN = "proven"
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What proves that a process is a rank of a job; `names` are those of the ranks."""
+    """What proves that a process is a rank of a job; `names` are those of the ranks.
+
+    Attributes:
+        store: in which ranks agree whether a group is proven.
+        numbers: of its groups.
+    """
 
     names: tuple[str, ...]
+    index: int
     secret: bytes
+    store: dist.Store
+    numbers: Iterator[int] = field(default_factory=count)
 
 
 _JOBS: WeakKeyDictionary[dist.ProcessGroup, _Job] = WeakKeyDictionary()
@@ -49,18 +62,23 @@ def init_proven_group(
     All of its ranks call it, when they have met.
 
     Raises:
-        BapipeError: something else than a rank is at the end of a connection, or torch has no NCCL.
+        BapipeError: at every attempt something else than a rank was at the end of a connection, or torch has no NCCL.
         RuntimeError: the ranks do not meet.
     """
     if kind == "cuda" and not dist.is_nccl_available():
         raise BapipeError("this torch has no NCCL, by which GPUs exchange tensors: install torch for Linux and CUDA")
-    before = open_sockets()
-    backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=index, world_size=len(names), timeout=timeout)
-    everyone = dist.group.WORLD
+    job = _Job(tuple(names), index, secret, store)
+
+    def make(store: dist.Store, limit: timedelta, backend: str = "gloo") -> dist.ProcessGroup:
+        forget_unfinished_groups()
+        dist.init_process_group(backend, store=store, rank=index, world_size=len(names), timeout=limit)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    # NCCL connects later, when it first needs to.
+    everyone = make(store, timeout, "nccl") if kind == "cuda" else _make_proven(job, make, timeout)
     assert everyone is not None
-    _JOBS[everyone] = _Job(tuple(names), secret)
-    _prove(everyone, _JOBS[everyone], before, timeout)
+    _JOBS[everyone] = job
 
 
 def new_proven_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
@@ -69,24 +87,72 @@ def new_proven_group(ranks: Sequence[int] | None, timeout: timedelta, backend: s
     It is as proven as the default group: not at all if that was made elsewhere.
 
     Raises:
-        BapipeError: something else than a rank is at the end of a connection.
+        BapipeError: at every attempt something else than a rank was at the end of a connection.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
     job = _JOBS.get(everyone)
-    if job is not None:
-        dist.barrier()
-    before = open_sockets()
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
-    if job is not None and (ranks is None or dist.get_rank() in ranks):
-        _prove(group, job, before, timeout)
-    return group
+    if job is None or (backend or dist.get_backend()) != "gloo":
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
+        return group
+    dist.barrier()
+
+    def make(_: dist.Store, limit: timedelta) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
+        return made
+
+    return _make_proven(job, make, timeout)
 
 
-def _prove(group: dist.ProcessGroup, job: _Job, before: frozenset[OpenSocket], timeout: timedelta) -> None:
-    """Proves a group of gloo, and closes its port; NCCL connects later, when it first needs to."""
-    if dist.get_backend(group) == "gloo":
-        try:
-            prove_peers(group, job.names, job.secret, min(timeout, _PROOF))
-        finally:
-            refuse_newcomers(before)
+def _make_proven(
+    job: _Job, make: Callable[[dist.Store, timedelta], dist.ProcessGroup], timeout: timedelta
+) -> dist.ProcessGroup:
+    """Returns the group of gloo that all ranks of the job make together; if one finds a stranger in it, the next one.
+
+    `make` gets a store of the attempt's own, and how long operations of the group may take.
+    """
+    number, faults = next(job.numbers), [""]
+    for attempt, patience in enumerate(PATIENCE):
+        store, limit = dist.PrefixStore(f"group{number}.{attempt}", job.store), min(timeout, patience)
+        group, fault = _attempt(job, make, store, limit)
+        faults = _outcomes(job, store, fault, 3 * limit)
+        if group is not None and not any(faults):
+            if isinstance(group, dist.ProcessGroup):
+                set_group_timeout(group, timeout)
+            return group
+        _give_up(group)
+    raise BapipeError(faults[job.index] or next(fault for fault in faults if fault))
+
+
+def _attempt(
+    job: _Job, make: Callable[[dist.Store, timedelta], dist.ProcessGroup], store: dist.Store, limit: timedelta
+) -> tuple[dist.ProcessGroup | None, str]:
+    """Returns a group that is proven from here, or None and what is wrong; closes its port."""
+    before, group = open_sockets(), None
+    try:
+        group = make(store, limit)
+        if isinstance(group, dist.ProcessGroup):
+            prove_peers(group, job.names, job.secret, limit)
+    except (BapipeError, RuntimeError) as error:
+        _give_up(group)  # at once: others may wait for this rank
+        if isinstance(error, BapipeError):
+            return None, str(error)
+        return None, f"rank {job.index} ({job.names[job.index]}) cannot connect to the others: {first_line(error)}"
+    finally:
+        refuse_newcomers(before)
+    return group, ""
+
+
+def _outcomes(job: _Job, store: dist.Store, fault: str, patience: timedelta) -> list[str]:
+    """Tells all ranks of the job what is wrong with an attempt here, if anything; returns that of each rank."""
+    store.set(f"outcome{job.index}", fault or _PROVEN)
+    keys = [f"outcome{rank}" for rank in range(len(job.names))]
+    store.wait(keys, patience)
+    said = [store.get(key).decode() for key in keys]
+    return ["" if text == _PROVEN else text for text in said]
+
+
+def _give_up(group: object) -> None:
+    """Closes a group, if this rank is in it: torch has a number in the place of a group of others."""
+    if isinstance(group, dist.ProcessGroup):
+        dist.destroy_process_group(group)

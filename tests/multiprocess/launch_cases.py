@@ -3,18 +3,22 @@
 import os
 import signal
 import socket
+import struct
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bapipe.errors import BapipeError
-from bapipe.job.groups import _JOBS, new_proven_group
+from bapipe.job import groups
+from bapipe.job.groups import _JOBS, init_proven_group, new_proven_group
 from bapipe.job.sockets import open_sockets
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
@@ -44,8 +48,11 @@ def _end(how: str) -> None:
         time.sleep(1000)
 
 
-def three_steps(rank: Rank) -> str:
-    """Rank 0 waits for rank 1 in each of three steps; returns what a group said whose ranks have different secrets."""
+def three_steps(rank: Rank, folder: str) -> tuple[str, list[str]]:
+    """Rank 0 waits for rank 1 in each of three steps.
+
+    Returns what a group said whose ranks have different secrets, and what became of jobs that strangers attacked.
+    """
     new_proven_group(None, timedelta(seconds=60))
     said, everyone = "", dist.group.WORLD
     assert everyone is not None
@@ -59,7 +66,58 @@ def three_steps(rank: Rank) -> str:
         rank.report((step, os.getpid(), _ports()))
         time.sleep(rank.index)
         dist.barrier()
-    return said
+    return said, [attacked(rank, f"{folder}/{behaviour}", behaviour) for behaviour in BEHAVIOURS]
+
+
+BEHAVIOURS = ("closes", "is silent", "attacks the second group", "attacks at every attempt")
+"""What strangers do once they have taken the places of ranks."""
+
+
+class Attacked(dist.Store):
+    """A store shared by a file. When gloo tells its address there, strangers connect to it, before any rank can."""
+
+    def __init__(self, path: str, size: int, groups: Collection[int], behaviour: str) -> None:
+        super().__init__()
+        self._inner, self._groups, self._closes = dist.FileStore(path, size), groups, behaviour == "closes"
+        self._strangers: list[socket.socket] = []
+        self._known, self._num_groups = set(_ports()), 0
+
+    def set(self, key: str, value: str) -> None:
+        new, self._known = set(_ports()) - self._known, self._known | set(_ports())
+        for port in new:
+            for place in range(4 if self._num_groups in self._groups else 0):
+                self._strangers.append(socket.create_connection(("127.0.0.1", port), timeout=20))
+                self._strangers[-1].sendall(struct.pack("<Q", place))  # gloo's whole greeting
+                if self._closes:
+                    self._strangers[-1].close()
+            self._num_groups += 1
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        self._inner.wait(keys, timeout)
+
+
+def attacked(rank: Rank, path: str, behaviour: str) -> str:
+    """Returns what the ranks of a job and of a group in it have summed, or why it failed."""
+    dist.destroy_process_group()
+    number = BEHAVIOURS.index(behaviour)
+    rank.enter_step(3 + number)
+    store = Attacked(path, rank.size, ({0}, {0}, {1}, range(9))[number], behaviour)
+    given = [timedelta(seconds=seconds) for seconds in ((0.5, 0.5, 0.5) if number == 3 else (0.5, 20, 20))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "PATIENCE", given)
+        try:
+            init_proven_group("cpu", store, rank.index, ("cpu0", "cpu1"), b"known to ranks", timedelta(seconds=60))
+        except BapipeError as error:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for who closes it
+            return str(error)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=new_proven_group(None, timedelta(seconds=60)))
+        dist.all_reduce(total)
+        return str(total.item())
 
 
 def _ports() -> list[int]:

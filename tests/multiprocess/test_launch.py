@@ -1,6 +1,7 @@
 """However a run ends, every rank ends with it, and one line says why."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -81,13 +82,13 @@ class ThreeSteps:
         connected: ports of the ranks to which this process could connect.
     """
 
-    results: list[str]
+    results: list[tuple[str, list[str]]]
     ports: set[int]
     connected: list[int]
 
 
 @pytest.fixture(scope="module")
-def three() -> ThreeSteps:
+def three(tmp_path_factory: pytest.TempPathFactory) -> ThreeSteps:
     pids: set[int] = set()
     seen = ThreeSteps([], set(), [])
 
@@ -102,7 +103,8 @@ def three() -> ThreeSteps:
             with suppress(TimeoutError), socket.create_connection(("127.0.0.1", port), timeout=0.2):
                 seen.connected.append(port)
 
-    seen.results = launch(three_steps, NAMES, timeout_s=2, on_message=note)
+    folder = str(tmp_path_factory.mktemp("attacked"))
+    seen.results = launch(three_steps, NAMES, folder, timeout_s=2, on_message=note)
     return seen
 
 
@@ -127,11 +129,19 @@ def test_nothing_connects_to_a_run_that_trains(three: ThreeSteps) -> None:
 
 @linux_only
 def test_a_peer_that_does_not_know_the_secret_is_found_before_the_first_step(three: ThreeSteps) -> None:
-    assert three.results == [
+    assert [said for said, _ in three.results] == [
         f"the connection of rank {own} (cpu{own}) to rank {other} (cpu{other}) leads to a process that is not of this "
         "job: start it again, and see who may use this network"
         for own, other in ((0, 1), (1, 0))
     ]
+
+
+@linux_only
+def test_a_stranger_in_the_place_of_a_rank_is_left_out_by_a_further_attempt(three: ThreeSteps) -> None:
+    """Strangers that speak gloo's protocol: to the first group of a job, to the second, and to all attempts."""
+    for _, outcomes in three.results:
+        assert outcomes[:3] == ["4.0"] * 3
+        assert re.match(r"rank \d \(cpu\d\) (is connected to rank \d|cannot connect)", outcomes[3])
 
 
 def _job(monkeypatch: pytest.MonkeyPatch, rank: int) -> int:
