@@ -23,6 +23,7 @@ from types import FrameType
 import msgspec
 
 from bapipe.errors import BapipeError
+from benchmarks.fuzz.group_kinds import group_kinds
 from benchmarks.fuzz.kinds import Kind, WrongSuccess, kinds
 from benchmarks.fuzz.mutate import mutated
 
@@ -151,7 +152,7 @@ def all_kinds(folder: Path) -> tuple[Kind, ...]:
     from benchmarks.fuzz.data_kinds import data_kinds
     from benchmarks.fuzz.torch_kinds import torch_kinds
 
-    return (*kinds(), *torch_kinds(folder), *data_kinds())
+    return (*kinds(), *group_kinds(), *torch_kinds(folder), *data_kinds())
 
 
 def main() -> None:

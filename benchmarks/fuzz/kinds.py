@@ -51,7 +51,7 @@ _TABLES = (
     'name;f_us;b_us;act_kib;params_mib\n"a;b";1;2;3;0\nc;4.25;5;6;1\nd;0;0;0;0\n',
 )
 _ARGUMENTS = ("a=[1, 2, {}]", 'b={"x": 1, "y": [true, null]}', "c=text", "d=1e3")
-_ORIGIN = ImportMetadata(
+ORIGIN = ImportMetadata(
     model="m",
     source="s",
     kind="cuda",
@@ -93,28 +93,28 @@ def kinds() -> tuple[Kind, ...]:
 
     def use_profile(path: Path) -> None:
         found = read(path, ModelProfile)
-        _check_says(path, encode(found))
-        _check_shown(_text(render_profile(found)), profile_page(found).decode())
+        check_says(path, encode(found))
+        check_shown(shown(render_profile(found)), profile_page(found).decode())
         bapipe.plan(found, homogeneous_cluster({found.device.kind: found}, 2), minibatch_size=128, num_stages=2)
 
     def use_cluster(path: Path) -> None:
         found = read(path, Cluster)
-        _check_says(path, encode(found))
-        _check_shown(_text(render_cluster(found)))
+        check_says(path, encode(found))
+        check_shown(shown(render_cluster(found)))
         if len(found.devices) <= MAX_DEVICES:
             bapipe.plan(profile, found, minibatch_size=128, num_stages=1)
 
     def use_plan(path: Path) -> None:
         found = read(path, Plan)
-        _check_says(path, encode(found), () if found.is_judged else ("prediction", "certificate", "alternatives"))
-        _check_shown(_text(render_plan(found)))
+        check_says(path, encode(found), () if found.is_judged else ("prediction", "certificate", "alternatives"))
+        check_shown(shown(render_plan(found)))
         timeline = unit_cost_timeline(found)
-        _check_shown(gantt(timeline, 120), plan_page(found, {}, [("order", timeline)]).decode())
+        check_shown(gantt(timeline, 120), plan_page(found, {}, [("order", timeline)]).decode())
         bapipe.simulate(found, profile)
 
     def use_trace(path: Path) -> None:
         for title, timeline in read_trace(path):
-            _check_shown(gantt(timeline, 120), plan_page(plans[0], {}, [(title, timeline)]).decode())
+            check_shown(gantt(timeline, 120), plan_page(plans[0], {}, [(title, timeline)]).decode())
         num_slices = sum(event.get("ph") == "X" for event in json.loads(path.read_bytes())["traceEvents"])
         num_read = sum(len(t.spans) + len(t.transfers) + len(t.syncs) + len(t.updates) for _, t in read_trace(path))
         if num_slices != num_read:
@@ -132,7 +132,7 @@ def kinds() -> tuple[Kind, ...]:
 
 
 def _use_graph(path: Path) -> None:
-    found = import_file(path, _ORIGIN)
+    found = import_file(path, ORIGIN)
     wanted_ms = sum(
         float(time[1])
         for line in path.read_text().splitlines()
@@ -142,7 +142,7 @@ def _use_graph(path: Path) -> None:
 
 
 def _use_table(path: Path) -> None:
-    found = import_file(path, _ORIGIN)
+    found = import_file(path, ORIGIN)
     num_rows = sum(bool(line.strip()) for line in path.read_text().splitlines()) - 1
     if len(found.layers) != num_rows:
         raise WrongSuccess(f"{num_rows} rows in the file, {len(found.layers)} layers read")
@@ -155,12 +155,12 @@ def _use_argument(path: Path) -> None:
 
 
 def _check_sum(profile: ModelProfile, forward_ns: float) -> None:
-    read_ns = sum(layer.forward_ns for layer in profile.at(_ORIGIN.batch_size))
+    read_ns = sum(layer.forward_ns for layer in profile.at(ORIGIN.batch_size))
     if not isclose(read_ns, forward_ns, rel_tol=1e-9, abs_tol=len(profile.layers) * 4):
         raise WrongSuccess(f"{forward_ns} ns in the file, {read_ns} read")
 
 
-def _check_says(path: Path, encoded: bytes, dropped: tuple[str, ...] = ()) -> None:
+def check_says(path: Path, encoded: bytes, dropped: tuple[str, ...] = ()) -> None:
     """Raises WrongSuccess unless every value of a file is in the encoded value that was read from it."""
     said, got = json.loads(path.read_bytes(), object_pairs_hook=_unique), json.loads(encoded)
     for where, mine, other in _differences({k: v for k, v in said.items() if k not in dropped}, got, "$"):
@@ -188,7 +188,8 @@ def _differences(said: Any, got: Any, where: str) -> Iterator[tuple[str, Any, An
         yield where, said, got
 
 
-def _text(parts: Iterator[Any]) -> str:
+def shown(parts: Iterator[Any]) -> str:
+    """Returns what a terminal would show."""
     console = Console(file=StringIO(), width=120, markup=False, emoji=False, force_terminal=False)
     for part in parts:
         console.print(part, highlight=False)
@@ -197,7 +198,7 @@ def _text(parts: Iterator[Any]) -> str:
     return file.getvalue()
 
 
-def _check_shown(*texts: str) -> None:
+def check_shown(*texts: str) -> None:
     """Raises WrongSuccess if a text for a terminal, or a page, has a character that is obeyed and not shown."""
     for text in texts:
         for char in set(text) - {"\n"}:

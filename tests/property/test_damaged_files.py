@@ -17,7 +17,8 @@ from benchmarks.fuzz.mutate import mutated
 from tests.strategies import drawn, examples
 
 NAMES = (
-    "profile", "cluster", "plan", "trace", "graph", "table", "argument", "manifest", "tensors", "weights", "picture",
+    "profile", "cluster", "plan", "trace", "graph", "table", "argument", "paradl", "sailor-times",
+    "sailor-layers", "metis", "group-profile", "shapes", "group-cluster", "group-plan", "manifest", "tensors", "weights", "picture",
     "sentences", "vocabulary", "subwords", "catalogue", "text", "digits", "volume",
 )  # fmt: skip
 
