@@ -1,5 +1,6 @@
 """Runs that are killed, frozen, filled up and resumed: ranks are forked, as torchrun would start them, for speed."""
 
+import gc
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from bapipe.errors import Stopped
 from bapipe.formats.plan import Memory, Plan, RankPrediction
 from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.train import train
@@ -85,25 +87,28 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         size = sum(bool(actions) for actions in plan.order)
-        self.pids = []
+        self.pids: list[int] = []
+        self.codes: list[int] = []
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
                 os.environ["BAPIPE_JOB_SECRET"] = "of this test"
-                said = "crashed"
+                said, code = "crashed", 0
                 try:
                     prepare(rank)
                     done = train(plan, build, data(), config, on_step=self._at)
                     said = json.dumps(done.losses)
                 except BaseException as error:
                     said = f"{type(error).__name__}{' told' if getattr(error, 'told', False) else ''}: {error}"
-                    if "RunFailed" not in said:
+                    if isinstance(error, Stopped):
+                        code = 128 + error.number
+                    elif "RunFailed" not in said:
                         traceback.print_exc()
                 finally:
                     (folder / f"said.{rank}").write_text(said)
-                    os._exit(0)
+                    os._exit(code)
             self.pids.append(pid)
 
     def _at(self, report: StepReport) -> None:
@@ -116,7 +121,7 @@ class Ranks:
             while self.is_alive(rank) and time.monotonic() < end_s:
                 time.sleep(0.005)
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            self.codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         files = [self.folder / f"said.{rank}" for rank in range(len(self.pids))]
         return [file.read_text() if file.exists() else "" for file in files]
 
@@ -218,6 +223,16 @@ def frozen(folder: Path) -> dict[str, object]:
     os.kill(ranks.pids[1], signal.SIGKILL)
     os.waitpid(ranks.pids[1], 0)
     return {"said": (folder / "said.0").read_text(), "waited_s": waited_s}
+
+
+def signalled(folder: Path) -> dict[str, object]:
+    """Rank 1 gets SIGTERM while both train, each a process of its own."""
+    training = TrainConfig(steps=10**6, timeout_s=20.0, checkpoint=folder / "stopped", checkpoint_every=10**6)
+    ranks = Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, training)
+    ranks.reached(3)
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    said = ranks.wait()
+    return {"said": said, "codes": ranks.codes, "kept": [path.name for path in (folder / "stopped").glob("step-*")]}
 
 
 def cut_off(folder: Path) -> dict[str, object]:
@@ -342,12 +357,16 @@ def out_of_memory(folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    import torch.distributed.pipelining  # each rank would import it
+
+    gc.freeze()  # what is imported: each rank would look at all of it whenever it collects garbage
     results = {}
     for case in (
         killed,
         replanned,
         full_disk,
         frozen,
+        signalled,
         cut_off,
         slow_and_lossy,
         not_a_number,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,6 +75,18 @@ def test_a_frozen_rank_is_noticed_at_the_timeout(seen: dict[str, Any]) -> None:
     assert seen["frozen"]["waited_s"] < 5
 
 
+def test_a_signal_to_one_rank_of_a_job_stops_all_after_the_same_step(seen: dict[str, Any]) -> None:
+    found = seen["signalled"]
+    assert found["codes"] == [143, 143]
+    assert found["said"][0] == found["said"][1]
+    steps = re.fullmatch(
+        r"Stopped: stopped by SIGTERM after (\d+) steps, of which there is a checkpoint: continue with `resume`",
+        found["said"][0],
+    )
+    assert steps, found["said"]
+    assert found["kept"] == [f"step-{int(steps[1]):09d}"]
+
+
 def test_a_cut_link_ends_every_rank_at_the_timeout_and_nothing_is_lost(seen: dict[str, Any]) -> None:
     found = seen["cut_off"]
     if "skipped" in found:
@@ -140,22 +153,34 @@ def test_a_rank_out_of_memory_is_named_with_what_was_predicted(seen: dict[str, A
     ), second
 
 
-def test_torchrun_restarts_a_killed_run(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_run_and_passes_on_a_signal(tmp_path: Path) -> None:
     script = Path(__file__).with_name("torchrun_case.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    run = subprocess.Popen(
         [*torchrun, "--max-restarts", "1", str(script), str(tmp_path / "kept")],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         env=os.environ | {"PYTHONPATH": PYTHONPATH, "GLOO_SOCKET_IFNAME": "lo", "BAPIPE_JOB_SECRET": "of this test"},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    try:
+        assert run.stdout is not None
+        steps: list[str] = []
+        while steps[-1:] != ["1:7"]:
+            steps.append(run.stdout.readline().strip())
+            assert steps[-1], run.communicate()[1][-2000:]
+        run.send_signal(signal.SIGTERM)
+        rest, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
     first = [f"0:{step}" for step in range(5)]
-    again = int(done.stdout.split()[5].partition(":")[2])  # that of step 4 may still have been on its way
+    again = int(steps[5].partition(":")[2])  # that of step 4 may still have been on its way
     assert again in (2, 4)
-    assert done.stdout.split() == [*first, *(f"1:{step}" for step in range(again, 8))]
-    assert [path.name for path in list_checkpoints(tmp_path / "kept")][-1] == "step-000000008"
+    assert steps == [*first, *(f"1:{step}" for step in range(again, 8))]
+    last = int([*steps, *rest.split()][-1].partition(":")[2])
+    assert list_checkpoints(tmp_path / "kept")[-1].name == f"step-{last + 1:09d}"
+    assert run.returncode == 1  # torchrun's own code
+    assert "SIGTERM" in said
 
 
 def test_an_exported_model_is_the_trained_one(seen: dict[str, Any], folder: Path, tmp_path: Path) -> None:

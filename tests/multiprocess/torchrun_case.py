@@ -1,4 +1,4 @@
-"""A rank of a torchrun job whose second rank is killed at step 5 of the first attempt."""
+"""A rank of a torchrun job whose second rank is killed at step 5 of the first attempt; the second has no end."""
 
 import os
 import signal
@@ -35,5 +35,5 @@ def tell(report: StepReport) -> None:
 
 
 if __name__ == "__main__":
-    config = TrainConfig(steps=8, checkpoint=Path(sys.argv[1]), checkpoint_every=2, resume=True, timeout_s=30)
+    config = TrainConfig(steps=10**6, checkpoint=Path(sys.argv[1]), checkpoint_every=2, resume=True, timeout_s=30)
     train(plan_of(quiet, (3,), (0, 1)), quiet, Deadly(), config, on_step=tell)
