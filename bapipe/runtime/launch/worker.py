@@ -217,8 +217,8 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
     if is_out_of_memory(root_cause(error)):
         text = str(error) if isinstance(error, LayerFailed) else one_line(error)
         return Failure(text=text, expected=False, out_of_memory=True)
-    if isinstance(error, LayerFailed):
-        return Failure(text=str(error), expected=False)
+    if isinstance(error, LayerFailed):  # also while it waits for what another rank sends
+        return Failure(text=str(error), expected=False, lost_peer=_is_lost_peer(root_cause(error)))
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
