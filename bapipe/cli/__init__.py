@@ -6,6 +6,7 @@ compare, simulate), `show.py` and `run.py` (train, export). `options.py` holds t
 `flags.py` translates errors of the library, which name arguments, into the flags that set these.
 """
 
+import gc
 import io
 import logging
 import os
@@ -62,6 +63,7 @@ def main() -> None:
     A signal ends it with one line and exit code 130, 143 or 129.
     """
     raise_on_signals()
+    gc.set_threshold(50_000)  # a file of many layers is many objects, none of them garbage
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no box characters is no reason to fail

@@ -59,6 +59,7 @@ from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
+from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def plan(
 def _remarks(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
     """Returns what a reader of the plan should know besides its figures."""
     ties = near_ties(made, profiles, options.schedules)
-    return tuple(with_flags(words) for words in report.plan_remarks(made, profiles, options.schedules, ties))
+    return tuple(with_flags(words) for words in plan_remarks(made, profiles, options.schedules, ties))
 
 
 def _names(schedules: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,6 +30,9 @@ out = Console(width=_width or (None if sys.stdout.isatty() else 120), markup=Fal
 err = Console(stderr=True, markup=False, emoji=False)
 
 
+MANY_ROWS = 40
+"""A table with more rows is not drawn by rich."""
+
 IN_ASCII = str.maketrans("░▓▒█", ".#-%")
 """What stands for the shades of a Gantt chart where they cannot be printed."""
 
@@ -38,7 +42,24 @@ def show_parts(parts: Iterable[Any]) -> None:
     for part in parts:
         if isinstance(part, Table):
             part = report.fit_table(part, out.width)
-        out.print(part, "", highlight=False, sep="\n")
+            _show_table(part)
+        else:
+            out.print(part, "", highlight=False, sep="\n")
+
+
+def _show_table(table: Table) -> None:
+    """Prints a table and an empty line; rich takes milliseconds for a row, so it draws only the first one of many."""
+    rows = report.rows_below(table, out.width) if table.row_count >= MANY_ROWS else None
+    if rows is None:
+        out.print(table, "", highlight=False, sep="\n")
+        return
+    first, lines = rows
+    out.print(first, highlight=False)
+    out.file.write("".join(f"{line}\n" for line in lines))
+    if table.caption:
+        width = max(map(cell_len, lines))
+        out.print(table.caption, style="table.caption", justify="left", highlight=False, width=width)
+    out.print("")
 
 
 def show_line(text: str) -> None:

@@ -8,17 +8,16 @@ from typing import Annotated
 import typer
 
 from bapipe import report
-from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.progress import note, out, show_line, show_parts, show_timeline, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, read, read_any, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.plan import unit_cost_timeline
 from bapipe.report.chrome_trace import read_trace
 from bapipe.report.plan_changes import render_changes
 from bapipe.report.profile_diff import render_profile_diff
+from bapipe.simulator.simulate import unit_cost_timeline
 
 
 def show(
@@ -101,6 +100,8 @@ def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: 
 
 def _known_profiles(plan: Plan, paths: list[Path]) -> dict[str, ModelProfile]:
     """Returns the profiles of a plan, none if they are neither given nor in the cache."""
+    from bapipe.cli.inputs import profiles_of_plan  # loads the planner
+
     if paths:
         return profiles_of_plan(plan, paths)
     with suppress(BapipeError):

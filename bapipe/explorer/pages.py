@@ -12,8 +12,8 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.plan import unit_cost_timeline
 from bapipe.report.plan_changes import render_changes
+from bapipe.simulator.simulate import unit_cost_timeline
 from bapipe.simulator.timeline import Timeline
 
 Profiles = Mapping[str, ModelProfile]

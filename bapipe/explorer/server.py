@@ -5,6 +5,7 @@ leads here belongs to a page that is not ours), and its Origin, if it has one, i
 """
 
 import secrets
+import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -146,6 +147,11 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise BapipeError(f"port {port}: {error.strerror}; leave `port` out for a free one") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints what went wrong with a request, unless the page was closed before it had its answer."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,15 @@ _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 T = TypeVar("T")
 
 
+def _similar_name(path: Path) -> str:
+    """Returns a question for a file of nearly the same name beside the one that is missing."""
+    try:
+        close = get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1, cutoff=0.85)
+    except OSError:
+        return ""
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
 def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Returns the bytes of a file.
 
@@ -49,7 +59,7 @@ def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except FileNotFoundError:
-        raise BapipeError(f"{path}: no such file") from None
+        raise BapipeError(f"{path}: no such file{_similar_name(path)}") from None
     except OSError as error:
         raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # a NUL in the path

@@ -13,6 +13,7 @@ from bapipe.options import options_from
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind
 from bapipe.planner.make import check_memory, default_devices, plan_of, with_recomputation
+from bapipe.planner.validation import unknown_schedule
 from bapipe.schedules import ALL
 
 MOVE = re.compile(r"stage (\d+) ([+-]\d+)(?: layers?)?")
@@ -73,7 +74,7 @@ def apply(decision: Decision, changes: Changes, cluster: Cluster) -> Decision:
     before = decision
     if changes.schedule is not None:
         if changes.schedule not in ALL:
-            raise BapipeError(f"unknown schedule '{changes.schedule}'; choose from {', '.join(ALL)}")
+            raise unknown_schedule(changes.schedule, ALL)
         decision = replace(decision, schedule=changes.schedule).following_schedule()
     sizes = changes.minibatch_size or decision.minibatch_size, changes.microbatch_size or decision.microbatch_size
     decision = replace(decision, minibatch_size=sizes[0], microbatch_size=sizes[1])

@@ -25,8 +25,6 @@ from bapipe.planner.solution import Rival, Solution, make_plan
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
-from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -246,10 +244,3 @@ def _solve_throughput(
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:
     """Returns the predicted timeline of one step of a plan; see `bapipe.simulator.simulate`."""
     return simulate_by_kind(plan, by_kind(profiles))
-
-
-def unit_cost_timeline(plan: Plan) -> Timeline:
-    """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw the order."""
-    unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
-    stages = [Stage(costs=(unit,) * len(stage.devices)) for stage in plan.stages]
-    return simulate_schedule(plan.table, stages, plan.cluster)

@@ -1,6 +1,6 @@
 """Checks of the planner's inputs: profiles that match the cluster and one another, sums that do not overflow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -37,11 +37,17 @@ def named_schedules(options: PlanOptions) -> list[str]:
     return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
 
 
+def unknown_schedule(name: str, known: Collection[str]) -> BapipeError:
+    """Returns the error for a schedule that is not among those known."""
+    hint = f"; did you mean '{name.lower()}'?" if name.lower() in known else ""
+    return BapipeError(f"unknown schedule '{name}'; choose from {', '.join(known)}{hint}")
+
+
 def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
     """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another."""
     for name in named_schedules(options):
         if name not in ALL:
-            raise BapipeError(f"unknown schedule '{name}'; choose from {', '.join(ALL)}, {SEARCH}")
+            raise unknown_schedule(name, (*ALL, SEARCH))
     for device in cluster.devices:
         if device.kind not in profiles:
             raise BapipeError(

@@ -14,10 +14,9 @@ values, and the others return strings or bytes. The command line writes them.
 
 from bapipe.report.chrome_trace import encode_trace
 from bapipe.report.comparisons import comparison_json, render_comparison
-from bapipe.report.formatting import empty_table, fit_table, html_text, mib, ms, number
+from bapipe.report.formatting import empty_table, fit_table, html_text, mib, ms, number, rows_below
 from bapipe.report.plans import is_step_of, pareto_table, plan_json, render_plan
 from bapipe.report.profiles import render_cluster, render_profile
-from bapipe.report.remarks import plan_remarks
 from bapipe.report.runs import evaluation_words, render_run, run_json
 from bapipe.report.text_gantt import PHASE_NAMES, gantt
 from bapipe.report.variations import variations_table, worth_words
@@ -37,12 +36,12 @@ __all__ = [
     "number",
     "pareto_table",
     "plan_json",
-    "plan_remarks",
     "render_cluster",
     "render_comparison",
     "render_plan",
     "render_profile",
     "render_run",
+    "rows_below",
     "run_json",
     "variations_table",
     "worth_words",

@@ -81,6 +81,39 @@ def fit_table(table: Table, width: int) -> Table:
     return fitted
 
 
+def rows_below(table: Table, width: int) -> tuple[Table, list[str]] | None:
+    """Returns a table with the first row alone, and the other rows as the lines that rich would print below it.
+
+    None if a cell would be folded. The first table has no caption: it stands below all rows.
+    """
+    columns = [list(column.cells) for column in table.columns]
+    widths = [
+        max(cell_len(str(column.header)), *(cell_len(str(cell)) for cell in cells))
+        for column, cells in zip(table.columns, columns, strict=True)
+    ]
+    is_folded = any("\n" in str(cell) for cells in columns for cell in cells)
+    if is_folded or _width(widths) > width:
+        return None
+    first = copy(table)
+    first.caption = None
+    first.columns = [
+        replace(column, min_width=wide, _cells=column._cells[:1])
+        for column, wide in zip(table.columns, widths, strict=True)
+    ]
+    first.rows = table.rows[:1]
+    aligned = [
+        [_aligned(str(cell), wide, is_right=column.justify == "right") for cell in cells[1:]]
+        for column, cells, wide in zip(table.columns, columns, widths, strict=True)
+    ]
+    gap = " " * COLUMN_GAP
+    return first, [gap.join(cells) for cells in zip(*aligned, strict=True)]
+
+
+def _aligned(text: str, width: int, *, is_right: bool) -> str:
+    spaces = " " * (width - cell_len(text))
+    return spaces + text if is_right else text + spaces
+
+
 def _width(widths: Sequence[int]) -> int:
     """Returns the width of a table with columns of these widths."""
     return sum(widths) + COLUMN_GAP * (len(widths) - 1)

@@ -1,12 +1,12 @@
 """Draws a timeline as a Gantt chart of text."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bapipe.printable import printable
 from bapipe.report.formatting import ms
 from bapipe.schedules.table import Phase
-from bapipe.simulator.timeline import Timeline, Update
+from bapipe.simulator.timeline import Span, Timeline, Update
 
 FILL = {Phase.FORWARD: "░", Phase.BACKWARD: "▓", Phase.INPUT_GRAD: "▒", Phase.WEIGHT_GRAD: "█"}
 
@@ -36,19 +36,21 @@ def gantt(timeline: Timeline, width: int) -> str:
     updates: defaultdict[int, list[Update]] = defaultdict(list)
     for update in timeline.updates:
         updates[update.rank].append(update)
-    lines = []
+    lines, step_ns = [], timeline.step_ns
     for rank in sorted(working):
-        for lane, text in enumerate(_lane_lines(timeline, rank, updates[rank], num_columns)):
+        lanes = timeline.lanes(rank)
+        for lane, text in enumerate(_lane_lines(lanes, updates[rank], max(step_ns, 1), num_columns)):
             device = "" if lane else names[rank]
             lines.append(f"{device:>{margin}} {text}")
     phases = {span.action.phase for span in timeline.spans}
     legend = "  ".join(f"{FILL[phase]} {PHASE_NAMES[phase]}" for phase in Phase if phase in phases)
-    return "\n".join([*lines, f"{'':>{margin}} {legend}  {UPDATE} update  (0 to {ms(timeline.step_ns)})"])
+    return "\n".join([*lines, f"{'':>{margin}} {legend}  {UPDATE} update  (0 to {ms(step_ns)})"])
 
 
-def _lane_lines(timeline: Timeline, rank: int, updates: Sequence[Update], num_columns: int) -> list[str]:
+def _lane_lines(
+    lanes: Iterable[Sequence[Span]], updates: Sequence[Update], step_ns: int, num_columns: int
+) -> list[str]:
     """Returns the lines of one rank: one, or two if it runs forward and backward at the same time."""
-    step_ns = max(timeline.step_ns, 1)
 
     def paint(line: list[str], start_ns: int, end_ns: int, fill: str, label: str) -> None:
         start, stop = start_ns * num_columns // step_ns, end_ns * num_columns // step_ns
@@ -57,7 +59,7 @@ def _lane_lines(timeline: Timeline, rank: int, updates: Sequence[Update], num_co
         line[start:stop] = (text + fill * (stop - start - len(text)))[: stop - start]
 
     lines = []
-    for spans in timeline.lanes(rank):
+    for spans in lanes:
         line = [" "] * num_columns
         for span in spans:
             paint(line, span.start_ns, span.end_ns, FILL[span.action.phase], str(span.action.microbatch))

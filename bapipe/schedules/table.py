@@ -26,6 +26,9 @@ class Phase(StrEnum):
     WEIGHT_GRAD = "W"
 
 
+_PHASES = {phase.value: phase for phase in Phase}
+
+
 class Action(NamedTuple):
     """One phase of one micro-batch on one stage."""
 
@@ -46,7 +49,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise InvalidSchedule(f"'{text}' is no action; want stage, one of F B I W, micro-batch, such as '2F0'")
-    return Action(int(match[1]), Phase(match[2]), int(match[3]))
+    return Action(int(match[1]), _PHASES[match[2]], int(match[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from bapipe.simulator.event_driven import run_event_driven
 from bapipe.simulator.fifo_links import run_fifo_links
 from bapipe.simulator.longest_path import run_longest_path
 from bapipe.simulator.memory import rank_memory
-from bapipe.simulator.stage_cost import Stage, build_stages, transferred_bytes
+from bapipe.simulator.stage_cost import Stage, StageCost, build_stages, transferred_bytes
 from bapipe.simulator.tied_weights import TiedGradient
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
 
@@ -32,6 +32,13 @@ def simulate(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Timeline:
         BapipeError: a device kind or a micro-batch size without a profile.
     """
     stages = build_stages(plan.stages, profiles, plan.cluster, plan.microbatch_size)
+    return simulate_schedule(plan.table, stages, plan.cluster)
+
+
+def unit_cost_timeline(plan: Plan) -> Timeline:
+    """Returns the plan's order with F, I and W of a millisecond each and no transfers, to draw the order."""
+    unit = StageCost(forward_ns=10**6, input_grad_ns=10**6, weight_grad_ns=10**6)
+    stages = [Stage(costs=(unit,) * len(stage.devices)) for stage in plan.stages]
     return simulate_schedule(plan.table, stages, plan.cluster)
 
 

@@ -47,7 +47,7 @@ def resolve(model: str) -> str:
     path, colon, name = model.partition(":")
     if colon and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
         return model
-    close = get_close_matches(model, ZOO, n=1)
+    close = get_close_matches(model.lower(), ZOO, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise InvalidModel(
         f"unknown model '{model}': want one of {', '.join(sorted(ZOO))}, or a factory of your own as "

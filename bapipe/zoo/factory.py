@@ -76,9 +76,10 @@ def find(function_path: str, what: str) -> Callable[..., object]:
         module = importlib.import_module(path)
     except Exception as error:  # importing runs the module's own code
         if isinstance(error, ModuleNotFoundError) and error.name and f"{path}.".startswith(f"{error.name}."):
-            raise InvalidModel(
-                f"no module '{path}' for {what} '{function_path}': it must be installed, or lie in the current folder"
-            ) from None
+            reason = "it must be installed, or lie in the current folder"
+            if path.endswith(".py"):
+                reason = f"write the module without '.py': '{path.removesuffix('.py').replace('/', '.')}:{name}'"
+            raise InvalidModel(f"no module '{path}' for {what} '{function_path}': {reason}") from None
         raise InvalidModel(f"module '{path}' cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., object] | None = getattr(module, name, None)
     if callable(function):

@@ -21,9 +21,9 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.importers import ImportMetadata, import_file
 from bapipe.planner.inputs import homogeneous_cluster
-from bapipe.planner.plan import unit_cost_timeline
 from bapipe.report import encode_trace, gantt, render_cluster, render_plan, render_profile
 from bapipe.report.chrome_trace import read_trace
+from bapipe.simulator.simulate import unit_cost_timeline
 
 ROOT = Path(__file__).parents[2]
 

@@ -295,6 +295,7 @@ def test_every_command_has_help(folder: Path) -> None:
     ("arguments", "code", "message"),
     [
         (("plan", "none.json"), 1, "none.json: no such file"),
+        (("show", "profil.json"), 1, "profil.json: no such file; did you mean 'profile.json'?"),
         (
             ("plan", "vgg17", "--devices", "2"),
             1,

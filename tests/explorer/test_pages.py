@@ -11,10 +11,10 @@ from bapipe.errors import BapipeError
 from bapipe.explorer import document
 from bapipe.explorer.pages import plan_page, plans_page, profile_page, two_plans_page
 from bapipe.formats.plan import CHANGED_BY_HAND, Plan
-from bapipe.planner.plan import plan, unit_cost_timeline
+from bapipe.planner.plan import plan
 from bapipe.report import encode_trace
 from bapipe.report.chrome_trace import read_trace
-from bapipe.simulator.simulate import simulate
+from bapipe.simulator.simulate import simulate, unit_cost_timeline
 from bapipe.simulator.timeline import Timeline
 from tests.builders import chain, devices
 from tests.explorer.page_data import data_of, loads_nothing

@@ -326,6 +326,15 @@ def test_the_server_answers_its_page(server: Server) -> None:
     assert json.loads(ask(server, "POST", "stop", {})[1]) == {}
 
 
+def test_a_page_that_was_closed_is_no_error_of_the_server(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    for error, is_told in ((BrokenPipeError(), False), (ValueError("a fault"), True)):
+        try:
+            raise error
+        except Exception:
+            server.handle_error(None, ("127.0.0.1", 1))
+        assert ("ValueError: a fault" in capsys.readouterr().err) == is_told
+
+
 def test_the_server_refuses_what_its_page_does_not_send(server: Server) -> None:
     state = json.loads(ask(server, "POST", "model", {})[1])["state"]
     assert ask(server, "GET", "", path="/")[0] == 403

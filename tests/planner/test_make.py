@@ -142,7 +142,7 @@ def test_a_plan_that_does_not_fit_names_what_each_device_lacks() -> None:
         ({"cuts": [3], "devices": ["d0", "d0"]}, "has one stage per device"),
         ({"cuts": [2, 4, 6]}, "4 stages on 2 devices"),
         ({"schedule": "zb-v", "num_stages": 3}, "has 2, 4 stages, not 3"),
-        ({"schedule": "1F1B"}, "unknown schedule '1F1B'"),
+        ({"schedule": "1F1B"}, "unknown schedule '1F1B'; choose from .*; did you mean '1f1b'"),
         ({"recompute": [2]}, "names stage 2; there are stages 0 to 1"),
         ({"recompute_layers": ["l9"]}, "names 'l9': the plan has no such layer"),
         ({"microbatch_size": 3}, "does not divide into micro-batches of 3"),

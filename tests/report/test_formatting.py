@@ -2,9 +2,12 @@
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from bapipe.cli import progress
 from bapipe.report.formatting import add_row, empty_table, fit_table
 
 
@@ -45,3 +48,21 @@ def test_two_columns_of_numbers_always_stay() -> None:
     lines = printed(layers(), 40)
     assert "left out at this width: W, stash" in " ".join(lines)
     assert "encoder.…on.query   Linear   1.23   2.34" in lines[3]
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_long_tables_look_as_rich_prints_them(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"encoder.block{i}.{'注意' * (i % 3)}conv" for i in range(9)]
+    found = []
+    for many_rows in (1, 1000):
+        table = empty_table("times of the layers, which are many", "layer", "", *(f"figure {n}>" for n in range(6)))
+        for i, name in enumerate(names):
+            add_row(table, name, Text("│" * (i % 4), no_wrap=True), *(str(10**n * i) for n in range(6)))
+        console = Console(file=StringIO(), width=width)
+        monkeypatch.setattr(progress, "out", console)
+        monkeypatch.setattr(progress, "MANY_ROWS", many_rows)
+        progress.show_parts([table])
+        assert isinstance(console.file, StringIO)
+        found.append(console.file.getvalue())
+    assert found[0] == found[1]
+    assert ("left out at this width" in found[0]) == (width < 120)

@@ -33,6 +33,8 @@ def test_resolve() -> None:
     assert resolve("vgg16") == VGG
     assert resolve("my.models:net") == "my.models:net"
     assert list(ZOO) == sorted(ZOO)
+    with pytest.raises(InvalidModel, match=r"; did you mean 'vgg16'\?$"):
+        resolve("VGG16")
     with pytest.raises(InvalidModel) as error:
         resolve("vgg61")
     assert str(error.value) == (
@@ -97,6 +99,11 @@ def test_vgg16_initialises_a_layer_by_its_published_rule() -> None:
             "no.such:f",
             {},
             "no module 'no.such' for factory 'no.such:f': it must be installed, or lie in the current folder",
+        ),
+        (
+            "my/nets.py:f",
+            {},
+            "no module 'my/nets.py' for factory 'my/nets.py:f': write the module without '.py': 'my.nets:f'",
         ),
         ("bapipe.zoo.vgg:vgg61", {}, "module 'bapipe.zoo.vgg' has no function 'vgg61'; did you mean 'vgg16'?"),
         (
