@@ -9,6 +9,7 @@ _CAUSES = (
     (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
     (("checkpoint",), "uses torch.utils.checkpoint"),
     (("register_hook",), "adds hooks to tensors"),
+    (("requires_grad_",), "changes which parameters have gradients (requires_grad_); use detach() on tensors instead"),
     (("data", "copy_", "clamp_", "mul_", "add_", "fill_", "lerp_"), "changes tensors in place"),
     (("random", "rand", "randn", "randint", "randperm", "bernoulli"), "draws random numbers"),
     (("item", "tolist", "any", "all", "nonzero", "unique"), "depends on the values of tensors"),

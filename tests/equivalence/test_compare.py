@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from bapipe.equivalence.check import compare_split
 from bapipe.equivalence.compare import _shaken, mismatches, perturbed
 from bapipe.equivalence.outcome import TRAINING, Microbatch, run_original
+from bapipe.tracing import trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -32,3 +34,27 @@ def test_a_gradient_that_is_rounding_alone_may_be_another_one(dtype: torch.dtype
     assert mismatches(original, other_bias, noise) == []
     other_weight = replace(original, gradients={**original.gradients, "0.weight": -weight})
     assert [found.name for found in mismatches(original, other_weight, noise)] == ["0.weight"]
+
+
+class Adversarial(nn.Module):
+    """Trains a critic on one of two calls only, by switching the gradients of its parameters off in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.maker(x)
+        self.critic.requires_grad_(False)
+        loss = -self.critic(made)
+        self.critic.requires_grad_(True)
+        both: torch.Tensor = loss + self.critic(made.detach())
+        return both
+
+
+def test_a_forward_that_switches_gradients_of_parameters_is_named_as_the_cause() -> None:
+    torch.manual_seed(0)
+    module = Adversarial()
+    batches = [Microbatch(inputs=(torch.randn(3, 2),), target=torch.randn(3, 1))]
+    found = compare_split(trace(module, [batches[0].inputs[0]]), nn.functional.mse_loss, batches)
+    assert "likely because the forward of the model changes which parameters have gradients" in str(found)
