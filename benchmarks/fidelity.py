@@ -38,6 +38,7 @@ from bapipe.profiler.measure import measure_model
 from bapipe.simulator.stage_cost import stage_cost
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
+from bapipe.tracing.bound_inputs import only_tensor_inputs
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
@@ -136,7 +137,8 @@ def figures(example: Example, profile: ModelProfile, size: int, device: torch.de
     batch = tuple(
         x[torch.arange(size) % len(x)].contiguous().to(device) for x in (*example.tensors, example.target)
     )  # fmt: skip
-    stash, peak = memory(profile, example.module, batch, example.loss, size)
+    with only_tensor_inputs(example.module, example.inputs):
+        stash, peak = memory(profile, example.module, batch, example.loss, size)
     return {
         "model": profile.model,
         "size": size,
