@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import UNSET
+
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Memory, Prediction
 from bapipe.formats.profile import ModelProfile
@@ -95,6 +97,7 @@ def ranks_json(prediction: Prediction, cluster: Cluster, idle: Sequence[Mapping[
             "device": device.name,
             "kind": device.kind,
             "host": device.host,
+            "members": [] if device.members is UNSET else list(device.members),
             "speed": device.speed,
             "busy": rank.busy_ns,
             "idle": prediction.step_ns - rank.busy_ns,

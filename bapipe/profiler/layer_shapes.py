@@ -70,6 +70,10 @@ def _shape_of(module: nn.Module, call: fx.Node, values: Mapping[fx.Node, object]
         return UNSET
     if isinstance(called, nn.Linear):
         return _linear(called, given)
+    if isinstance(called, nn.LayerNorm):
+        return _layer_norm(called, given)
+    if isinstance(called, nn.Embedding):
+        return _embedding(called, given)
     if given.dim() < 2 or made.dim() < 2:
         return UNSET
     shape = LayerShape(
@@ -87,6 +91,23 @@ def _linear(called: nn.Linear, given: Tensor) -> LayerShape:
     planes = given.shape[1] if given.dim() > 2 else UNSET
     return LayerShape(
         in_channels=called.in_features, out_channels=called.out_features, in_planes=planes, out_planes=planes
+    )
+
+
+def _layer_norm(called: nn.LayerNorm, given: Tensor) -> LayerShape | UnsetType:
+    """A layer norm needs all values of the last axes; places before those are apart from one another."""
+    if given.dim() - len(called.normalized_shape) < 2:
+        return UNSET
+    return LayerShape(in_planes=given.shape[1], out_planes=given.shape[1])
+
+
+def _embedding(called: nn.Embedding, given: Tensor) -> LayerShape:
+    """An embedding is a linear layer of one-hot inputs: its filters are parts of the vectors, its channels parts of the
+    vocabulary, for which each member looks up what it has and the members sum the vectors.
+    """
+    planes = given.shape[1] if given.dim() > 1 else UNSET
+    return LayerShape(
+        in_channels=called.num_embeddings, out_channels=called.embedding_dim, in_planes=planes, out_planes=planes
     )
 
 

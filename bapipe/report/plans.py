@@ -11,6 +11,9 @@ from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, ms, number
 from bapipe.simulator.timeline import Timeline
 
+MAX_GROUPS = 4
+"""Groups whose members a plan's tables name: others of the cluster are alike."""
+
 
 def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
     """Yields the decisions of a plan, its prediction and certificate, and the alternatives it was compared with."""
@@ -27,6 +30,8 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
         yield f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, {rate} samples/s"
     yield stage_table(plan)
+    if groups := groups_in_words(plan):
+        yield printable(groups, MAX_LINE)
     yield memory_table(plan, timeline)
     yield printable(proof(plan.certificate), MAX_LINE)
     if plan.cluster.assumed_links is not msgspec.UNSET and len(plan.cluster.devices) > 1:
@@ -44,6 +49,18 @@ def is_step_of(timeline: Timeline, plan: Plan) -> bool:
         for action in actions
     }
     return all((timeline.devices[span.rank], str(span.action)) in planned for span in timeline.spans)
+
+
+def groups_in_words(plan: Plan) -> str:
+    """Returns the members of the first groups that have a stage; empty if all stages are on single devices."""
+    used = {name for stage in plan.stages for name in stage.devices}
+    named = [
+        f"{device.name}: {', '.join(device.members)}"
+        for device in plan.cluster.devices
+        if device.name in used and device.members is not msgspec.UNSET
+    ]
+    more = f"; and {len(named) - MAX_GROUPS} more" if len(named) > MAX_GROUPS else ""
+    return f"members of groups: {'; '.join(named[:MAX_GROUPS])}{more}" if named else ""
 
 
 def proof(certificate: Certificate) -> str:

@@ -69,6 +69,7 @@ def _run(
     on_evaluation: OnEvaluation | None,
     on_replan: Callable[[str, Plan], None] | None,
 ) -> TrainResult:
+    check_no_groups(plan)
     factory = config.factory or plan.factory
     if factory is None:
         raise BapipeError(
@@ -80,7 +81,6 @@ def _run(
 
     if config.factory is None and plan.factory is not None:
         check_trusted(plan.factory, config.trust_factory)
-    check_no_groups(plan)
     settings = plan.compute_settings
     if not config.replan:
         _check_devices(plan, settings.threads)

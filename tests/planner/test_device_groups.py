@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError
+from bapipe.explorer.pages import plan_page
 from bapipe.formats.cluster import Bandwidth, Cluster, Link
 from bapipe.formats.profile import ESTIMATE, ModelProfile
 from bapipe.planner.analysis.intra_layer import NOT_SEARCHED, intra_layer
@@ -14,7 +15,9 @@ from bapipe.planner.best_grouping import order_of_ways
 from bapipe.planner.device_grouping import groupings
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.options import PlanOptions
+from bapipe.report import render_plan
 from tests.builders import MS, chain, devices
+from tests.explorer.page_data import data_of
 
 
 def of_members(num: int, forward_ms: int, split: str = "spatial") -> ModelProfile:
@@ -136,6 +139,23 @@ def test_an_explanation_says_what_is_exchanged_and_what_other_groups_would_chang
     assert "of the F and B of stage 0, the 2 members of d0..d1 exchange data for 16.7%" in said
     assert "4 a devices of 1 thread: " in said
     assert "1 a group of 4 (spatial): " in said
+
+
+def test_tables_and_pages_name_the_members_and_a_run_refuses_them() -> None:
+    best = bapipe.plan([of_members(1, 40), of_members(2, 6)], devices(4), minibatch_size=4)
+    assert "members of groups: d0..d1: d0, d1; d2..d3: d2, d3" in [
+        part for part in render_plan(best) if isinstance(part, str)
+    ]
+    ranks = data_of(plan_page(best, {"a": of_members(2, 6)}))["tried"][0]["answer"]["ranks"]
+    assert [rank["members"] for rank in ranks] == [["d0", "d1"], ["d2", "d3"]]
+    with pytest.raises(BapipeError) as error:
+        bapipe.run(best)
+    assert str(error.value) == (
+        "device 'd0..d1' of the plan is a group of 2, and bapipe does not split layers when it trains: plan again without "
+        "profiles of groups, or train with an engine that does"
+    )
+    alone = bapipe.plan(of_members(1, 10), devices(2), minibatch_size=4)
+    assert not any(isinstance(part, str) and part.startswith("members of groups") for part in render_plan(alone))
 
 
 def test_plans_without_groups_are_explained_as_before() -> None:

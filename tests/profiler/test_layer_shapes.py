@@ -48,11 +48,21 @@ def test_layers_whose_split_is_not_known_have_no_shape() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mix, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+            self.mix, self.norm = nn.Linear(4, 4), nn.LayerNorm((3, 4))
 
         def forward(self, x: Tensor) -> Tensor:
             mixed = torch.softmax(self.mix(x), dim=1)  # reads all places
-            result: Tensor = self.norm(mixed)
+            result: Tensor = self.norm(mixed)  # and so does this norm
             return result
 
     assert shapes(Attention(), torch.zeros(2, 3, 4)) == {}
+
+
+def test_embeddings_and_layer_norms_have_shapes() -> None:
+    module = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    places = LayerShape(in_planes=6, out_planes=6)
+    found = shapes(module, tokens)
+    assert found["0"] == LayerShape(in_channels=50, out_channels=8, in_planes=6, out_planes=6)
+    assert found["1"] == places
+    assert (found["2"].in_channels, found["2"].out_channels, found["2"].in_planes) == (8, 32, 6)

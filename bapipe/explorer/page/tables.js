@@ -34,7 +34,8 @@ explorer.deviceTable = (root, answer, rows) => {
     const name = { cell: row ? explorer.rowLabel(row, answer) : rank.device, title: row ? explorer.rowTitle(row, answer) : rank.device, className: "name" };
     const memory = make("span", { className: "bar short" }, make("i", { style: `width:${Math.min(100, (100 * rank.peak) / Math.max(rank.limit, 1))}%; background-color: var(--${lack > 0 ? "alarm" : "stash"})` }));
     const why = causes.slice(0, 2).map(([cause, ns]) => `${cause} ${ms(ns)}`).join(", ");
-    return { cells: [name, rank.kind, rank.host, String(rank.speed), { cell: bar }, ms(rank.busy), percent(rank.idle / step), { cell: why, className: "name", title: why }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "fits"] };
+    const kind = rank.members.length ? { cell: `${rank.kind}, ${rank.members.length} members`, title: rank.members.join(", ") } : rank.kind;
+    return { cells: [name, kind, rank.host, String(rank.speed), { cell: bar }, ms(rank.busy), percent(rank.idle / step), { cell: why, className: "name", title: why }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "fits"] };
   }).filter(Boolean);
   root.replaceChildren(...explorer.table("Devices, and why they are idle", ["device", "kind", "host", "speed>", "busy and idle", "busy>", "idle>", "longest causes", "memory", "peak>", "limit>", ""], cells),
     make("div", { className: "tools keys" }, explorer.key("F", "busy"), ...Object.entries(fill).map(([name, colour]) => explorer.key(colour, name))));
