@@ -11,6 +11,7 @@ from bapipe.simulator.interval_costs import transfer_ns
 if TYPE_CHECKING:
     from bapipe.planner.throughput.loads import Counts, Positions
     from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
+    from bapipe.planner.throughput.window_bound import WindowBound
 
 
 class HomogeneousDevices:
@@ -27,8 +28,12 @@ class HomogeneousDevices:
         overlaps: bool,
         memory_bytes: int,
         max_replicas: int | None = None,
+        window_bound: "WindowBound | None" = None,
+        work_ns: "IntArray | None" = None,
     ) -> None:
+        """`window_bound` raises the devices that are needed around boundaries, which have so much work before them."""
         self._boundaries, self._sums, self._link = boundaries, sums, link
+        self._window_bound, self._work_ns = window_bound, work_ns
         self._overlaps, self._memory_bytes = overlaps, memory_bytes
         self.num_boundaries, self._num_microbatches = boundaries.num_boundaries, num_microbatches
         # A device beyond the number of micro-batches would have nothing to do.
@@ -115,4 +120,6 @@ class HomogeneousDevices:
         before = np.maximum(self._sums.microbatch_ns(0, everywhere) - self._rounding_ns, across)
         after = np.maximum(self._sums.microbatch_ns(everywhere, self._last) - self._rounding_ns, across)
         counts = np.ceil(np.stack([before, after]) * needs).clip(0).astype(np.int64)
+        if self._window_bound is not None and self._work_ns is not None:
+            counts = np.maximum(counts, np.stack(self._window_bound.devices_around(self._work_ns, limit)))
         return counts[0], counts[1]

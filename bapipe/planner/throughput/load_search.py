@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
+from typing import TYPE_CHECKING
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
@@ -11,10 +12,14 @@ from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
-from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
+from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
 from bapipe.planner.throughput.min_max_dp import min_max_load
 from bapipe.planner.throughput.problem import MinMaxLoad
+from bapipe.planner.throughput.window_bound import WindowBound
 from bapipe.progress import LoadProgress
+
+if TYPE_CHECKING:
+    from bapipe.planner.throughput.problem import IntArray
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers, and ranks of the devices."""
@@ -65,21 +70,54 @@ class LoadSearch:
                 heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress, deadline=deadline
             )
             groups = [heterogeneous.states[state][1] for state in result.best.states] if result.best else []
+        # If only some of the downsets are boundaries, the bound of the search does not hold for the others.
+        return self._solution(microbatch_size, result, result.bound if self.has_all_downsets else bound_ns, groups)
+
+    def solve_between(
+        self,
+        microbatch_size: int,
+        limit_bytes: int,
+        bound_ns: float,
+        ceiling_ns: float,
+        windows: WindowBound,
+        work_ns: "IntArray",
+        deadline: Deadline,
+    ) -> LoadSolution:
+        """Returns the best stages on equal devices with a load between a bound and a ceiling, none if there are none.
+
+        Args:
+            work_ns: before each boundary, as in the windows.
+        """
+        problem = self.homogeneous(microbatch_size, limit_bytes, windows, work_ns)
+        best = find_plan_below(problem, ceiling_ns, deadline)
+        result = MinMaxLoad(best=best, bound=bound_ns if best is not None else ceiling_ns)
+        if best is not None:
+            result = min_max_load_homogeneous(problem, bound=bound_ns, ceiling=ceiling_ns, best=best, deadline=deadline)
+        return self._solution(microbatch_size, result, result.bound, _consecutive_groups(result))
+
+    def _solution(
+        self, microbatch_size: int, result: MinMaxLoad, bound_ns: float, groups: Sequence[tuple[int, int]]
+    ) -> LoadSolution:
         if result.best is None:
             return LoadSolution(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())
         intervals = pairwise(result.best.boundaries)
         return LoadSolution(
             microbatch_size=microbatch_size,
             load_ns=int(result.best.load),
-            # If only some of the downsets are boundaries, the bound of the search does not hold for the others.
-            bound_ns=ceil(result.bound) if self.has_all_downsets else ceil(bound_ns),
+            bound_ns=ceil(bound_ns),
             stages=tuple(
                 (tuple(self.boundaries.layers(begin, end)), tuple(range(start, start + count)))
                 for (begin, end), (start, count) in zip(intervals, groups, strict=True)
             ),
         )
 
-    def homogeneous(self, microbatch_size: int, limit_bytes: int) -> HomogeneousDevices:
+    def homogeneous(
+        self,
+        microbatch_size: int,
+        limit_bytes: int,
+        windows: WindowBound | None = None,
+        work_ns: "IntArray | None" = None,
+    ) -> HomogeneousDevices:
         """Returns the problem if all devices are the same."""
         device = self.cluster.devices[0]
         return HomogeneousDevices(
@@ -96,6 +134,8 @@ class LoadSearch:
             link=self.cluster.link(0, len(self.cluster.devices) - 1),
             overlaps=device.overlaps_transfers,
             memory_bytes=limit_bytes,
+            window_bound=windows,
+            work_ns=work_ns,
         )
 
     def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:

@@ -21,7 +21,7 @@ def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: i
     while frontier and len(reached) < max_downsets:
         next_frontier: list[int] = []
         for nodes in frontier:
-            for neighbour in _adjacent_downsets(graph, nodes):
+            for neighbour in adjacent_downsets(graph, nodes):
                 if neighbour not in reached and len(reached) < max_downsets:
                     reached[neighbour] = None
                     next_frontier.append(neighbour)
@@ -29,7 +29,7 @@ def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: i
     return sorted(reached, key=lambda nodes: (nodes.bit_count(), nodes))
 
 
-def _adjacent_downsets(graph: Graph, nodes: int) -> Iterator[int]:
+def adjacent_downsets(graph: Graph, nodes: int) -> Iterator[int]:
     """Yields the downsets with one node more, then those with one node less."""
     predecessors = 0  # predecessors of the nodes inside, which cannot be removed
     for node, before in enumerate(graph.before):

@@ -17,6 +17,7 @@ from bapipe.planner.throughput.heterogeneous import (
     MAX_DEVICES_WITH_ALL_COUNTS,
     MAX_DEVICES_WITH_GAPS,
 )
+from bapipe.planner.throughput.large_graph import MAX_LISTED, LargeGraph
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution, is_homogeneous
 from bapipe.planner.throughput.load_solution import solution_of
 from bapipe.planner.throughput.loads import Boundaries
@@ -93,7 +94,9 @@ def explore_throughput(
     index = {layer.name: i for i, layer in enumerate(first.layers)}
     tied = [(i, *(index[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
     contracted, layers_of_node = contract(graph, tied)
-    node_sets, has_all_downsets = _node_sets(contracted, max_downsets)
+    every = downsets(contracted, max(max_downsets, MAX_LISTED))
+    has_all_downsets = every is not None and len(every) <= max_downsets
+    node_sets = every if every is not None and has_all_downsets else _prefixes_of_orders(contracted)
     search = LoadSearch(
         profiles=profiles,
         cluster=cluster,
@@ -108,21 +111,30 @@ def explore_throughput(
         raise Infeasible(_shortfall(search, microbatch_sizes, limits))
     # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
     best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
+    bounds_ns = [solution.bound_ns for solution in solutions]
     if not has_all_downsets and max_neighbours:
-        best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress, deadline)
-    bound_ns = min(best.load_ns, *(solution.bound_ns for solution in solutions))
+        large = LargeGraph(
+            graph=contracted, layers_of_node=layers_of_node, profile=first, listed=every, deadline=deadline
+        )
+        best = large.improved(search, limits, best)
+        if best.bound_ns < best.load_ns:
+            best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress, deadline)
+        bounds_ns = [
+            best.bound_ns
+            if size == best.microbatch_size
+            else large.raised_bound_ns(search, limits, size, solution.bound_ns, best.load_ns)
+            for size, solution in zip(microbatch_sizes, solutions, strict=True)
+        ]
+    bound_ns = min(best.load_ns, *bounds_ns)
     space = _searched_space(search, limits, microbatch_sizes, max_downsets)
     return solution_of(search, best, bound_ns, space, limits)
 
 
-def _node_sets(graph: Graph, max_downsets: int) -> tuple[list[int], bool]:
-    """Returns all downsets and True, or the prefixes of three linear orders and False if there are too many."""
-    every = downsets(graph, max_downsets)
-    if every is not None:
-        return every, True
+def _prefixes_of_orders(graph: Graph) -> list[int]:
+    """Returns the prefixes of three linear orders."""
     orders = [topological_order(graph), depth_first_order(graph), depth_first_order(graph, reverse=True)]
     some = {nodes for order in orders for nodes in prefixes(order)}
-    return sorted(some, key=lambda nodes: (nodes.bit_count(), nodes)), False
+    return sorted(some, key=lambda nodes: (nodes.bit_count(), nodes))
 
 
 def _improve(
@@ -146,7 +158,7 @@ def _improve(
         better = replace(search, boundaries=near).solve(solution.microbatch_size, limits, progress, deadline)
         if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
             return solution
-        solution = better
+        solution = replace(better, bound_ns=solution.bound_ns)
 
 
 def _searched_space(
