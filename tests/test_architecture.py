@@ -259,7 +259,7 @@ def test_command_line_options() -> None:
             "--profile", "--schedule", "--trace", "--vary",
         ],
         "simulate": ["--json", "--trace"],
-        "show": ["--html", "--profile", "--trace"],
+        "show": ["--html", "--json", "--profile", "--trace"],
         "run": [
             "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers", "--device",
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from bapipe import report
-from bapipe.cli.progress import note, out, show_line, show_parts, show_timeline, show_written
+from bapipe.cli.options import AsJson
+from bapipe.cli.progress import note, out, show_json, show_line, show_parts, show_timeline, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, read, read_any, write_bytes
@@ -37,9 +38,15 @@ def show(
         list[Path] | None,
         typer.Option("--profile", help="With --html: a profile of the plan, if the cache has it no more."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show a profile, a cluster or a plan, or the difference of two."""
     content = read_any(file)
+    if as_json:
+        if html is not None or trace:
+            raise BapipeError("--json goes without --html and --trace")
+        _show_json(content, other)
+        return
     if trace and not isinstance(content, Plan):
         raise BapipeError(f"--trace goes with a plan; {file} is none")
     if trace and other is not None:
@@ -62,6 +69,16 @@ def show(
             _write_html(html, profile_page(content))
     else:
         _show_plan(content, html, trace or [], profile or [])
+
+
+def _show_json(content: Plan | ModelProfile | Cluster, other: Path | None) -> None:
+    """Prints a file, or the differences of two plans, as JSON."""
+    if other is None:
+        show_json(content)
+    elif isinstance(content, Plan):
+        show_json({"changes": list(render_changes(content, read(other, Plan)))})
+    else:
+        raise BapipeError("--json goes with one file or with two plans")
 
 
 def _show_two(

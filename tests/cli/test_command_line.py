@@ -48,6 +48,18 @@ def planned(folder: Path, *more: str) -> Plan:
     return read(folder / "plan.json", Plan)
 
 
+def test_show_prints_files_and_differences_as_json(folder: Path) -> None:
+    plan = planned(folder, "--stages", "2")
+    shown = json.loads(bapipe(folder, "show", "plan.json", "--json").stdout)
+    assert msgspec.convert(shown, Plan) == plan
+    assert json.loads(bapipe(folder, "show", "profile.json", "--json").stdout)["bapipe"] == "profile/1"
+    assert json.loads(bapipe(folder, "show", "plan.json", "plan.json", "--json").stdout) == {
+        "changes": ["no difference"]
+    }
+    refused = bapipe(folder, "show", "profile.json", "profile.json", "--json")
+    assert refused.stderr == "error: --json goes with one file or with two plans\n"
+
+
 def test_plan_writes_the_plan_that_it_prints(folder: Path) -> None:
     plan = planned(folder, "--stages", "2")
     profile = random_profile(Random(5), 6)
