@@ -93,6 +93,10 @@ def check_writable(path: Path) -> None:
     """Raises BapipeError if `path` could not be written, before hours of work are lost."""
     if path.is_dir():
         raise BapipeError(f"{path}: cannot be written: it is a folder")
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise BapipeError(f"{path}: cannot be written: no right to write there")
+        return
     if not path.parent.is_dir():
         raise BapipeError(f"{path}: cannot be written: no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
@@ -100,12 +104,15 @@ def check_writable(path: Path) -> None:
 
 
 def write_bytes(path: Path, text: bytes) -> None:
-    """Writes `text` to `path` atomically, by renaming a finished file in the same folder.
+    """Writes `text` to `path` atomically, by renaming a finished file in the same folder; straight to a device or pipe.
 
     Raises:
-        BapipeError: the folder does not exist, or cannot be written to.
+        BapipeError: the folder does not exist, or cannot be written to, or nobody reads the pipe.
     """
     try:
+        if _is_special(path):
+            _write_in_place(path, text)
+            return
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -119,6 +126,20 @@ def write_bytes(path: Path, text: bytes) -> None:
             raise
     except OSError as error:
         raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a path is a device, a pipe or a socket, or an open file, as /dev/stdout is: a rename would replace it."""
+    if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _write_in_place(path: Path, text: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # to a pipe that nobody reads it does not wait
+    os.set_blocking(handle, True)
+    with os.fdopen(handle, "wb") as file:
+        file.write(text)
 
 
 def _umask() -> int:

@@ -4,14 +4,16 @@ The limits hold before anything is built of the text, so a small file cannot tak
 """
 
 import json
+import os
 import re
+import select
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -28,6 +30,9 @@ MAX_DEPTH = 64
 
 MAX_DIGITS = 100
 """Most digits in a row in a number; a double has 17."""
+
+PIPE_S = 5.0
+"""How long a pipe with a name is read before anything is written to it."""
 
 # Strings, with what is neither structure nor number around them. Possessive, so that no match has to be remembered;
 # `.` includes line breaks, which JSON refuses later.
@@ -53,10 +58,11 @@ def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Returns the bytes of a file.
 
     Raises:
-        BapipeError: it cannot be read, or has more than `max_bytes`, perhaps because it never ends.
+        BapipeError: it cannot be read, has more than `max_bytes`, perhaps because it never ends, or is a pipe with a
+            name to which nothing is written.
     """
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             content = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise BapipeError(f"{path}: no such file{_similar_name(path)}") from None
@@ -67,6 +73,18 @@ def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise BapipeError(f"{path}: larger than {max_bytes // 2**20} MiB, the most that is read")
     return content
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Returns an open file; to open a pipe with a name to which nobody writes would otherwise wait without end."""
+    if not path.is_fifo() or not os.path.exists(os.path.realpath(path)):  # to that of the shell's `<(...)` one writes
+        return path.open("rb")
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not select.select([handle], [], [], PIPE_S)[0]:
+        os.close(handle)
+        raise BapipeError(f"{path}: nothing was written to this pipe for {PIPE_S:g} s: start first what writes to it")
+    os.set_blocking(handle, True)
+    return os.fdopen(handle, "rb")
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from benchmarks.fuzz.group_kinds import small_profile
 
 NUMBERS = ("0", "-1", "nan", "inf", "-inf", "1e30", "1" + "0" * 30, "9" * 5000, "1e-320", "0x10", "١٢")
 TEXTS = ("", " ", "x" * 100_000, "\x1b[31m\u202e💥", "<script>", "a=b=c", "=", ",", ":", "a:", "--", "../../etc/passwd")
-PLACES = ("folder", "socket", "pipe", "/dev/zero", "/dev/full", "missing/file", "unreadable", "n" * 300)
+PLACES = ("folder", "socket", "pipe", "zero", "full", "missing/file", "unreadable", "n" * 300)
 VALUES = (*NUMBERS, *TEXTS, *PLACES)
 
 REQUIRED = {
@@ -82,6 +82,8 @@ def prepare(folder: Path) -> None:
     (folder / "unreadable").write_text("{}")
     (folder / "unreadable").chmod(0)
     os.mkfifo(folder / "pipe")
+    for name in ("zero", "full"):  # by links: a command that replaced its output would end the device itself
+        (folder / name).symlink_to(f"/dev/{name}")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
 
@@ -135,7 +137,9 @@ def check(command: str, folder: Path, limit_s: int) -> tuple[int, list[str]]:
     found = [
         f"{shortened(arguments)}: {said}" for arguments in chosen if (said := forked_fault(arguments, folder, limit_s))
     ]
-    return len(chosen), found
+    replaced = [name for name in ("zero", "full") if not (folder / name).is_symlink()]
+    replaced += [] if (folder / "pipe").is_fifo() else ["pipe"]
+    return len(chosen), found + [f"{name} was replaced" for name in replaced]
 
 
 def run_all() -> int:

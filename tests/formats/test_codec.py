@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import KINDS, decode, decode_as, encode, read, schema, write
+from bapipe.formats.codec import (
+    KINDS,
+    check_writable,
+    decode,
+    decode_as,
+    encode,
+    read,
+    schema,
+    write,
+    write_bytes,
+)
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
@@ -270,3 +280,27 @@ def test_an_order_of_absurdly_many_actions_is_not_made(plan: Plan) -> None:
         "1000000000000000 micro-batches on 2 stages: want at most 1,048,576 forwards in a step, or the `order` - at "
         "`$.num_microbatches`"
     )
+
+
+def test_a_device_or_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    pipe, null, full = (tmp_path / name for name in ("pipe", "null", "full"))
+    os.mkfifo(pipe)
+    null.symlink_to("/dev/null")
+    full.symlink_to("/dev/full")
+    own = tmp_path / "own"
+    with own.open("wb") as opened:
+        (tmp_path / "stdout").symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        for path in (null, tmp_path / "stdout"):
+            check_writable(path)
+            write_bytes(path, b"text")
+            assert path.is_symlink()
+    assert own.read_bytes() == b"text"
+    with pytest.raises(BapipeError, match=r"^.*full: cannot be written: No space left on device"):
+        write_bytes(full, b"text")
+    with pytest.raises(BapipeError, match=r"^.*pipe: cannot be written: No such device or address"):  # nobody reads it
+        write_bytes(pipe, b"text")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_bytes(pipe, b"text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "null", "own", "pipe", "stdout"]

@@ -1,5 +1,7 @@
 """JSON that others wrote: every limit, what is refused although parsers accept it, and files that never end."""
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,20 @@ def test_a_text_larger_than_the_limit_is_refused_before_it_is_parsed(monkeypatch
 def test_a_file_that_never_ends_is_not_read_to_its_end() -> None:
     with pytest.raises(BapipeError, match=r"^/dev/zero: larger than 24 MiB, the most that is read$"):
         read_limited(Path("/dev/zero"))
+
+
+def test_a_pipe_is_read_if_somebody_writes_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(b"1" * 100_000,))
+    writer.start()
+    assert read_limited(pipe) == b"1" * 100_000
+    writer.join()
+    monkeypatch.setattr(strict_json, "PIPE_S", 0.01)
+    with pytest.raises(
+        BapipeError, match=r"pipe: nothing was written to this pipe for 0\.01 s: start first what writes"
+    ):
+        read_limited(pipe)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "/proc/self/mem", "/"])
