@@ -4,6 +4,7 @@ import ctypes
 import platform
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -130,4 +131,5 @@ def environment(device: torch.device = CPU) -> dict[str, object]:
     }
     if device.type != "cuda":
         return versions
-    return versions | {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    backends: Any = torch.backends  # torch leaves the function without types
+    return versions | {"cuda": torch.version.cuda, "cudnn": backends.cudnn.version()}

@@ -19,18 +19,20 @@ from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.layer_times import LayerTimes, time_layers
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 from bapipe.profiler.prepare import (
-    batch_on_device,
     check_examples,
     check_trainable,
     fits_on_device,
     prepared,
 )
+from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
 from bapipe.torch_settings import in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.changing_state import layers_that_keep_values, layers_with_same_changing_buffer
+from bapipe.tracing.python_random import generators_restored
+from bapipe.zoo.data.dataset import PipelineDataset
 
 CPU = torch.device("cpu")
 
@@ -54,14 +56,15 @@ def measure_model(
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
     check: bool = True,
+    data: Callable[[], PipelineDataset[Any] | None] | None = None,
     resume_from: ModelProfile | None = None,
     save: Callable[[ModelProfile], None] | None = None,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model in training, its last layer the loss.
 
-    Example inputs of any batch size are repeated to each micro-batch size. The module's parameters, buffers and mode
-    are left as they were, its gradients as None.
+    The model is measured on `data`, or else on the example inputs, repeated to each micro-batch size. The module's
+    parameters, buffers and mode are left as they were, its gradients as None.
 
     Args:
         settings: how the model is computed; their `dtype` is replaced by the module's.
@@ -72,6 +75,8 @@ def measure_model(
             the whole model, unless its parameters and their gradients do not fit on the device.
         exhaustive: measures every layer, also those that are equal to another one.
         check: compares the split model with the original, see `bapipe.equivalence`; not done `layer_by_layer`.
+        data: makes samples like the examples; these are repeated all the same if the model fails on the samples, or is
+            measured `layer_by_layer`.
         resume_from: a profile of the same model on the same machine; its sizes are not measured again.
         save: called with the profile so far after each size.
         progress: called with the number of parts done, the number of all parts, and the name of the next one.
@@ -97,6 +102,8 @@ def measure_model(
     num_parts = 2 * len(missing_sizes) + (profile is None)
     done = 0
     layer_by_layer = layer_by_layer or not fits_on_device(module, device)
+    with generators_restored():
+        made_up = None if data is None or layer_by_layer else data()
     with (
         prepared(module, device, settings, move=not layer_by_layer),
         only_tensor_inputs(module, inputs) as tensors,
@@ -112,8 +119,9 @@ def measure_model(
             operator_layers=operator_layers,
             check=check and not layer_by_layer,
         )
+        samples = samples_for(module, (*tensors, target), made_up, loss, device)
         for size in missing_sizes:
-            *batch, batch_target = batch_on_device((*tensors, target), size, device)
+            *batch, batch_target = samples.batch(size, device)
             batch = [in_memory_format(tensor, settings) for tensor in batch]
             training_pass = TrainingPass(
                 model=found.model, loss=loss, inputs=tuple(batch), target=batch_target, autocast=autocast
@@ -139,7 +147,7 @@ def measure_model(
                     dtype=settings.dtype,
                     optimizer=settings.optimizer,
                     settings=settings,
-                    environment=environment(device) | _framework(device) | found.notes,
+                    environment=environment(device) | _framework(device) | found.notes | {"data": samples.name},
                     layers=tuple(
                         _layer_profiles(
                             training_pass,

@@ -95,6 +95,8 @@ def profile(
 
     from bapipe.profiler.measure import measure_model
     from bapipe.torch_device import local_device
+    from bapipe.zoo.data.open_dataset import synthetic_data
+    from bapipe.zoo.example import Example
 
     measured: dict[str, Any] = {
         "microbatch_sizes": microbatch_sizes,
@@ -111,8 +113,17 @@ def profile(
         raise BapipeError("a module is profiled with example `inputs`, a `target` and its `loss`; a factory gives them")
     if arguments or num_co_runners:
         raise BapipeError("`arguments` and `num_co_runners` are for a factory, which makes the module anew")
+    examples = Example(module=module, inputs=inputs, target=target, loss=loss)
+    name = name or type(module).__name__
     return measure_model(
-        module, inputs, target, loss, name=name or type(module).__name__, device=local_device(device), **measured
+        module,
+        inputs,
+        target,
+        loss,
+        name=name,
+        device=local_device(device),
+        data=partial(synthetic_data, examples, name),
+        **measured,
     )
 
 
@@ -143,6 +154,7 @@ def profile_model(
     require_torch()
     from bapipe.profiler.measure import measure_model
     from bapipe.torch_device import local_device
+    from bapipe.zoo.data.open_dataset import synthetic_data
     from bapipe.zoo.factory import build, factory_name, importable_name
 
     factory: Factory = resolve(model) if isinstance(model, str) else model
@@ -175,6 +187,7 @@ def profile_model(
                 leaf_modules=leaf_modules,
                 operator_layers=operator_layers,
                 check=check,
+                data=partial(synthetic_data, example, factory_name(model)),
                 resume_from=None if unfinished_path is None else load_profile(unfinished_path),
                 save=None if unfinished_path is None else partial(write, unfinished_path),
                 progress=progress,

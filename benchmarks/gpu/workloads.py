@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from bapipe.formats.settings import Settings
 from bapipe.torch_private import DropoutBase
 from bapipe.zoo import resolve
-from bapipe.zoo.data.dataset import as_pipeline_dataset
-from bapipe.zoo.data.like_example import like_example
-from bapipe.zoo.data.open_dataset import SYNTHETIC, open_data
+from bapipe.zoo.data.open_dataset import synthetic_data
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 
@@ -65,11 +63,8 @@ def example_of(name: str, is_tiny: bool) -> Example:
 
 def random_batch(name: str, example: Example, size: int) -> tuple[Tensor, ...]:
     """Returns inputs and target of so many samples of the model's synthetic data, on the CPU."""
-
-    def made_up() -> Any:
-        return like_example(example.module, example.tensors, example.target, example.inputs)
-
-    data = as_pipeline_dataset(open_data(SYNTHETIC, example.data, name, made_up))
+    data = synthetic_data(example, name)
+    assert data is not None  # the models of the zoo have some
     return tuple(
         torch.stack([torch.as_tensor(data.part(index, place)) for index in range(size)])
         for place in range(len(example.tensors) + 1)

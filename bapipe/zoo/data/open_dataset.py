@@ -9,7 +9,9 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError
 from bapipe.zoo.data.buckets import Bucketed
 from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
+from bapipe.zoo.data.like_example import like_example
 from bapipe.zoo.data.translation import LOCALE, Translations
+from bapipe.zoo.example import Example
 from bapipe.zoo.factory import current_folder_importable, find, is_path
 
 SYNTHETIC = "synthetic"
@@ -59,6 +61,20 @@ def open_data(
         if spec != SYNTHETIC or synthetic is None:
             raise
         return synthetic()
+
+
+def synthetic_data(example: Example, factory: str) -> PipelineDataset[Any] | None:
+    """Returns the synthetic data of an example that `factory` made; None if its own function for data fails."""
+
+    def like() -> PipelineDataset[Any]:
+        return like_example(example.module, example.tensors, example.target, example.inputs)
+
+    if example.data is None:
+        return like()
+    try:
+        return as_pipeline_dataset(open_data(SYNTHETIC, example.data, factory, like))
+    except Exception:  # whatever the function raises: a run with these data says so
+        return None
 
 
 def without_unreadable(data: PipelineDataset[Any], wanted: bool, spec: str) -> PipelineDataset[Any]:
