@@ -56,6 +56,7 @@ __all__ = [
     "is_view",
     "needs_gradient_for_every_input",
     "needs_values",
+    "occupy_gpu",
     "parameter_hooks",
     "pipeline_runtime",
     "replace_losses",
@@ -174,6 +175,12 @@ def forget_unfinished_groups() -> None:
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Sets how long operations of a group of gloo may take from now on."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+def occupy_gpu(device: torch.device, cycles: int) -> None:
+    """Makes a GPU do nothing for so many of its cycles, on its current stream; returns at once."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -37,6 +37,9 @@ LOSS_OVER_PARTS = "loss_over_parts"
 Split = Literal["tensor", "filter", "channel", "spatial", "sharded"]
 """How the members of a group share the layers; docs/groups.md explains each."""
 
+HOST_OVER_DEVICE = "host_over_device"
+"""Key in `environment`: by micro-batch size, F + B by the clock on the wall over the time a GPU works on them."""
+
 ONE_LAYER = "one_layer"
 """Key in `environment`: modules that are one layer although nobody asked for it, by path, and why."""
 

@@ -18,6 +18,7 @@ from bapipe.profiler.timers import (
     now_ns,
     synchronize,
 )
+from bapipe.torch_private import occupy_gpu
 
 T = TypeVar("T")
 
@@ -25,6 +26,9 @@ MIN_PASSES, MAX_PASSES = 5, 60
 
 WARM_UP_S, WARM_UP_CHANGE = 1.0, 0.02
 """A GPU warms up for this time at least, and until a pass takes as long as the one before, to this relative change."""
+
+HEAD_START_CYCLES = 50_000_000
+"""For which a GPU waits before it runs the model, about 30 ms: the host enqueues work meanwhile."""
 
 MIN_RELEVANT_SHARE = 0.005
 """Layers below this share of a pass do not affect how often passes are repeated."""
@@ -46,6 +50,8 @@ class LayerTimes:
         num_passes: how many passes count.
         sum_over_whole: sum of F + B over all layers, relative to F + B of the model without instrumentation; None if
             the model did not run as a whole.
+        host_over_device: F + B of that model by the clock on the wall, relative to the time a GPU works on them; above
+            1, the host takes longer to enqueue the work. None on a CPU.
         num_groups: how many layers, the loss among them, were measured, each for all that are equal to it.
     """
 
@@ -57,6 +63,7 @@ class LayerTimes:
     num_passes: int
     sum_over_whole: float | None
     num_groups: int
+    host_over_device: float | None = None
 
 
 def time_layers(training_pass: TrainingPass, seconds: float, target_spread: float, exhaustive: bool) -> LayerTimes:
@@ -127,7 +134,8 @@ class _Pass:
     Attributes:
         forward, backward: F and B, run one after the other.
         split_forward, input_grad, weight_grad: F, I and W, run after those.
-        model_ns: F + B of the model without instrumentation.
+        model_ns: F + B of the model without instrumentation, on a GPU with the host ahead.
+        model_wall_ns: the same by the clock on the wall, with an empty queue at first; on a CPU 0.
         disturbance: the share of the time in which this thread waited for the processor, 1 if it took new memory from
             the kernel; 0 on devices that do not measure it.
     """
@@ -138,6 +146,7 @@ class _Pass:
     input_grad: list[int]
     weight_grad: list[int]
     model_ns: int
+    model_wall_ns: int
     disturbance: float
 
     @property
@@ -168,13 +177,13 @@ class _PassRunner:
             lambda: model.backward_inputs(split_loss), self.hook_report_ns, with_overhead=True
         )
         _, weight_grad = self._timed(lambda: model.backward_weights(groups), self.python_report_ns)
-        model_ns = self._model_ns()
+        on_cpu = model.training_pass.device.type == "cpu"
+        model_wall_ns, model_ns = (0, self._model_ns()) if on_cpu else (self._model_ns(), self._model_on_gpu_ns())
         # Wall time minus processor time is how long this thread waited, on a CPU with one thread.
         waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - start_thread_ns)
         layers_with_search = {
             model.layer_of(group) for group in groups if not group.starts_at_root and not model.is_shared(group)
         }
-        on_cpu = model.training_pass.device.type == "cpu"
         if on_cpu:
             _spread_search_time(input_grad, layers_with_search)
         else:
@@ -188,21 +197,35 @@ class _PassRunner:
             input_grad=group_means(input_grad, self.groups),
             weight_grad=group_means(weight_grad, self.groups),
             model_ns=model_ns,
+            model_wall_ns=model_wall_ns,
             disturbance=(1.0 if has_new_memory else wait_share) if on_cpu else 0.0,
         )
 
     def _model_ns(self) -> int:
         """Returns the time of F + B of the model's own code."""
+        device = self.model.training_pass.device
+        synchronize(device)
+        start = now_ns(device)
+        self._run_model()
+        return now_ns(device) - start
+
+    def _model_on_gpu_ns(self) -> int:
+        """Returns how long a GPU works on F + B of the model's own code, if the host is ahead of it."""
+        device = self.model.training_pass.device
+        self.timer.intervals()
+        occupy_gpu(device, HEAD_START_CYCLES)
+        self.timer.stamp(0)
+        self._run_model()
+        return sum(length_ns for _, length_ns in self.timer.intervals())
+
+    def _run_model(self) -> None:
         training_pass = self.model.training_pass
-        synchronize(training_pass.device)
-        start = now_ns(training_pass.device)
         try:
             training_pass.model_loss().backward()  # type: ignore[no-untyped-call]
             synchronize(training_pass.device)
         except Exception as error:  # whatever the model raises
             name = type(training_pass.model.root).__name__
             raise layer_error(name, "forward and backward as a whole", training_pass, error) from error
-        return now_ns(training_pass.device) - start
 
     def _timed(self, run: Callable[[], T], report_ns: int, with_overhead: bool = False) -> tuple[T, list[int]]:
         """Returns the result of `run` and the time of each layer in it, less `report_ns` for each report.
@@ -255,6 +278,7 @@ def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
     weight_grad = list(_typical([one.weight_grad for one in passes]))
     for layer in runner.model.sharing_layers:  # their W was not run; splitting adds little to their B
         weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
+    model_ns, wall_ns = median(one.model_ns for one in passes), median(one.model_wall_ns for one in passes)
     return LayerTimes(
         forward_ns=forward,
         input_grad_ns=input_grad,
@@ -262,7 +286,8 @@ def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
         backward_ns=backward,
         spreads=tuple(_spreads(passes)),
         num_passes=len(passes),
-        sum_over_whole=median(sum(one.totals) for one in passes) / median(one.model_ns for one in passes),
+        sum_over_whole=median(sum(one.totals) for one in passes) / model_ns,
+        host_over_device=wall_ns / model_ns if wall_ns else None,
         num_groups=len(set(runner.groups)),
     )
 

@@ -9,7 +9,15 @@ from msgspec import UNSET, UnsetType, structs
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
-from bapipe.formats.profile import LOSS, TARGET, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.profile import (
+    HOST_OVER_DEVICE,
+    LOSS,
+    TARGET,
+    LayerMeasurement,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+)
 from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
@@ -179,6 +187,8 @@ def _with_quality(profile: ModelProfile, size: int, times: LayerTimes) -> ModelP
     quality: dict[str, object] = {"passes": times.num_passes, "kinds_of_layers": times.num_groups}
     if times.sum_over_whole is not None:
         quality["sum_over_whole"] = round(times.sum_over_whole, 4)
+    if times.host_over_device is not None:
+        quality[HOST_OVER_DEVICE] = round(times.host_over_device, 4)
     notes: dict[str, Any] = {
         key: {**profile.environment.get(key, {}), str(size): value} for key, value in quality.items()
     }

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import EQUIVALENCE, ESTIMATE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
+from bapipe.formats.profile import EQUIVALENCE, ESTIMATE, HOST_OVER_DEVICE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report import layer_diagram
 from bapipe.report.formatting import add_row, empty_table, number
@@ -23,6 +23,8 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         yield printable(str(profile.environment[EQUIVALENCE]), MAX_LINE)
     if LOSS_OVER_PARTS in profile.environment:
         yield printable(str(profile.environment[LOSS_OVER_PARTS]), MAX_LINE)
+    if limits := profile.environment.get(HOST_OVER_DEVICE):
+        yield printable(f"time by the clock on the wall over that of the GPU, by micro-batch size: {limits}", MAX_LINE)
     one_layer = profile.environment.get(ONE_LAYER)
     for path, reason in one_layer.items() if isinstance(one_layer, dict) else ():
         yield printable(f"'{path}' is one layer: {reason}", MAX_LINE)

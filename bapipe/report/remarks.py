@@ -3,11 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
 from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.options import RUNNABLE
 from bapipe.printable import printable
 from bapipe.report.formatting import mib
+
+MAX_HOST_OVER_DEVICE = 1.05
+"""Up to this ratio the GPU is the limit."""
 
 SCALED = "scaled_in_proportion"
 """Where a profile's environment lists the micro-batch sizes whose figures follow from those of another size."""
@@ -23,14 +26,25 @@ def plan_remarks(
     """
     for tie in ties:
         yield _tie_words(plan, tie)
-    for profile in profiles.values():
-        if words := _scaled_words(plan, profile):
-            yield words
-            break
+    for say in (_scaled_words, _host_words):
+        yield from [words for profile in profiles.values() if (words := say(plan, profile))][:1]
     others = [name for name in RUNNABLE if name not in schedules]
     if others and len(plan.cluster.devices) > 1:
         names = ", ".join(others)
         yield f"not searched: {names}; `schedules` all searches every schedule that torch can run"
+
+
+def _host_words(plan: Plan, profile: ModelProfile) -> str:
+    """Returns that the host was the limit at the plan's micro-batch size; empty if the GPU was, or neither is known."""
+    ratios = profile.environment.get(HOST_OVER_DEVICE)
+    ratio = ratios.get(str(plan.microbatch_size)) if isinstance(ratios, dict) else None
+    if not isinstance(ratio, float) or ratio <= MAX_HOST_OVER_DEVICE:
+        return ""
+    return (
+        f"at micro-batches of {plan.microbatch_size} the host took {ratio:.2f} times as long to launch the work on "
+        f"{printable(profile.device.name)} as that took to do it: a run may be slower than planned; a larger "
+        "`microbatch_size` may not"
+    )
 
 
 def _tie_words(plan: Plan, tie: NearTie) -> str:

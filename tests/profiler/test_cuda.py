@@ -81,3 +81,33 @@ def test_a_cuda_device_s_memory_leaves_room_for_context_and_messages(monkeypatch
     monkeypatch.setattr(cluster_module, "framework_bytes", lambda _: 3 * 2**30)
     assert cluster_module._memory_bytes("cuda", 0, 1) == 7 * 2**30
     assert cluster_module._memory_bytes("cuda", 1, 2) == 6 * 2**30
+
+
+def test_the_model_as_a_whole_is_timed_by_the_host_and_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(layer_times, "occupy_gpu", lambda device, cycles: done.append("waits"))
+    monkeypatch.setattr(layer_times, "synchronize", lambda device: done.append("done"))
+    monkeypatch.setattr(layer_times, "now_ns", lambda device: 1000 * len(done))
+    loss = SimpleNamespace(backward=lambda: done.append("runs"))
+    training_pass = SimpleNamespace(device=CUDA, model_loss=lambda: loss)
+    timer = SimpleNamespace(stamp=lambda layer: done.append("stamp"), intervals=lambda: [(0, 7), (0, 5)])
+    monkeypatch.setattr(layer_times, "instrumentation_overhead_ns", lambda device: (0, 0))
+    model: Any = SimpleNamespace(training_pass=training_pass)
+    runner = layer_times._PassRunner(model, timer, (0,))  # type: ignore[arg-type]
+    assert (runner._model_ns(), done) == (2000, ["done", "runs", "done"])
+    done.clear()
+    assert (runner._model_on_gpu_ns(), done) == (12, ["waits", "stamp", "runs", "done"])
+
+
+def test_a_pass_on_a_gpu_compares_the_host_with_it() -> None:
+    times = [2, 4]
+    passes = [
+        layer_times._Pass(
+            forward=times, backward=times, split_forward=times, input_grad=times, weight_grad=times,
+            model_ns=10, model_wall_ns=wall_ns, disturbance=0.0,
+        )
+        for wall_ns in (14, 15, 16)
+    ]  # fmt: skip
+    runner: Any = SimpleNamespace(model=SimpleNamespace(sharing_layers=()), groups=(0, 1))
+    found = layer_times._layer_times(passes, runner)
+    assert (found.host_over_device, found.sum_over_whole) == (1.5, 1.2)

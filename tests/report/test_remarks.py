@@ -9,6 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.near_ties import near_ties
+from bapipe.planner.options import RUNNABLE
 from bapipe.report.remarks import plan_remarks
 from tests.builders import chain, devices
 
@@ -26,6 +27,16 @@ def gpipe() -> Plan:
 
 def words(plan: Plan, of: ModelProfile, schedules: tuple[str, ...]) -> list[str]:
     return list(plan_remarks(plan, {"a": of}, schedules, near_ties(plan, of, schedules)))
+
+
+def test_a_plan_at_whose_size_the_host_was_the_limit_says_so() -> None:
+    def told(ratio: object) -> list[str]:
+        of = msgspec.structs.replace(profile(), environment={"host_over_device": {"1": ratio}})
+        return [text for text in plan_remarks(gpipe(), {"a": of}, RUNNABLE, ()) if "host" in text]
+
+    assert told(1.04) == told(None) == []
+    (text,) = told(1.4)
+    assert text.startswith("at micro-batches of 1 the host took 1.40 times as long to launch the work on")
 
 
 def test_a_schedule_that_needs_less_memory_is_a_near_tie() -> None:
