@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bapipe.formats.multigraph import to_networkx
     from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
     from bapipe.formats.profile import ModelProfile
+    from bapipe.planner.compare import Comparison, compare
     from bapipe.planner.edit import Changes, edit
     from bapipe.planner.make import make
     from bapipe.planner.options import PlanOptions
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "Certificate": "bapipe.formats.plan",
     "Changes": "bapipe.planner.edit",
     "Cluster": "bapipe.formats.cluster",
+    "Comparison": "bapipe.planner.compare",
     "Device": "bapipe.formats.cluster",
     "Example": "bapipe.zoo.example",
     "Infeasible": "bapipe.errors",
@@ -54,6 +56,7 @@ _MODULE_OF = {
     "StagePlan": "bapipe.formats.plan",
     "Timeline": "bapipe.simulator.timeline",
     "TrainConfig": "bapipe.runtime.train_config",
+    "compare": "bapipe.planner.compare",
     "edit": "bapipe.planner.edit",
     "make": "bapipe.planner.make",
     "plan": "bapipe.planner.plan",
@@ -73,6 +76,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "Certificate",
     "Changes",
     "Cluster",
+    "Comparison",
     "Device",
     "Example",
     "Infeasible",
@@ -89,6 +93,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "StagePlan",
     "Timeline",
     "TrainConfig",
+    "compare",
     "edit",
     "make",
     "plan",

@@ -214,9 +214,9 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError):
         bapipe.nothing  # noqa: B018
     assert sorted(bapipe.__all__) == [
-        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Device", "Example", "Infeasible",
+        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "Device", "Example", "Infeasible",
         "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "PlanOptions",
-        "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "edit", "make", "plan", "profile", "read", "run", "simulate",
+        "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "compare", "edit", "make", "plan", "profile", "read", "run", "simulate",
         "to_networkx", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:

@@ -49,6 +49,14 @@ def test_frames_have_the_rows(name: str) -> None:
     assert set(frame.columns) == {column for row in value.rows() for column in row}
 
 
+def test_schedules_are_compared_from_python() -> None:
+    profile = chain([1, 2, 1])
+    compared = bapipe.compare(profile, 2, minibatch_size=4, schedules=["gpipe", "1f1b"])
+    assert {"gpipe", "1f1b"} <= set(compared.plans)
+    fastest = bapipe.plan(profile, 2, minibatch_size=4, schedules=["gpipe", "1f1b"])
+    assert compared.rows()[0]["step_ns"] == fastest.prediction.step_ns
+
+
 def test_rows_hold_the_figures() -> None:
     values = shown()
     assert sum(row["forward_ns"] for row in values["profile"].rows()) == 4_000_000

@@ -50,7 +50,7 @@ from bapipe.formats.codec import check_writable, fingerprint, read, write_bytes
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
-from bapipe.planner.compare import compare as compare_strategies
+from bapipe.planner.compare import compare as compare_schedules
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
@@ -288,7 +288,7 @@ def compare(
     devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
     deadline = deadline_of(time_limit)
     with err.status("planning") as status, stops_on_interrupt(deadline):
-        compared = compare_strategies(
+        compared = compare_schedules(
             profiles,
             devices_to_use,
             options,

@@ -7,8 +7,9 @@ from typing import Any, cast
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.options import options_from
 from bapipe.planner.deadline import Deadline, deadline_of
+from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
 from bapipe.tables import data_frame, rows_html
@@ -55,23 +56,31 @@ class Comparison:
 
 
 def compare(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
+    profiles: Profiles,
+    cluster: Cluster | int,
+    options: PlanOptions | None = None,
     *,
     deadline: Deadline | None = None,
     progress: Callable[[str], None] | None = None,
+    **keywords: Any,
 ) -> Comparison:
     """Returns the best plan of every schedule with one device per stage, and the best of all schedules with replicas.
 
     Args:
-        options: its `time_limit_s` is the limit of all searches together: each has an equal share of what is left.
+        profiles: one per kind of device.
+        cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
+        options: as of `bapipe.plan`, or its fields as keyword arguments. Its `time_limit_s` is the limit of all
+            searches together: each has an equal share of what is left.
         deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
         progress: called with the name of the next strategy.
 
     Raises:
         BapipeError: there is no plan at all; the message is that of the last search.
+        TypeError: an unknown option.
     """
+    options, profiles = options_from(PlanOptions, options, keywords), by_kind(profiles)
+    if isinstance(cluster, int):
+        cluster = homogeneous_cluster(profiles, cluster)
     searches = {name: replace(options, schedules=[name], replicas=False) for name in options.schedules}
     if options.replicas:
         searches["any of them, with replicas"] = options
