@@ -93,7 +93,7 @@ def test_the_model_as_a_whole_is_timed_by_the_host_and_on_the_gpu(monkeypatch: p
     timer = SimpleNamespace(stamp=lambda layer: done.append("stamp"), intervals=lambda: [(0, 7), (0, 5)])
     monkeypatch.setattr(layer_times, "instrumentation_overhead_ns", lambda device: (0, 0))
     model: Any = SimpleNamespace(training_pass=training_pass)
-    runner = layer_times._PassRunner(model, timer, (0,))  # type: ignore[arg-type]
+    runner = layer_times._PassRunner(model, timer, (0,))
     assert (runner._model_ns(), done) == (2000, ["done", "runs", "done"])
     done.clear()
     assert (runner._model_on_gpu_ns(), done) == (12, ["waits", "stamp", "runs", "done"])
