@@ -9,6 +9,7 @@ between, the dual of the fractional knapsack (Dantzig 1957), of which any multip
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,6 +24,12 @@ FEW_LABELS = 32
 
 NUM_MULTIPLIERS = 16
 """Multipliers of the bound: each costs an array of all intervals."""
+
+MAX_BRANCHED_LAYERS = 48
+"""Layers of a stage with many tensors in use side by side up to which its choices are gone through."""
+
+MAX_SIDE_BY_SIDE = 2
+"""Tensors in use side by side, whose producers' choices are the states of the dynamic programme."""
 
 EPSILON = 1e-12
 """Margin for the rounding of floating point, relative to a value."""
@@ -118,6 +125,8 @@ class LayerChoice:
             whole_fits: whether the stage fits if all of it is recomputed, from its input.
         """
         key = begin, end, first_kind, tuple(sorted(set(limits), key=repr))
+        if key not in self._found and whole_fits and self._is_too_wide(begin, end, first_kind):
+            self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=False)
         if key not in self._found:
             kinds = sorted({limit.kind for limit in limits})
             forward_ns = [sum(self._forward_ns[kind][i] for kind in kinds) for i in range(begin, end)]
@@ -134,6 +143,16 @@ class LayerChoice:
             else:
                 self._found[key] = None if found.is_best else RecomputedLayers(layers=frozenset(), is_best=False)
         return self._found[key]
+
+    def _is_too_wide(self, begin: int, end: int, kind: str) -> bool:
+        """Returns whether a long stage has so many tensors in use at once that its choices are not gone through."""
+        if end - begin <= MAX_BRANCHED_LAYERS:
+            return False
+        change = [0] * (end - begin + 1)
+        for producer, _, users in self.tensors(begin, end, kind):
+            change[max(producer, 0)] += 1
+            change[users[-1]] -= 1
+        return max(accumulate(change)) > MAX_SIDE_BY_SIDE
 
     def stash_bytes(self, kind: str, begin: int, end: int) -> IntArray:
         """Returns the stash of each of the layers. [end - begin]"""
