@@ -96,3 +96,26 @@ def test_the_bound_is_no_larger_than_any_set() -> None:
                 assert 0 <= least <= time
                 tight += 0 < time <= least + 2
     assert tight > 60
+
+
+def test_a_long_stage_with_many_tensors_in_use_at_once_recomputes_all() -> None:
+    """Every layer uses the outputs of the three before it, so that the choices of three layers matter at once."""
+    profile = random_profile(Random(0), 60, (1,))
+    layers = tuple(
+        replace(layer, inputs=tuple(f"t{j}" for j in range(max(0, i - 3), i)) or ("x",), outputs=(f"t{i}",))
+        for i, layer in enumerate(profile.layers)
+    )
+    measured = tuple(replace(m, output_bytes=(8,)) for m in profile.at(1))
+    wide = replace(profile, layers=layers, measurements=(replace(profile.measurements[0], layers=measured),))
+    stash = sum(m.stash_bytes for m in measured)
+    choice = LayerChoice({"a": wide}, 1)
+    every = choice.best(
+        0, 60, [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=3 * stash)], "a", whole_fits=True
+    )
+    assert every is not None
+    assert every.layers == frozenset(range(60))
+    assert not every.is_best
+    room = 3 * sum(m.stash_bytes for m in measured[:10])
+    some = choice.best(0, 10, [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=room)], "a", whole_fits=True)
+    assert some is not None
+    assert some.is_best
