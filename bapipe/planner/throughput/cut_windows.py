@@ -17,11 +17,10 @@ import numpy as np
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph
+from bapipe.graph.minimum_cut import minimum_cut
 from bapipe.planner.deadline import UNLIMITED, Deadline
 
 if TYPE_CHECKING:
-    import networkx as nx
-
     from bapipe.planner.throughput.problem import IntArray
 
 MAX_WINDOWS = 256
@@ -168,10 +167,11 @@ def _fewest_bytes(
     graph: Graph, tensors: Iterable[Tensor], inside: int, outside: int, is_gradient: bool
 ) -> tuple[int, int]:
     """Returns the fewest bytes of a downset with all nodes of one set and none of another, and such a downset."""
-    import networkx as nx
+    capacities: dict[tuple[int, int], float] = {}
 
-    network = nx.DiGraph()
-    network.add_nodes_from((INSIDE, OUTSIDE))
+    def add(source: int, target: int, capacity: float) -> None:
+        if source != target:
+            capacities[source, target] = capacities.get((source, target), 0) + capacity
 
     def side(node: int) -> int:
         return INSIDE if inside >> node & 1 else OUTSIDE if outside >> node & 1 else node
@@ -183,21 +183,14 @@ def _fewest_bytes(
         if (is_gradient and not has_gradient) or side(maker) == OUTSIDE or ends == {INSIDE}:
             continue
         if OUTSIDE in ends:  # it crosses wherever its maker is inside
-            _add(network, side(maker), OUTSIDE, num_bytes)
+            add(side(maker), OUTSIDE, num_bytes)
             continue
-        _add(network, side(maker), number, num_bytes)
+        add(side(maker), number, num_bytes)
         for end in sorted(ends):
-            _add(network, number, end, inf)
+            add(number, end, inf)
     for node in range(graph.num_nodes):
         if side(node) == node:
             for before in members(graph.before[node] & ~inside):
-                _add(network, node, before, inf)
-    num_bytes, (reached, _) = nx.minimum_cut(network, INSIDE, OUTSIDE)
-    return int(num_bytes), inside | sum(1 << node for node in reached if 0 <= node < graph.num_nodes)
-
-
-def _add(network: "nx.DiGraph", source: int, target: int, capacity: float) -> None:
-    """Adds capacity to an arc."""
-    if source != target:
-        known = network.get_edge_data(source, target, {"capacity": 0})["capacity"]
-        network.add_edge(source, target, capacity=known + capacity)
+                add(node, before, inf)
+    least_bytes, reached = minimum_cut(capacities, INSIDE, OUTSIDE)
+    return least_bytes, inside | sum(1 << node for node in reached if 0 <= node < graph.num_nodes)
