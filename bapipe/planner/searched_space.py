@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Union
 
+from bapipe.schedules import LOOPED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSpace:
@@ -124,8 +126,16 @@ def _partitions(space: PartitionSpace) -> str:
         f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
         f"{space.num_devices}{space.device_order}; micro-batches of {sizes}; "
         f"schedules {', '.join(space.schedules)}; {'any' if space.replicas else 'no'} replicas, "
-        f"{'recomputation where a stage does not fit without' if space.recompute else 'no recomputation'}{constraints}"
+        f"{_recomputation(space)}{constraints}"
     )
+
+
+def _recomputation(space: PartitionSpace) -> str:
+    several = [name in LOOPED for name in space.schedules]
+    if not space.recompute or all(several):
+        return "no recomputation"
+    alone = " that has its device to itself" if any(several) else ""
+    return f"recomputation where a stage{alone} does not fit without"
 
 
 def _throughput(space: ThroughputSpace) -> str:

@@ -95,6 +95,19 @@ def test_a_margin_leaves_memory_free() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("schedules", "searched"),
+    [
+        (("1f1b",), "recomputation where a stage does not fit without"),
+        (("1f1b", "zb-v"), "recomputation where a stage that has its device to itself does not fit without"),
+        (("zb-v",), "no recomputation"),
+    ],
+)
+def test_the_certificate_says_which_stages_may_recompute(schedules: tuple[str, ...], searched: str) -> None:
+    plan = bapipe.plan(chain([1, 1, 1, 1]), devices(2), minibatch_size=4, schedules=schedules)
+    assert plan.certificate.space.endswith(f", {searched}")
+
+
 def test_constraints_hold() -> None:
     profile = chain([3, 1, 1, 1, 2])
 
