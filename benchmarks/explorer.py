@@ -8,6 +8,7 @@ CPU seconds of its process, the second time. `--sweep`: 98 plans for ResNet-50 o
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -134,6 +135,7 @@ def show_pages() -> None:
     for case in CASES:
         session = Session({"a": case.profile}, case.cluster, case.num_microbatches)
         state = moved(session.first)
+        gc.freeze()  # as `bapipe explore` does
         simulated_ms = cpu_ms(lambda session=session, state=state: session.judge(state, detailed=False))  # type: ignore[misc]
         opened, redrawn = measured_page(case, session)
         size = len(standalone_page(session, session.first, (("start", session.first),)))
