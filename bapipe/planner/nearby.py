@@ -76,14 +76,12 @@ def plans_nearby(
     """
     found = [_begin(profiles, point) for point in points]
     begun = [each for each in found if isinstance(each, _PointSearch)]
-    for search, before in [*_with_neighbour(begun), *_with_neighbour(begun[::-1])]:
-        search.try_plan(before.best)
+    _try_plans_of_neighbours(begun)
     for search in begun:
         search.move_cuts()
         search.search()
         progress()
-    for search, before in [*_with_neighbour(begun), *_with_neighbour(begun[::-1])]:
-        search.try_plan(before.best)
+    _try_plans_of_neighbours(begun)
     return [each if isinstance(each, BapipeError) else each.plan() for each in found]
 
 
@@ -94,9 +92,10 @@ def _begin(profiles: Mapping[str, ModelProfile], point: Point) -> "_PointSearch 
         return error
 
 
-def _with_neighbour(searches: "Sequence[_PointSearch]") -> "Iterator[tuple[_PointSearch, _PointSearch]]":
-    """Yields each search after the first, with the one before it."""
-    return ((after, before) for before, after in pairwise(searches))
+def _try_plans_of_neighbours(searches: "Sequence[_PointSearch]") -> None:
+    """Tries the best plan of each search at the next one, forwards and then backwards."""
+    for before, after in [*pairwise(searches), *pairwise(searches[::-1])]:
+        after.try_plan(before.best)
 
 
 class _PointSearch:
