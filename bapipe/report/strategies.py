@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 
@@ -14,7 +13,7 @@ from bapipe.planner.strategies import Strategy
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, number
 from bapipe.report.idle_time import idle_ns_by_cause
-from bapipe.tables import data_frame, rows_html
+from bapipe.tables import rows_html
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +75,6 @@ class StrategyTable:
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each strategy; those without a plan have no times, and the reason in `why_not`."""
         return list(map(_row, self.strategies))
-
-    def to_pandas(self) -> Any:
-        """Returns a `pandas.DataFrame` with a row for each strategy."""
-        return data_frame(self.rows())
 
     def _repr_html_(self) -> str:
         """Returns the strategies side by side, for a notebook."""
