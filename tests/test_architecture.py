@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ import typer
 import bapipe
 from bapipe.cli import app
 from bapipe.cli.lazy_group import COMMANDS
-
-PACKAGE = Path(bapipe.__file__).parent
+from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, tree_of
 
 LAYERS = [
     {"errors"},
@@ -62,20 +62,21 @@ HEAVY = {
 
 def modules() -> list[tuple[str, Path]]:
     """(top-level name inside the package, file)"""
-    return [(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path) for path in sorted(PACKAGE.rglob("*.py"))]
+    return [(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path) for path in FILES]
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(dotted name, whether it is at the top of the file) of every import, but those for type checkers only."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     checking = {
         id(node)
-        for block in ast.walk(tree)
+        for block in nodes_of(path)
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if id(node) in checking:
             continue
         if isinstance(node, ast.ImportFrom):
@@ -89,9 +90,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), modules(), ids=lambda x: str(x.relative_to(PACKAGE)) if isinstance(x, Path) else ""
-)
+@pytest.mark.parametrize(("name", "path"), modules(), ids=lambda x: relative(x) if isinstance(x, Path) else "")
 def test_imports_point_down(name: str, path: Path) -> None:
     level = next(i for i, layer in enumerate(LAYERS) if name in layer)
     for imported, _ in imports(path):
@@ -104,9 +103,7 @@ def test_imports_point_down(name: str, path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), modules(), ids=lambda x: str(x.relative_to(PACKAGE)) if isinstance(x, Path) else ""
-)
+@pytest.mark.parametrize(("name", "path"), modules(), ids=lambda x: relative(x) if isinstance(x, Path) else "")
 def test_heavy_packages_stay_where_they_belong(name: str, path: Path) -> None:
     for imported, at_top in imports(path):
         package = imported.split(".")[0]
@@ -126,8 +123,7 @@ def private_torch_names(path: Path) -> list[str]:
 
     Names of the latter kind are found by what the file defines: its functions, classes, fields and attributes of self.
     """
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes = nodes_of(path)
     if not any(imported.split(".")[0] == "torch" for imported, _ in imports(path)):
         return []
 
@@ -149,10 +145,11 @@ def private_torch_names(path: Path) -> list[str]:
     for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             found += [ast.unparse(node)] if ast.unparse(node.value) not in ("os", "sys") else []
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
-            name = node.args[1]
+    for called, call in calls_of(path):
+        if called in ("getattr", "setattr", "hasattr"):
+            name = call.args[1]
             if isinstance(name, ast.Constant) and is_private(str(name.value)):
-                found.append(ast.unparse(node))
+                found.append(ast.unparse(call))
     return found
 
 
@@ -164,9 +161,8 @@ def test_private_names_of_torch_stay_in_one_file() -> None:
 
 def test_only_the_command_line_prints_and_exits() -> None:
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.exit", "exit"):
-                assert name == "cli", f"{path.name}: {ast.unparse(node)}"
+        for called, _ in calls_of(path):
+            assert name == "cli" or called not in ("print", "sys.exit", "exit"), f"{path.name}: {called}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Conventions of every file: docstrings, comments, and the only places for flags and torch's private names."""
+"""Conventions of every file: docstrings, comments, and the only place for flags."""
 
 import ast
 import json
@@ -15,30 +15,22 @@ import bapipe
 from bapipe.cli import app
 from tests import ROOT
 from tests.builders import chain, devices
-
-PACKAGE = ROOT / "bapipe"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, text_of, tree_of
 
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 ENTRY_POINTS = {"plan_step_time"}
 """Functions that nothing in the package calls: the search for the step time alone."""
 
-TORCH_PRIVATE = "torch_private.py"
-
 MIN_COMMENTS = {"action_order": 30, "analysis": 30, "branch_and_bound": 30, "long_chain": 30, "throughput": 30}
 """Whole-line comments per 1,000 lines of each folder of the planner; to be raised, never lowered."""
 
 
-def relative(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
-
-
-def docstrings(tree: ast.AST) -> set[int]:
+def docstrings(path: Path) -> set[int]:
     """Returns the ids of the nodes of strings that stand alone: docstrings of modules, classes, functions, attributes."""
     return {
         id(statement.value)
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if isinstance(body := getattr(node, "body", None), list)
         for statement in body
         if isinstance(statement, ast.Expr)
@@ -47,16 +39,15 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 def strings(path: Path) -> Iterator[str]:
     """Yields the strings of a file, parts of f-strings included, docstrings excluded."""
-    tree = ast.parse(path.read_text())
-    skipped = docstrings(tree)
-    for node in ast.walk(tree):
+    skipped = docstrings(path)
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield node.value
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_every_module_has_a_docstring(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(tree_of(path))
     assert docstring
     assert path.name != "__init__.py" or len(docstring) > 40, "say what the package holds"
 
@@ -68,23 +59,6 @@ def test_only_the_command_line_names_flags() -> None:
         if any(FLAG.search(text) and "pip install" not in text for text in strings(path))
     }
     assert [name for name in sorted(files) if not name.startswith("cli/")] == []
-
-
-def private_torch_names(path: Path) -> list[str]:
-    """Returns the dotted names of torch in a file with a part that begins with an underscore."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            names.append(ast.unparse(node))
-    return [name for name in names if re.fullmatch(r"torch(\.\w+)*\._[A-Za-z].*", name)]
-
-
-def test_private_names_of_torch_are_in_one_file() -> None:
-    assert {relative(path) for path in FILES if private_torch_names(path)} <= {TORCH_PRIVATE}
 
 
 @pytest.mark.parametrize("folder", MIN_COMMENTS)
@@ -99,10 +73,6 @@ def test_no_function_hides_a_module() -> None:
     assert [name for name in bapipe.__all__ if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()] == []
 
 
-def test_type_checkers_see_the_annotations() -> None:
-    assert (PACKAGE / "py.typed").exists()
-
-
 def test_the_actions_of_a_plan_are_parsed_once() -> None:
     plan = bapipe.plan(chain([1, 1]), devices(2), minibatch_size=4)
     assert plan.table is plan.table
@@ -115,12 +85,7 @@ def test_the_certificate_of_a_throughput_plan_names_its_space() -> None:
 
 def test_no_certificate_takes_its_bound_from_the_plan_alone() -> None:
     """A certificate whose bound is the plan's own value would call every plan proven optimal."""
-    calls = [
-        node
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("certify", "Certificate")
-    ]
+    calls = [call for path in FILES for called, call in calls_of(path) if called in ("certify", "Certificate")]
     assert len(calls) >= 3
     for call in calls:
         step, bound, space = call.args if call.args else (keyword.value for keyword in call.keywords[:3])
@@ -130,12 +95,11 @@ def test_no_certificate_takes_its_bound_from_the_plan_alone() -> None:
 
 def test_every_function_and_class_of_a_module_is_used() -> None:
     """A name that occurs only in its definition is dead; tests and benchmarks do not count as users."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
-    uses = Counter(re.findall(r"\w+", "\n".join(path.read_text() for path in [*FILES, ROOT / "pyproject.toml"])))
+    uses = Counter(re.findall(r"\w+", "\n".join(text_of(path) for path in [*FILES, ROOT / "pyproject.toml"])))
     dead = [
         f"{relative(path)}: {node.name}"
-        for path, tree in trees.items()
-        for node in tree.body
+        for path in FILES
+        for node in tree_of(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__")
         if uses[node.name] == 1 and node.name not in ENTRY_POINTS
     ]
