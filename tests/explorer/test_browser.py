@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ PROFILE = replace(
     model=MARKUP,
     layers=tuple(replace(layer, name=f"{MARKUP}{i}", kind="<b>") for i, layer in enumerate(PLAIN.layers)),
 )
+LAYERS_OF_STAGES = "[...document.querySelectorAll('#stages tbody tr')].map((row) => row.cells[1].textContent)"
 SHOWN_STEP = "Number(document.getElementById('figures').dataset.step)"
 
 
@@ -69,6 +71,9 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
         expected = session.plan(moved).prediction.step_ns
         browser.wait(f"{SHOWN_STEP} === {expected}")  # while the cut is held
         assert browser.value("document.getElementById('error').hidden")
+        ends = (*moved.cuts, len(PROFILE.layers))
+        sizes = [str(end - begin) for begin, end in pairwise((0, *ends))]
+        assert browser.value(LAYERS_OF_STAGES) == sizes  # the rows of the stages beside the cut have changed
         browser.mouse("mouseReleased", x, y + row)
         browser.wait(f"document.querySelectorAll('#tried tbody tr').length === 2 && {SHOWN_STEP} === {expected}")
         assert expected != begun

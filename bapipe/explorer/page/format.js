@@ -2,10 +2,11 @@
 "use strict";
 const explorer = {};
 
+// A format for each number of digits: `toLocaleString` would make one for each number, which takes 100 times longer.
+explorer.formats = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
 explorer.number = (value) => {
   if (value === 0 || !isFinite(value)) return String(value);
-  const digits = Math.min(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))), 3);
-  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return explorer.formats[Math.min(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))), 3)].format(value);
 };
 explorer.ms = (ns) => `${explorer.number(ns / 1e6)} ms`;
 explorer.mib = (bytes) => (bytes >= 2 ** 40 ? `${explorer.number(bytes / 2 ** 30)} GiB` : `${explorer.number(bytes / 2 ** 20)} MiB`);
@@ -26,20 +27,29 @@ explorer.make = (tag, attributes = {}, ...children) => {
 explorer.plain = (text) => String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (char) => (char === "\n" ? char : `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`));
 
 // A row is { cells, now }; a cell is a text, or { cell, className, title }. Heads that end with > are of numbers.
+explorer.tableCell = (tag, content, numeric) =>
+  content && content.cell !== undefined ? explorer.make(tag, { className: `${numeric ? "n " : ""}${content.className || ""}`, title: content.title || "" }, ...[content.cell].flat())
+    : explorer.make(tag, { className: numeric ? "n" : "" }, content);
+explorer.tableRow = (heads, { cells, now }) => explorer.make("tr", { className: now ? "now" : "" }, ...cells.map((c, i) => explorer.tableCell("td", c, heads[i].endsWith(">"))));
 explorer.table = (title, heads, rows) => {
   const { make } = explorer;
-  const cell = (tag, content, numeric) =>
-    content && content.cell !== undefined ? make(tag, { className: `${numeric ? "n " : ""}${content.className || ""}`, title: content.title || "" }, ...[content.cell].flat())
-      : make(tag, { className: numeric ? "n" : "" }, content);
-  const numeric = heads.map((head) => head.endsWith(">"));
-  const head = make("tr", {}, ...heads.map((text, i) => {
-    const th = cell("th", text.replace(/>$/, ""), numeric[i]);
+  const head = make("tr", {}, ...heads.map((text) => {
+    const th = explorer.tableCell("th", text.replace(/>$/, ""), text.endsWith(">"));
     th.scope = "col";
     return th;
   }));
-  const body = rows.map(({ cells, now }) => make("tr", { className: now ? "now" : "" }, ...cells.map((c, i) => cell("td", c, numeric[i]))));
+  const body = rows.map((row) => explorer.tableRow(heads, row));
   const table = make("table", {}, make("caption", { className: "hidden" }, title), make("thead", {}, head), make("tbody", {}, ...body));
   return [make("h2", {}, title), make("div", { className: "table", tabIndex: 0, role: "region", ariaLabel: title }, table)];
+};
+
+// Shows a table whose rows are { key, make }: `make` returns the row, and `key` is all that it depends on. If a table of as
+// many rows is there already, only those with another key are made: making and laying out all of them takes long.
+explorer.updateTable = (root, title, heads, rows) => {
+  const keys = rows.map((row) => row.key), shown = root.rowKeys || [], body = root.querySelector("tbody");
+  if (!body || shown.length !== keys.length) root.replaceChildren(...explorer.table(title, heads, rows.map((row) => row.make())));
+  else keys.forEach((key, i) => key !== shown[i] && body.rows[i].replaceWith(explorer.tableRow(heads, rows[i].make())));
+  root.rowKeys = keys;
 };
 
 explorer.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -139,8 +139,9 @@ explorer.Layers = class {
     if (!this.state) return;
     const width = this.scroll.clientWidth, height = this.scroll.clientHeight, { row } = this;
     const context = explorer.context(this.canvas, width, height), colour = explorer.colour;
-    const first = Math.floor(this.scroll.scrollTop / row), last = Math.min(this.count, Math.ceil((this.scroll.scrollTop + height) / row));
-    const bounds = [0, ...this.state.cuts, this.count], y = (index) => index * row - this.scroll.scrollTop;
+    const { scrollTop } = this.scroll; // read once: each reading may lay out the page
+    const first = Math.floor(scrollTop / row), last = Math.min(this.count, Math.ceil((scrollTop + height) / row));
+    const bounds = [0, ...this.state.cuts, this.count], y = (index) => index * row - scrollTop;
     const rails = 26, railsWidth = this.natural ? Math.min(48, 6 * (1 + Math.max(0, ...this.model.rails.map((r) => r[0])))) : 0;
     const left = rails + railsWidth + 4, bars = Math.round(width * 0.5), named = row >= 11, cutRoom = this.natural ? Math.round(width * 0.16) : 0;
     bounds.slice(1).forEach((end, stage) => {

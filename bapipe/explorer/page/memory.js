@@ -65,20 +65,29 @@ explorer.Memory = class {
     const { length } = start, left = explorer.MARGIN;
     context.fillStyle = colours.fixed;
     context.fillRect(left, bottom - memory.fixed * scale, Math.min(axis.x(this.answer.timeline.length, width), width) - left, memory.fixed * scale);
-    const first = Math.max(0, explorer.firstEndingAfter(start, axis.from) - 1);
-    let from = Math.round(Math.max(axis.x(start[first], width), left)), stash = 0, workspace = 0;
+    const first = Math.max(0, explorer.firstEndingAfter(start, axis.from) - 1), base = bottom - memory.fixed * scale;
+    let from = Math.round(Math.max(axis.x(start[first], width), left)), stash = 0, workspace = 0, drawn = null;
+    const fill = () => {
+      if (!drawn) return;
+      context.fillStyle = colours.stash;
+      context.fillRect(drawn.from, base - drawn.stash * scale, drawn.to - drawn.from, drawn.stash * scale);
+      if (!drawn.workspace) return;
+      context.fillStyle = colours.workspace;
+      context.fillRect(drawn.from, base - (drawn.stash + drawn.workspace) * scale, drawn.to - drawn.from, drawn.workspace * scale);
+    };
     for (let i = first; i < length && start[i] <= axis.to; i++) {
       const to = Math.round(i + 1 < length ? axis.x(start[i + 1], width) : axis.x(this.answer.timeline.length, width));
       stash = Math.max(stash, memory.stash[i]);
       workspace = Math.max(workspace, memory.workspace[i]);
       if (to - from < 1 && i + 1 < length) continue; // draws the maximum of what falls on one pixel
-      const base = bottom - memory.fixed * scale;
-      context.fillStyle = colours.stash;
-      context.fillRect(from, base - stash * scale, to - from, stash * scale);
-      context.fillStyle = colours.workspace;
-      context.fillRect(from, base - (stash + workspace) * scale, to - from, workspace * scale);
+      if (drawn && drawn.stash === stash && drawn.workspace === workspace) drawn.to = to; // one rectangle with its neighbour
+      else {
+        fill();
+        drawn = { from, to, stash, workspace };
+      }
       [from, stash, workspace] = [to, 0, 0];
     }
+    fill();
   }
   describe(event) {
     const shown = this.rows && this.rows[Math.floor((event.offsetY - explorer.TOP) / this.rowHeight)];

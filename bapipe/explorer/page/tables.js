@@ -5,20 +5,27 @@ explorer.stageTable = (root, state, answer, model, data, actions) => {
   const order = state.layer_order || model.layers.map((_, i) => i);
   const busy = Object.fromEntries((answer.ranks || []).map((rank) => [rank.device, rank.busy]));
   const loads = state.devices.map((devices) => Math.max(0, ...devices.map((device) => busy[device] || 0))), longest = Math.max(1, ...loads);
-  const rows = state.devices.map((devices, s) => {
-    const own = order.slice(bounds[s], bounds[s + 1]), sum = (column) => own.reduce((total, i) => total + data[column][i], 0);
-    const name = (i) => ({ cell: model.layers[i].name, className: "name", title: model.layers[i].name });
+  const isLongest = (s) => loads[s] === longest && loads.length > 1;
+  root.style.setProperty("--longest", longest); // a new longest stage changes the bars of all, but no row has to be made anew
+  const row = (s) => {
+    const devices = state.devices[s], own = order.slice(bounds[s], bounds[s + 1]), sum = (column) => own.reduce((total, i) => total + data[column][i], 0);
+    const times = data.isKnown === false ? ["", "", ""] : [ms(sum("F")), ms(sum("I") + sum("W")), mib(own.reduce((total, i) => total + model.layers[i].params, 0))];
+    const sends = s + 1 < state.devices.length && !state.layer_order && data.isKnown !== false ? mib(data.cut[bounds[s + 1]]) : "";
+    const facts = [devices, state.recompute[s], own.length, own[0], own[own.length - 1], loads[s], isLongest(s), times, sends];
+    return { key: JSON.stringify(facts), make: () => made(s, own, times, sends) };
+  };
+  const made = (s, own, times, sends) => {
+    const names = state.devices[s].join(", "), name = (i) => ({ cell: model.layers[i].name, className: "name", title: model.layers[i].name });
     const recompute = make("input", { type: "checkbox", checked: state.recompute[s], disabled: !actions, ariaLabel: `stage ${s} recomputes its forward` });
-    const place = actions ? make("input", { type: "text", value: devices.join(", "), ariaLabel: `devices of stage ${s}` }) : { cell: devices.join(", "), className: "name", title: devices.join(", ") };
+    const place = actions ? make("input", { type: "text", value: names, ariaLabel: `devices of stage ${s}` }) : { cell: names, className: "name", title: names };
     if (actions) {
       recompute.addEventListener("change", () => actions.recompute(s, recompute.checked));
       place.addEventListener("change", () => actions.place(s, place.value));
     }
-    const load = make("span", { className: "bar" }, make("i", { style: `width:${(100 * loads[s]) / longest}%; background-color: var(--F)` }));
-    const times = data.isKnown === false ? ["", "", ""] : [ms(sum("F")), ms(sum("I") + sum("W")), mib(own.reduce((total, i) => total + model.layers[i].params, 0))];
-    return { now: loads[s] === longest && loads.length > 1, cells: [String(s), String(own.length), name(own[0]), name(own[own.length - 1]), actions ? { cell: place } : place, { cell: recompute }, loads[s] ? { cell: load, title: "busy in a step" } : "", loads[s] ? ms(loads[s]) : "", ...times, s + 1 < state.devices.length && !state.layer_order && data.isKnown !== false ? mib(data.cut[bounds[s + 1]]) : ""] };
-  });
-  root.replaceChildren(...explorer.table("Stages", ["stage", "layers>", "first", "last", "devices", "recompute", "busy", "in a step>", "F a micro-batch>", "I + W>", "parameters>", "sends>"], rows));
+    const load = make("span", { className: "bar" }, make("i", { style: `width:calc(100% * ${loads[s]} / var(--longest)); background-color: var(--F)` }));
+    return { now: isLongest(s), cells: [String(s), String(own.length), name(own[0]), name(own[own.length - 1]), actions ? { cell: place } : place, { cell: recompute }, loads[s] ? { cell: load, title: "busy in a step" } : "", loads[s] ? ms(loads[s]) : "", ...times, sends] };
+  };
+  explorer.updateTable(root, "Stages", ["stage", "layers>", "first", "last", "devices", "recompute", "busy", "in a step>", "F a micro-batch>", "I + W>", "parameters>", "sends>"], state.devices.map((_, s) => row(s)));
 };
 
 explorer.deviceTable = (root, answer, rows) => {
