@@ -13,7 +13,7 @@ from bapipe.formats.profile import LayerProfile, ModelProfile
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.options import PlanOptions
-from tests.random_profiles import random_cluster, random_profile
+from tests.random_profiles import random_cluster, random_profile, with_host_times
 from tests.strategies import drawn
 
 
@@ -48,11 +48,13 @@ def draw_problems(
     buckets: bool = False,
     host_sum_link: bool = False,
     frozen: bool = False,
+    host_times: bool = False,
     limit: int = 2**40,
 ) -> tuple[Problem, ...]:
     """The whole space of some schedules at one or two micro-batch sizes."""
     num_layers = random.randint(1, max_layers)
     profile = random_profile(random, num_layers, splits_badly=splits_badly, shares=shares, frozen=frozen)
+    profile = with_host_times(random, profile) if host_times else profile
     cluster = random_cluster(random, random.randint(1, max_devices))
     if buckets:
         profile, cluster = heavy(profile), heavy_duty(cluster)

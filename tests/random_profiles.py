@@ -6,6 +6,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 
 
@@ -52,6 +53,18 @@ def random_profile(
             for measured in (_measurement(random, size, num_layers) for size in sizes)
         ),
     )
+
+
+def with_host_times(random: Random, profile: ModelProfile, most_ns: int = 150) -> ModelProfile:
+    """The profile of a device with a host, which is the slower of the two for some of the layers."""
+
+    def changed(layer: LayerMeasurement) -> LayerMeasurement:
+        f, i, w, b = (random.choice([0, random.randrange(most_ns)]) for _ in range(4))
+        host = HostTimes(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, backward_ns=b)
+        return replace(layer, host=UNSET if random.random() < 0.2 else host)
+
+    measurements = tuple(replace(m, layers=tuple(map(changed, m.layers))) for m in profile.measurements)
+    return replace(profile, measurements=measurements)
 
 
 def _sharing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:

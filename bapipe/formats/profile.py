@@ -1,7 +1,7 @@
 """The profile/1 file: times and bytes of a model's layers on one kind of device, measured or estimated."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +10,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.group_check import check_group
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.multigraph import to_networkx
 from bapipe.formats.settings import Settings, difference
@@ -141,6 +142,8 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             to that median. Left out if it is not known.
         forward_exchange_ns, backward_exchange_ns: how much of F, and of B, the members of a group exchange data for the
             layer. Left out if it is not known.
+        host: times of the host, which enqueues the layer's work while the device does it; the other times are then the
+            device's. Left out if device and host are one, or the host's times are not known.
     """
 
     forward_ns: NonNegative
@@ -154,6 +157,7 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     spread: NonNegativeFloat | msgspec.UnsetType = msgspec.UNSET
     forward_exchange_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
     backward_exchange_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    host: HostTimes | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def whole_backward_ns(self) -> int:
@@ -300,6 +304,23 @@ class ModelProfile(
         return tuple(_between(a, b, weight) for a, b in zip(by_size[low], by_size[high], strict=True))
 
 
+def has_host_times(profile: ModelProfile) -> bool:
+    """Returns whether a profile has times of the host."""
+    return any(layer.host is not msgspec.UNSET for measured in profile.measurements for layer in measured.layers)
+
+
+def without_host_times(profile: ModelProfile) -> ModelProfile:
+    """Returns the profile with the times of the device alone."""
+    replace = msgspec.structs.replace
+    return replace(
+        profile,
+        measurements=tuple(
+            replace(measured, layers=tuple(replace(layer, host=msgspec.UNSET) for layer in measured.layers))
+            for measured in profile.measurements
+        ),
+    )
+
+
 def is_estimate(profile: ModelProfile) -> bool:
     """Returns whether a profile was estimated, not measured."""
     return ESTIMATE in profile.environment
@@ -347,6 +368,21 @@ def _between(a: LayerMeasurement, b: LayerMeasurement, weight: Fraction) -> Laye
         output_bytes=tuple(mix(x, y) for x, y in zip(a.output_bytes, b.output_bytes, strict=True)),
         forward_exchange_ns=optional(a.forward_exchange_ns, b.forward_exchange_ns),
         backward_exchange_ns=optional(a.backward_exchange_ns, b.backward_exchange_ns),
+        host=_host_between(a.host, b.host, mix),
+    )
+
+
+def _host_between(
+    a: HostTimes | msgspec.UnsetType, b: HostTimes | msgspec.UnsetType, mix: Callable[[int, int], int]
+) -> HostTimes | msgspec.UnsetType:
+    """Times of the host hardly depend on the size: where one size has none, those of the other count."""
+    if a is msgspec.UNSET or b is msgspec.UNSET:
+        return b if a is msgspec.UNSET else a
+    return HostTimes(
+        forward_ns=mix(a.forward_ns, b.forward_ns),
+        input_grad_ns=mix(a.input_grad_ns, b.input_grad_ns),
+        weight_grad_ns=mix(a.weight_grad_ns, b.weight_grad_ns),
+        backward_ns=mix(a.backward_ns, b.backward_ns),
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.action_order.improve_plan import SEARCH
@@ -89,6 +90,9 @@ def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
         for name in fields:
             values = [getattr(layer, name) for layer in measurement.layers]
             _check_sum(profile, values, minibatch_size, f"$.measurements[{i}].layers", name)
+        for name in HostTimes.__struct_fields__:
+            host_ns = [0 if layer.host is msgspec.UNSET else getattr(layer.host, name) for layer in measurement.layers]
+            _check_sum(profile, host_ns, minibatch_size, f"$.measurements[{i}].layers", f"host.{name}")
         outputs = [sum(layer.output_bytes) for layer in measurement.layers]
         _check_sum(profile, outputs, minibatch_size, f"$.measurements[{i}].layers", "output_bytes")
     for name in ("param_bytes", "optimizer_state_bytes", "update_ns"):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
+from bapipe.simulator.layer_totals import NO_HOST_TIMES
 
 IntArray = NDArray[np.int64]
 Index = Any
@@ -134,29 +135,39 @@ class IntervalCosts:
         self._gradient_stash = sums([m.left_by_input_grad_bytes for m in measured])
         self.speed, self._max_ns = speed, max_ns
         self._up, self._down = Fraction(str(speed)).as_integer_ratio()
+        host = [m.host or NO_HOST_TIMES for m in measured]
+        self._has_host_times = any(m.host is not UNSET for m in measured)
+        self._host_forward = sums([h.forward_ns for h in host])
+        self._host_input_grad = sums([h.input_grad_ns for h in host])
+        self._host_weight_grad = sums([h.weight_grad_ns for h in host])
+        self._host_backward = sums([h.backward_ns for h in host])
         times = self._forward, self._input_grad, self._weight_grad, self._backward, self._update
-        longest = max(int(sums_ns.max()) for sums_ns in times)
+        host_times = self._host_forward, self._host_input_grad, self._host_weight_grad, self._host_backward
+        longest = max(int(sums_ns.max()) for sums_ns in times + host_times)
         # No interval takes longer than all layers: if these need no more than 63 bits, no interval has to be checked.
         self._is_exact = longest * 2 * self._down + self._up < 1 << 62 and longest * self._down // self._up < max_ns
 
     def forward_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns F of one micro-batch."""
-        return self._ns(self._forward, begin, end)
+        return self._action_ns(self._ns(self._forward, begin, end), self._host_forward, begin, end)
 
     def input_grad_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns I of one micro-batch."""
-        return self._ns(self._input_grad, begin, end)
+        return self._action_ns(self._ns(self._input_grad, begin, end), self._host_input_grad, begin, end)
 
     def weight_grad_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns W of one micro-batch."""
-        return self._ns(self._weight_grad, begin, end)
+        return self._action_ns(self._ns(self._weight_grad, begin, end), self._host_weight_grad, begin, end)
 
     def backward_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns B of one micro-batch: I + W, each rounded, unless B was measured of some layer."""
+        return self._action_ns(self._device_backward_ns(begin, end), self._host_backward, begin, end)
+
+    def _device_backward_ns(self, begin: Index, end: Index) -> IntArray:
         backward = self._ns(self._backward, begin, end)
         if self.speed == 1.0:  # nothing is rounded, so the layers' B add up to I + W as well
             return backward
-        split = self.input_grad_ns(begin, end) + self.weight_grad_ns(begin, end)
+        split = self._ns(self._input_grad, begin, end) + self._ns(self._weight_grad, begin, end)
         measured = self._num_with_backward[end] > self._num_with_backward[begin]
         found: IntArray = np.where(measured, backward, split)
         return found
@@ -188,6 +199,13 @@ class IntervalCosts:
     def gradient_stash_bytes(self, begin: Index, end: Index) -> IntArray:
         """Returns the bytes that I leaves for W of one micro-batch."""
         return self._difference(self._gradient_stash, begin, end)
+
+    def _action_ns(self, device_ns: IntArray, host_sums: IntArray, begin: Index, end: Index) -> IntArray:
+        """The longer of what the device needs and what the host needs."""
+        if not self._has_host_times:
+            return device_ns
+        longer: IntArray = np.maximum(device_ns, self._ns(host_sums, begin, end))
+        return longer
 
     def _difference(self, sums: IntArray, begin: Index, end: Index) -> IntArray:
         found: IntArray = sums[end] - sums[begin]

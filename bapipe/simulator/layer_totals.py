@@ -5,7 +5,11 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import LayerMeasurement, LayerProfile
+
+NO_HOST_TIMES = HostTimes(forward_ns=0, input_grad_ns=0, weight_grad_ns=0, backward_ns=0)
+"""Of a device that is its own host."""
 
 
 class LayerTotals(NamedTuple):
@@ -14,6 +18,8 @@ class LayerTotals(NamedTuple):
     Attributes:
         backward_ns: B, which is I + W for layers whose B was not measured.
         num_measured_backward: the number of layers whose B was measured.
+        host_forward_ns, host_input_grad_ns, host_weight_grad_ns, host_backward_ns: what the host needs for F, I, W and
+            B; 0 for layers without times of the host.
     """
 
     forward_ns: int = 0
@@ -27,10 +33,20 @@ class LayerTotals(NamedTuple):
     optimizer_bytes: int = 0
     stash_bytes: int = 0
     gradient_stash_bytes: int = 0
+    host_forward_ns: int = 0
+    host_input_grad_ns: int = 0
+    host_weight_grad_ns: int = 0
+    host_backward_ns: int = 0
+
+    @property
+    def has_host_times(self) -> bool:
+        """Whether the host needs any time."""
+        return any((self.host_forward_ns, self.host_input_grad_ns, self.host_weight_grad_ns, self.host_backward_ns))
 
 
 def layer_totals(layer: LayerProfile, measured: LayerMeasurement) -> LayerTotals:
     """Returns the totals of one layer."""
+    host = measured.host or NO_HOST_TIMES
     return LayerTotals(
         forward_ns=measured.forward_ns,
         input_grad_ns=measured.input_grad_ns,
@@ -43,6 +59,10 @@ def layer_totals(layer: LayerProfile, measured: LayerMeasurement) -> LayerTotals
         optimizer_bytes=layer.optimizer_state_bytes,
         stash_bytes=measured.stash_bytes,
         gradient_stash_bytes=measured.left_by_input_grad_bytes,
+        host_forward_ns=host.forward_ns,
+        host_input_grad_ns=host.input_grad_ns,
+        host_weight_grad_ns=host.weight_grad_ns,
+        host_backward_ns=host.backward_ns,
     )
 
 

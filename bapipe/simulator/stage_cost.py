@@ -327,21 +327,27 @@ def cost_of_totals(
         recomputed: the sums over the layers that are recomputed.
     """
     recomputed_ns = at_speed(recomputed.forward_ns, speed)  # before each B, or before each I
+    host_recomputed_ns = at_speed(recomputed.host_forward_ns, speed)
     param_bytes = layers.param_bytes + tied.param_bytes
 
-    def measured_backward_ns(of: LayerTotals) -> int | None:
-        return recomputed_ns + at_speed(of.backward_ns, speed) if of.num_measured_backward else None
+    # The host enqueues an action's kernels while the device runs them: the action takes as long as the slower of both.
+    def backward_ns(of: LayerTotals) -> int:
+        split_ns = at_speed(of.input_grad_ns, speed) + at_speed(of.weight_grad_ns, speed)
+        device_ns = at_speed(of.backward_ns, speed) if of.num_measured_backward else split_ns
+        return max(recomputed_ns + device_ns, host_recomputed_ns + at_speed(of.host_backward_ns, speed))
 
-    def gradient_done_ns(last: LayerTotals) -> tuple[int, int]:
-        weight_ns, backward_ns = at_speed(last.weight_grad_ns, speed), measured_backward_ns(last)
-        split_ns = recomputed_ns + at_speed(last.input_grad_ns, speed) + weight_ns
-        return (split_ns if backward_ns is None else backward_ns), weight_ns
+    def weight_grad_ns(of: LayerTotals) -> int:
+        return at_speed(max(of.weight_grad_ns, of.host_weight_grad_ns), speed)
 
+    is_measured = layers.num_measured_backward or layers.has_host_times
     return StageCost(
-        forward_ns=at_speed(layers.forward_ns, speed),
-        input_grad_ns=at_speed(layers.input_grad_ns, speed) + recomputed_ns,
-        weight_grad_ns=at_speed(layers.weight_grad_ns, speed),
-        whole_backward_ns=measured_backward_ns(layers),
+        forward_ns=at_speed(max(layers.forward_ns, layers.host_forward_ns), speed),
+        input_grad_ns=max(
+            recomputed_ns + at_speed(layers.input_grad_ns, speed),
+            host_recomputed_ns + at_speed(layers.host_input_grad_ns, speed),
+        ),
+        weight_grad_ns=weight_grad_ns(layers),
+        whole_backward_ns=backward_ns(layers) if is_measured else None,
         update_ns=at_speed(layers.update_ns + tied.update_ns, speed),
         param_bytes=param_bytes,
         frozen_bytes=param_bytes - layers.gradient_bytes - tied.gradient_bytes,
@@ -350,7 +356,7 @@ def cost_of_totals(
         recomputed_bytes=recomputed.stash_bytes,
         gradient_stash_bytes=layers.gradient_stash_bytes,
         workspace_bytes=workspace_bytes,
-        gradient_done_ns=tuple(map(gradient_done_ns, last_layers)),
+        gradient_done_ns=tuple((backward_ns(last), weight_grad_ns(last)) for last in last_layers),
     )
 
 

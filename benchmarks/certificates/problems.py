@@ -12,7 +12,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import LOOPED, SCHEDULES
-from tests.random_profiles import random_cluster, random_profile
+from tests.random_profiles import random_cluster, random_profile, with_host_times
 
 MB = 10**6
 
@@ -49,6 +49,7 @@ def large_problem(
     kinds = random.choice([("gpu",), ("gpu",), ("gpu",), ("gpu", "other")])
     base = _chain(random, num_layers, sizes)
     profiles = {kind: base if kind == "gpu" else _on_another_kind(random, base, kind) for kind in kinds}
+    profiles = _with_host_times(seed, profiles, 1_000_000)
     schedules = random.choice(LARGE_SCHEDULES)
     if schedules[0] in LOOPED:
         num_devices = min(num_devices, 16)
@@ -67,6 +68,14 @@ def large_problem(
         f"{'+'.join(schedules)}{'' if options.replicas else ', no replicas'}"
     )
     return RandomProblem(profiles=profiles, cluster=cluster, options=options, in_words=words)
+
+
+def _with_host_times(seed: int, profiles: dict[str, ModelProfile], most_ns: int = 150) -> dict[str, ModelProfile]:
+    """The profiles; a quarter of the problems have hosts that are slower than their devices in some layers."""
+    if seed % 4 != 1:
+        return profiles
+    random = Random(f"host {seed}")
+    return {kind: with_host_times(random, profile, most_ns) for kind, profile in profiles.items()}
 
 
 def _skewed(random: Random, low: int, high: int) -> int:
@@ -200,6 +209,7 @@ def small_problem(seed: int) -> RandomProblem:
     if random.random() < 0.15:
         profile = _with_large_parameters(profile)
     profiles = {kind: profile if kind == "a" else _on_another_kind(random, profile, kind) for kind in kinds}
+    profiles = _with_host_times(seed, profiles)
     cluster = random_cluster(random, random.randint(1, 3), kinds)
     if random.random() < 0.15:
         cluster = replace(cluster, intra_host_sum=Bandwidth(bytes_per_s=10**9, latency_ns=random.randrange(50)))

@@ -3,10 +3,16 @@
 from random import Random
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.simulator.layer_totals import LayerTotals, sum_totals
+from bapipe.simulator.stage_cost import StageCost, cost_of_totals
+from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.units import at_speed
 from tests.random_profiles import random_profile
 
@@ -75,3 +81,52 @@ def test_layers_of_a_stage_add_up() -> None:
     measured = profile.at(2)
     assert chain.cost(1, 4).forward_ns == sum(m.forward_ns for m in measured[1:4])
     assert chain.cost(1, 4).workspace_bytes == max(m.workspace_bytes for m in measured[1:4])
+
+
+def with_host(profile: ModelProfile, host_of: dict[int, HostTimes]) -> ModelProfile:
+    """The profile with times of the host at some sizes."""
+    measurements = [
+        replace(m, layers=(replace(m.layers[0], host=host_of.get(m.microbatch_size, UNSET)),))
+        for m in profile.measurements
+    ]
+    return replace(profile, measurements=tuple(measurements))
+
+
+def test_times_of_the_host_are_interpolated_and_stay_where_one_size_has_none() -> None:
+    few = HostTimes(forward_ns=10, input_grad_ns=10, weight_grad_ns=20, backward_ns=0)
+    many = HostTimes(forward_ns=13, input_grad_ns=10, weight_grad_ns=21, backward_ns=4)
+    profile = one_layer((1, 10), (3, 10))
+    assert profile.at(2)[0].host is UNSET
+    (between,) = with_host(profile, {1: few, 3: many}).at(2)
+    assert between.host == HostTimes(forward_ns=12, input_grad_ns=10, weight_grad_ns=21, backward_ns=2)
+    assert with_host(profile, {3: many}).at(2)[0].host == many
+    assert with_host(profile, {1: few}).at(2)[0].host == few
+
+
+def test_an_action_takes_the_longer_of_the_sums_of_device_and_host() -> None:
+    """Two layers: F 30 + 10 on the device, 5 + 50 on the host; recomputation repeats F on both."""
+
+    def layer(forward_ns: int, host_ns: int) -> LayerTotals:
+        return LayerTotals(
+            forward_ns=forward_ns,
+            input_grad_ns=40,
+            weight_grad_ns=20,
+            backward_ns=60,
+            host_forward_ns=host_ns,
+            host_input_grad_ns=30,
+            host_weight_grad_ns=30,
+            host_backward_ns=40,
+        )
+
+    first, second = layer(30, 5), layer(10, 50)
+
+    def cost(recomputed: LayerTotals) -> StageCost:
+        both = sum_totals([first, second])
+        return cost_of_totals(both, 0, [second], speed=2.0, recomputed=recomputed, tied=TiedWeightCost())
+
+    plain, again = cost(LayerTotals()), cost(second)
+    assert (plain.forward_ns, plain.input_grad_ns, plain.weight_grad_ns, plain.backward_ns) == (28, 40, 30, 60)
+    # I: 80 + 10 on the device, 60 + 50 on the host; B: 120 + 10, 80 + 50.
+    assert (again.forward_ns, again.input_grad_ns, again.weight_grad_ns, again.backward_ns) == (28, 55, 30, 65)
+    # The last layer alone: B 60 and 40, W 20 and 30; with its F repeated, B 70 and 90.
+    assert (plain.gradient_done_ns, again.gradient_done_ns) == (((30, 15),), ((45, 15),))

@@ -10,7 +10,22 @@ def random_case(seed):
     plan, profiles = case_of(random.Random(f"bapipe reference {seed}"), random.Random(f"bapipe lanes {seed}"))
     if seed % 4 == 3:
         with_groups(random.Random(f"bapipe groups {seed}"), plan, profiles)
+    if seed % 5 == 2:
+        with_host_times(random.Random(f"bapipe host {seed}"), profiles)
     return plan, profiles
+
+
+def with_host_times(rng, profiles):
+    """Gives most of the measurements times of the host, as a GPU's have them."""
+    for profile in profiles.values():
+        top = rng.choice([10, 60, 200])
+        for measurement in profile["measurements"]:
+            if rng.random() < 0.2:
+                continue
+            for layer in measurement["layers"]:
+                if rng.random() < 0.8:
+                    names = ("forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns")
+                    layer["host"] = {name: rng.choice([0, rng.randint(0, top)]) for name in names}
 
 
 def case_of(rng, rng_of_lanes=None):

@@ -21,6 +21,7 @@ FIGURES = (
     "gradient_stash_bytes",
     "workspace_bytes",
 )
+HOST_FIGURES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns")
 
 
 def simulate(plan, profiles):
@@ -266,6 +267,27 @@ class Case:
         return self.stage_ns(s, device, "backward_ns", last)
 
     @remembered
+    def whole_ns(self, s, phase, device, last=None):
+        """Rule 1: the device's time and the host's, recomputed F included in B and I; the longer one counts."""
+        again, host_again = self.again_ns(s, device), self.again_ns(s, device, "host forward_ns")
+        times = {
+            "F": (self.stage_ns(s, device, "forward_ns", last), self.stage_ns(s, device, "host forward_ns", last)),
+            "B": (
+                again + self.backward_ns(s, device, last),
+                host_again + self.stage_ns(s, device, "host backward_ns", last),
+            ),
+            "I": (
+                again + self.stage_ns(s, device, "input_grad_ns", last),
+                host_again + self.stage_ns(s, device, "host input_grad_ns", last),
+            ),
+            "W": (
+                self.stage_ns(s, device, "weight_grad_ns", last),
+                self.stage_ns(s, device, "host weight_grad_ns", last),
+            ),
+        }
+        return max(times[phase])
+
+    @remembered
     def action_ns(self, s, phase, device):
         """What an action takes where it runs: on the whole device, or on one of its two lanes."""
         alone = self.alone_ns(s, phase, device)
@@ -299,17 +321,8 @@ class Case:
 
     @remembered
     def alone_ns(self, s, phase, device):
-        """Rule 1: recomputing adds F to B or I."""
-        forward = self.stage_ns(s, device, "forward_ns")
-        input_grad = self.stage_ns(s, device, "input_grad_ns")
-        weight_grad = self.stage_ns(s, device, "weight_grad_ns")
-        again = self.again_ns(s, device)
-        return {
-            "F": forward,
-            "B": again + self.backward_ns(s, device),
-            "I": again + input_grad,
-            "W": weight_grad,
-        }[phase]
+        """Rule 1, of the whole stage."""
+        return self.whole_ns(s, phase, device)
 
     def again(self, s):
         """The layers of a stage that run once more before its backward."""
@@ -317,10 +330,10 @@ class Case:
         return stage.get("recompute_layers", stage["layers"]) if stage["recompute"] else []
 
     @remembered
-    def again_ns(self, s, device):
+    def again_ns(self, s, device, figure="forward_ns"):
         """Rule 1: their F, a sum of its own that is divided and rounded by itself."""
         mine = self.layer_figures[self.devices[device]["kind"]]
-        return half_up(sum(mine[name]["forward_ns"] for name in self.again(s)) / self.speed(device))
+        return half_up(sum(mine[name][figure] for name in self.again(s)) / self.speed(device))
 
     @remembered
     def held_bytes(self, s, device):
@@ -399,6 +412,10 @@ def figures_at(profile, size):
         values["output_bytes"] = [
             between(a, b) for a, b in zip(at_low["output_bytes"], at_high["output_bytes"], strict=True)
         ]
+        # Times of the host: between a size that has them and one that has not, those of the one that has.
+        at_host = [at["host"] for at in (at_low, at_high) if "host" in at] or [dict.fromkeys(HOST_FIGURES, 0)]
+        for figure in HOST_FIGURES:
+            values[f"host {figure}"] = between(at_host[0][figure], at_host[-1][figure])
         values["update_ns"] = layer.get("update_ns", 0)
         figures[layer["name"]] = values
     return figures
@@ -598,10 +615,7 @@ def all_reduces(case, table, spans):
                     ready.append(spans[last][3])
                     continue
                 moment = spans[last][2]
-                after = case.stage_ns(s, device, "weight_grad_ns", last=k)
-                if last[1] == "B":
-                    after = case.backward_ns(s, device, last=k)
-                    after += case.again_ns(s, device)
+                after = case.whole_ns(s, last[1], device, last=k)
                 if case.has_lanes(device):  # on the lane, the time since the start of B, or of the I before the W
                     before = case.alone_ns(s, "I", device) if last[1] == "W" else 0
                     after = case.on_lane(device, "B", before + after) - case.on_lane(device, "B", before)

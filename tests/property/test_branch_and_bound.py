@@ -69,6 +69,12 @@ def test_branch_and_bound_is_exact_if_some_parameters_are_not_trained() -> None:
     assert assert_all_exact(problems_of(buckets=True, frozen=True), 12) == 1
 
 
+@pytest.mark.parametrize("schedules", [["1f1b", "gpipe"], ["zb-h1"], ["1f1b-2bp"]])
+def test_branch_and_bound_is_exact_if_the_host_can_be_slower_than_the_device(schedules: list[str]) -> None:
+    strategy = problems_of(schedules, splits_badly=None, buckets=None, host_times=True, max_layers=5)
+    assert assert_all_exact(strategy, 25) > 0.5
+
+
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
 def test_branch_and_bound_is_exact_for_every_schedule(schedule: str) -> None:
     assert_all_exact(problems_of([schedule], max_layers=5), 20)

@@ -21,7 +21,7 @@ from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, s
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import Stage, build_stages
 from tests.random_graphs import branching_profile
-from tests.random_profiles import random_cluster, random_profile, same_devices
+from tests.random_profiles import random_cluster, random_profile, same_devices, with_host_times
 from tests.strategies import drawn, examples
 
 
@@ -158,6 +158,7 @@ def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None
         num_layers, num_devices = random.randint(1, 5), random.randint(1, 3)
         make = branching_profile if random.random() < 0.7 else random_profile
         profile = make(random, num_layers)
+        profile = with_host_times(Random(seed), profile) if seed % 5 == 2 else profile
         cluster = same_devices(random, num_devices) if homogeneous else random_cluster(random, num_devices)
         num_microbatches = random.choice([1, 2, 3, 4, 7])
         plan = plan_of(profile, cluster, num_microbatches, 2)

@@ -21,7 +21,7 @@ from bapipe.simulator.stage_cost import StageCost
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.units import at_speed as scalar_at_speed
 from tests.random_graphs import branching_profile
-from tests.random_profiles import random_profile
+from tests.random_profiles import random_profile, with_host_times
 
 SPEEDS = [1.0, 0.3, 1.7, 2.5]
 
@@ -52,6 +52,7 @@ def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> 
 def test_costs_of_intervals_of_a_chain_equal_those_of_stages(speed: float) -> None:
     for seed in range(20):
         profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, frozen=seed % 4 > 1)
+        profile = with_host_times(Random(seed), profile) if seed % 5 == 0 else profile
         costs = IntervalCosts(profile, 2, speed)
         for begin in range(6):
             for end in range(begin + 1, 7):
@@ -62,6 +63,7 @@ def test_costs_of_intervals_of_a_chain_equal_those_of_stages(speed: float) -> No
 def test_costs_of_stages_of_a_chain_equal_the_simulator_s(speed: float) -> None:
     for seed in range(30):
         profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, shares=seed % 3 == 1, frozen=seed % 4 > 1)
+        profile = with_host_times(Random(seed), profile) if seed % 5 == 0 else profile
         names = [layer.name for layer in profile.layers]
         chain = Chain(profile, 2, speed)
         device = Device(name="d0", host="h", kind=profile.device.kind, memory_bytes=0, speed=speed)

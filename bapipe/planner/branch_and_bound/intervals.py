@@ -9,13 +9,14 @@ over an interval are differences of prefix sums. Times are rounded as the simula
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.formats.profile import LayerProfile, ModelProfile, has_host_times, without_host_times
 from bapipe.simulator.in_flight import InFlight, in_flight_bytes
 from bapipe.simulator.interval_costs import IntervalCosts, prefix_sums, ring_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
@@ -153,6 +154,7 @@ class IntervalTimes:
 
     def __init__(self, intervals: IntervalIndex, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
         self.intervals, self.profile = intervals, profile
+        self._microbatch_size, self._speed = microbatch_size, speed
         self._bucket_fills: dict[tuple[bool, bool, bool], _BucketFill] = {}
         self.has_group_sums = any(layer.group_gradient_bytes for layer in profile.layers)
         self._costs = costs = IntervalCosts(profile, microbatch_size, speed, max_ns=MAX_TIME)
@@ -163,6 +165,17 @@ class IntervalTimes:
         self.weight_grad_ns = costs.weight_grad_ns(first, stop)
         self.backward_ns = costs.backward_ns(first, stop)
         self.update_ns = costs.update_ns(first, stop)
+
+    @cached_property
+    def on_device(self) -> "IntervalTimes":
+        """The same without the host's times.
+
+        An action takes the longer of what device and host need, so what actions of stages take does not add up over
+        layers, or with the F that is recomputed. What the device needs does, and bounds it from below.
+        """
+        if not has_host_times(self.profile):
+            return self
+        return IntervalTimes(self.intervals, without_host_times(self.profile), self._microbatch_size, self._speed)
 
     def all_reduce_done_ns(
         self,

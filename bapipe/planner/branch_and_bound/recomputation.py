@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray, IntervalIndex
 
 MAX_LABELS = 4_096
@@ -101,6 +101,7 @@ class LayerChoice:
         self._inputs = [layer.inputs for layer in first.layers]
         self._outputs = [layer.outputs for layer in first.layers]
         measured = {kind: profile.at(microbatch_size) for kind, profile in profiles.items()}
+        self._has_host_times = any(map(has_host_times, profiles.values()))
         self._forward_ns = {kind: [m.forward_ns for m in of_kind] for kind, of_kind in measured.items()}
         self._stash = {kind: np.array([m.stash_bytes for m in of_kind]) for kind, of_kind in measured.items()}
         self._tensor_bytes = {
@@ -135,7 +136,8 @@ class LayerChoice:
             first = knapsack.solve(upper_bound_ns, FEW_LABELS)
             found = first if first.is_best else knapsack.solve(min(first.total_ns, upper_bound_ns), MAX_LABELS)
             better = min((found, first), key=lambda solution: solution.total_ns)
-            is_best = found.is_best and len(kinds) == 1
+            # The least F on the device need not be the least if the host is slower.
+            is_best = found.is_best and len(kinds) == 1 and not self._has_host_times
             if better.total_ns < upper_bound_ns:
                 self._found[key] = RecomputedLayers(layers=better.layers, is_best=is_best)
             elif whole_fits:

@@ -155,12 +155,14 @@ class StageCostTable:
         forbidden = self._forbidden(placement, rows)
         if forbidden is not None:
             fits = fits & ~forbidden
-        critical_ns = [replica.critical_backward_ns for replica in replicas]
-        if recompute.any():  # recomputation repeats F at the start of every backward
-            critical_ns = [
-                ns + np.where(recompute, again_ns[placement.device_classes[replica.index]], 0)
-                for ns, replica in zip(critical_ns, replicas, strict=True)
+        if recompute.any():
+            replicas = [
+                self._with_recomputation(
+                    placement, replica, rows, recompute, again_ns[placement.device_classes[replica.index]]
+                )
+                for replica in replicas
             ]
+        critical_ns = [replica.critical_backward_ns for replica in replicas]
         microbatch_ns = [
             replica.forward_ns + ns + replica.deferred_ns for ns, replica in zip(critical_ns, replicas, strict=True)
         ]
@@ -355,10 +357,29 @@ class StageCostTable:
         }
         return sorted(last_of.values())
 
-    def replica_cost(self, placement: StagePlacement, k: int, rows: slice) -> ReplicaCost:
-        """Returns the k-th replica of a placement with the intervals in `rows`."""
+    def _with_recomputation(
+        self, placement: StagePlacement, replica: ReplicaCost, rows: slice, recompute: BoolArray, again_ns: IntArray
+    ) -> ReplicaCost:
+        """Returns lower bounds of a replica that repeats F at the start of every backward in some intervals.
+
+        In these, the host's times do not count: the host may need less for the repeated F than the device.
+        """
+        on_device = self.replica_cost(placement, replica.index, rows, on_device=True)
+        return ReplicaCost(
+            index=replica.index,
+            num_microbatches=replica.num_microbatches,
+            forward_ns=np.where(recompute, on_device.forward_ns, replica.forward_ns),
+            critical_backward_ns=np.where(
+                recompute, on_device.critical_backward_ns + again_ns, replica.critical_backward_ns
+            ),
+            deferred_ns=np.where(recompute, on_device.deferred_ns, replica.deferred_ns),
+            sync_ns=np.where(recompute, on_device.sync_ns, replica.sync_ns),
+        )
+
+    def replica_cost(self, placement: StagePlacement, k: int, rows: slice, *, on_device: bool = False) -> ReplicaCost:
+        """Returns the k-th replica of a placement with some intervals; `on_device` without the host's times."""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
-        times = self.times[c]
+        times = self.times[c].on_device if on_device else self.times[c]
         forward, backward = times.forward_ns[rows], times.backward_ns[rows]
         # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
@@ -375,12 +396,11 @@ class StageCostTable:
             forward_ns=forward,
             critical_backward_ns=critical,
             deferred_ns=deferred,
-            sync_ns=times.update_ns[rows] + self._all_reduce_ns(placement, c, rows),
+            sync_ns=times.update_ns[rows] + self._all_reduce_ns(placement, c, times, rows),
         )
 
-    def _all_reduce_ns(self, placement: StagePlacement, c: int, rows: slice) -> IntArray:
+    def _all_reduce_ns(self, placement: StagePlacement, c: int, times: IntervalTimes, rows: slice) -> IntArray:
         """The minimum time that the all-reduces take after the last action of a device of class `c`."""
-        times = self.times[c]
         # All-reduces of a device with several stages go on while it runs another stage.
         if placement.num_replicas == 1 and not (times.has_group_sums and placement.position is None):
             return np.zeros_like(times.forward_ns[rows])

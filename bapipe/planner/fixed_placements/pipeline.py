@@ -108,15 +108,31 @@ class Pipeline:
         again_ns = self.costs.recomputed_ns(placement, slice(None)) if candidates.recompute.any() else {}
         entries = []
         for k, c in enumerate(placement.device_classes):
-            times = self.costs.times[c]
-            again = np.where(candidates.recompute, again_ns[c], 0) if again_ns else 0  # repeated in B and in I
-            by_phase = (times.forward_ns, times.backward_ns + again, times.input_grad_ns + again, times.weight_grad_ns)
-            entries += [by_phase[i] for i in self._phases]
-            entries.append(self.costs.replica_cost(placement, k, slice(None)).sync_ns)
+            plain = self._entries(placement, k, 0, on_device=False)
+            if again_ns:  # F is repeated in B and in I; the host's times do not count then
+                again = np.where(candidates.recompute, again_ns[c], 0)
+                repeated = self._entries(placement, k, again, on_device=True)
+                plain = [np.where(candidates.recompute, *both) for both in zip(repeated, plain, strict=True)]
+            entries += plain
         num_microbatches = self.problem.num_microbatches // placement.num_replicas
         return _StageTimes(
             entries=np.stack(entries), fits=candidates.fits, work_ns=num_microbatches * candidates.microbatch_ns
         )
+
+    def _entries(
+        self, placement: StagePlacement, k: int, again_ns: IntArray | int, *, on_device: bool
+    ) -> list[IntArray]:
+        """The entries of the k-th replica in the time vector, with `again_ns` more in B and I. [entries][intervals]"""
+        times = self.costs.times[placement.device_classes[k]]
+        times = times.on_device if on_device else times
+        by_phase = (
+            times.forward_ns,
+            times.backward_ns + again_ns,
+            times.input_grad_ns + again_ns,
+            times.weight_grad_ns,
+        )
+        sync_ns = self.costs.replica_cost(placement, k, slice(None), on_device=on_device).sync_ns
+        return [*(by_phase[i] for i in self._phases), sync_ns]
 
     def _times_of_transfers(self) -> list[IntArray]:
         """Per channel the time of one transfer at each boundary. [channels][boundaries]"""

@@ -117,7 +117,8 @@ class FeasibleIntervals:
         """Prefix sums of F and r of one micro-batch on a class of devices. [boundaries]"""
         key = (c, placement.schedule.has_split_backward, placement.schedule.has_full_backward)
         if key not in self._layer_sums:
-            replica = self.costs.replica_cost(placement, placement.device_classes.index(c), slice(None))
+            k = placement.device_classes.index(c)
+            replica = self.costs.replica_cost(placement, k, slice(None), on_device=True)  # these times add up
             units = self.intervals.row_offset[:-1]  # the intervals from each boundary to the next
             # The time of an interval is rounded as a whole, F and W each: its units may be half a nanosecond too long.
             slack = 0 if self.costs.classes[c].device.speed == 1.0 else 2
@@ -145,16 +146,16 @@ class FeasibleIntervals:
         key += self._memory_key(placement) if (self.memory_ends(placement)[0] < len(self.head_ns) - 1).any() else ()
         if key not in self._limits:
             counts = list(zip(placement.device_classes, (load.num_microbatches for load in loads), strict=True))
-            replicas = [
-                self.costs.replica_cost(placement, counts.index(pair), slice(None)) for pair in max_microbatches.items()
-            ]
+            numbers = [counts.index(pair) for pair in max_microbatches.items()]
+            replicas = [self.costs.replica_cost(placement, k, slice(None)) for k in numbers]
+            on_device = [self.costs.replica_cost(placement, k, slice(None), on_device=True) for k in numbers]
             # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
             # [intervals]
             again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute(placement) else {}
             plain = [self._limit_ns_of(each, each.critical_backward_ns) for each in replicas]
             recomputed = [
                 self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME))
-                for each in replicas
+                for each in on_device
                 if (ns := again_ns.get(placement.device_classes[each.index])) is not None
             ] or plain
             self._limits[key] = IntervalLimits(
