@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.infeasible import least_infeasible
@@ -108,6 +109,27 @@ def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
                 return
             prefix = bounds.extend(prefix, end, number)
             assert prefix.bound_ns <= child_bound_ns
+
+
+def test_bounds_hold_if_stages_recompute_and_the_host_is_slower_than_the_device() -> None:
+    """The host needs nothing for the repeated F, and so long for a backward that the device's F adds nothing to it."""
+    host = HostTimes(forward_ns=0, input_grad_ns=300, weight_grad_ns=200, backward_ns=400)
+    num_recomputing = 0
+    for seed in range(30):
+        random = Random(seed)
+        profile, cluster = random_profile(random, 4, sizes=(1,)), random_cluster(random, 2)
+        layers = tuple(replace(layer, host=host) for layer in profile.measurements[0].layers)
+        profile = replace(profile, measurements=(replace(profile.measurements[0], layers=layers),))
+        options = PlanOptions(
+            minibatch_size=4, schedules=("1f1b", "zb-h1"), memory_limit_bytes=random.randrange(150, 400)
+        )
+        for problem in build_space({"a": profile}, cluster, options, sizes=[1]).problems:
+            for layout in layouts(problem):
+                if any(layout.recompute) and all(lack <= 0 for lack in problem.shortfall_bytes(layout).values()):
+                    num_recomputing += 1
+                    step_ns = problem.step_ns(layout)
+                    assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), seed
+    assert num_recomputing > 10
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
