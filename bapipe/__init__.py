@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bapipe.formats.profile import ModelProfile
     from bapipe.planner.compare import Comparison, compare
     from bapipe.planner.edit import Changes, edit
+    from bapipe.planner.goal import Goal
     from bapipe.planner.make import make
     from bapipe.planner.options import PlanOptions
     from bapipe.planner.plan import plan, simulate
@@ -42,6 +43,7 @@ _MODULE_OF = {
     "Comparison": "bapipe.planner.compare",
     "Device": "bapipe.formats.cluster",
     "Example": "bapipe.zoo.example",
+    "Goal": "bapipe.planner.goal",
     "Infeasible": "bapipe.errors",
     "InvalidFile": "bapipe.errors",
     "InvalidModel": "bapipe.errors",
@@ -79,6 +81,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "Comparison",
     "Device",
     "Example",
+    "Goal",
     "Infeasible",
     "InvalidFile",
     "InvalidModel",

@@ -210,7 +210,7 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError):
         bapipe.nothing  # noqa: B018
     assert sorted(bapipe.__all__) == [
-        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "Device", "Example", "Infeasible",
+        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "Device", "Example", "Goal", "Infeasible",
         "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "PlanOptions",
         "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "compare", "edit", "make", "plan", "profile", "read", "run", "simulate",
         "to_networkx", "write",
@@ -237,9 +237,9 @@ def test_command_line_options() -> None:
         "cluster": ["--between", "--device", "--devices", "--hosts", "--json", "--like", "--output", "--probe", "--within"],
         "estimate": ["--cluster", "--json", "--kind", "--output", "--split", "--whole"],
         "plan": [
-            "--arg", "--cluster", "--constraint", "--device", "--devices", "--explain", "--group", "--json", "--memory-limit",
-            "--memory-margin", "--microbatch-size", "--minibatch-size", "--objective", "--output", "--pareto", "--pin",
-            "--recompute", "--replicas", "--schedule", "--stages", "--time-limit",
+            "--arg", "--cluster", "--constraint", "--device", "--devices", "--explain", "--group", "--json",
+            "--largest", "--least", "--memory-limit", "--memory-margin", "--microbatch-size", "--min-throughput", "--minibatch-size",
+            "--objective", "--output", "--pareto", "--pin", "--recompute", "--replicas", "--schedule", "--stages", "--time-limit", "--within",
         ],
         "compare": [
             "--arg", "--cluster", "--device", "--devices", "--html", "--json", "--markdown", "--memory-limit", "--microbatch-size",

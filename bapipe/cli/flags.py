@@ -17,8 +17,10 @@ FLAGS = {
     "device": "--device",
     "evaluate_every": "--eval-every",
     "evaluate_samples": "--eval-samples",
+    "largest": "--largest",
     "layer_by_layer": "--layer-by-layer",
     "group": "--group",
+    "least": "--least",
     "learning_rate": "--lr",
     "learning_rate_schedule": "--lr-schedule",
     "memory_limit_bytes": "--memory-limit",
@@ -26,6 +28,7 @@ FLAGS = {
     "microbatch_size": "--microbatch-size",
     "microbatch_sizes": "--microbatch-size",
     "minibatch_size": "--minibatch-size",
+    "min_throughput": "--min-throughput",
     "num_devices": "--devices",
     "num_stages": "--stages",
     "objective": "--objective",
@@ -50,6 +53,7 @@ FLAGS = {
     "trust_factory": "--trust-factory",
     "warmup_steps": "--warmup",
     "whole": "--whole",
+    "within": "--within",
     "without": "--without",
 }
 """The flag of each argument that an error text of the library may name."""

@@ -9,6 +9,7 @@ import typer
 import bapipe
 from bapipe import report
 from bapipe.cli.flags import with_flags
+from bapipe.cli.goal import Largest, Least, MinThroughput, Within, goal_of
 from bapipe.cli.inputs import (
     all_profiles,
     check_one_source_of_devices,
@@ -59,6 +60,7 @@ from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
+from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
 
@@ -96,6 +98,10 @@ def plan(
         int | None,
         typer.Option("--group", min=1, help="Fix how many devices run a micro-batch together, of the profiles given."),
     ] = None,
+    least: Least = None,
+    largest: Largest = None,
+    within: Within = None,
+    min_throughput: MinThroughput = None,
     constraint: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,12 +126,18 @@ def plan(
     device: ModelDevice = "cpu",
     output: Output = Path("plan.json"),
 ) -> None:
-    """Find the fastest plan, and prove how good it is."""
+    """Find the fastest plan, and prove how good it is.
+
+    With --least or --largest: the plan that needs least among the fast ones, or the largest model that fits.
+    """
+    goal = goal_of(least, largest, within, min_throughput)
     check_one_source_of_devices(cluster, devices)
     if pin is not None and (cluster is not None or devices is not None):
         raise BapipeError("a pinned plan contains its cluster: leave out --cluster and --devices")
     if objective != "step" and (pin is not None or explain or pareto):
         raise BapipeError("--pin, --explain and --pareto need --objective step: leave out either them or --objective")
+    if goal is not None and (pin is not None or explain or pareto):
+        raise BapipeError("--least and --largest do not go with --pin, --explain and --pareto: leave out either")
     check_writable(output)
     if pin is not None and output.resolve() == pin.resolve():
         raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
@@ -143,6 +155,7 @@ def plan(
         objective=objective,
         time_limit_s=time_limit,
         group=group,
+        goal=goal,
     )
     pinned = None if pin is None else read(pin, Plan)
     devices_to_use = (
@@ -157,7 +170,7 @@ def plan(
             assert devices_to_use is not None
             with planning_status() as progress:
                 made = plan_cached(measured, devices_to_use, options, deadline=first, progress=progress)
-            profiles = profiles_used_by(made, measured)
+            profiles = profiles_used_by(made, profiles_of_copies(made, measured))
         write_output(output, made)
         sentences = _explain(made, profiles, options, deadline.share(1 + pareto)) if explain else ()
         front = _pareto_front(profiles, made.cluster, options, deadline) if pareto else ()
@@ -181,7 +194,7 @@ def plan(
 
 def _remarks(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
     """Returns what a reader of the plan should know besides its figures."""
-    ties = near_ties(made, profiles, options.schedules)
+    ties = near_ties(made, profiles, options.schedules) if options.goal is None else ()
     return tuple(with_flags(words) for words in plan_remarks(made, profiles, options.schedules, ties))
 
 

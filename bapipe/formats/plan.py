@@ -100,6 +100,25 @@ NOT_PREDICTED = Prediction(step_ns=0, samples_per_s=0.0, bubble=0.0, ranks=())
 """In place of the prediction of a plan whose file holds none."""
 
 
+class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan has the least or the most of, among the plans that are fast enough.
+
+    Attributes:
+        quantity: bytes of the device that needs most, devices, or copies of a block of layers.
+        value: what the plan has of it.
+        bound: no plan needs less memory than this, or fewer devices, or has one copy more than this. If it is the
+            value, the goal is reached exactly. 0 if nothing is proven.
+        limit_ns: plans are fast enough whose step, or load, takes no longer. If left out, all are.
+        of: the block; or of which devices the plans for fewer are, if not of any.
+    """
+
+    quantity: Literal["memory", "devices", "copies"]
+    value: NonNegative
+    bound: NonNegative
+    limit_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    of: str = ""
+
+
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How good a plan is.
 
@@ -108,6 +127,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         gap: step time / lower bound - 1; with the objective throughput, load / lower bound - 1.
         proven_optimal: whether the plan meets the lower bound.
         space: the plans that were searched, in words.
+        goal: what the plan was searched for besides a short step; left out if nothing.
         digest: `Plan.digest` of the plan that it certifies. A plan with another one was changed since; its prediction,
             certificate and alternatives are then dropped. If left out, the plan is taken to be unchanged.
     """
@@ -116,6 +136,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gap: NonNegativeFloat
     proven_optimal: bool
     space: str
+    goal: ReachedGoal | msgspec.UnsetType = msgspec.UNSET
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Objective
+from bapipe.planner.goal import Goal
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 
 RUNNABLE = tuple(name for name in ALL if name not in SIDE_BY_SIDE)
@@ -33,6 +34,7 @@ class PlanOptions:
             Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
             only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
         group: how many members each device has, of the profiles given: 1 for single devices. None for any.
+        goal: the least memory or devices, or the largest model, in place of the shortest step; see `planner.goal`.
         search_effort: roughly the number of seconds that the search for an order takes; see `search_order`.
     """
 
@@ -49,6 +51,7 @@ class PlanOptions:
     time_limit_s: float | None = None
     search_effort: float = 10.0
     group: int | None = None
+    goal: Goal | None = None
 
     def __post_init__(self) -> None:
         given = (self.schedules,) if isinstance(self.schedules, str) else self.schedules

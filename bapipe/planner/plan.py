@@ -1,7 +1,7 @@
 """Plans profiles on a cluster: the entry points of planning, and the step from options to a search."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from bapipe.planner.device_grouping import groupings, profiles_with_fewest_threa
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import add_baselines, solve_step_time
+from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.solution import Rival, Solution, make_plan
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import ParetoProgress, SearchProgress
@@ -52,16 +53,28 @@ def plan(
         deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
 
     Raises:
-        Infeasible: no plan fits the memory of the devices.
+        Infeasible: no plan fits the memory of the devices, or is as fast as `options.goal` asks for.
         BapipeError: profiles, cluster and options do not match.
         TypeError: an unknown option.
     """
     options = options_from(PlanOptions, options, keywords)
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
+    deadline = deadline or deadline_of(options.time_limit_s)
+    if options.goal is not None:
+        from bapipe.planner.goal_search import reach_goal
+
+        goal, options = options.goal, replace(options, goal=None)
+        return reach_goal(profiles, cluster, options, goal, search=_plan_ways, deadline=deadline, progress=progress)
+    return _plan_ways(profiles, cluster, options, deadline, progress)
+
+
+def _plan_ways(
+    profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: SearchProgress | None
+) -> Plan:
+    """Returns the plan with the shortest step, or the least load, over the ways to see the cluster."""
     solve = partial(_solve, options=options, progress=progress)
     ways = groupings(profiles, cluster, options.group)
-    deadline = deadline or deadline_of(options.time_limit_s)
     return make_plan(best_grouping(ways, solve, deadline, order_of_ways(ways, options)))
 
 
@@ -98,7 +111,7 @@ def plan_cached(
         made = plan(profiles, cluster, options, progress=progress, deadline=deadline)
         if is_cached and not deadline.is_over:
             store_plan(path, made)
-    for profile in listed(profiles):
+    for profile in profiles_of_copies(made, listed(profiles)):
         store_profile_by_fingerprint(profile)  # to plan again if a device is lost
     return made
 

@@ -6,9 +6,9 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.plan import Certificate, Memory, Plan
+from bapipe.formats.plan import Certificate, Memory, Plan, ReachedGoal
 from bapipe.printable import MAX_LINE, printable
-from bapipe.report.formatting import add_row, empty_table, ms, number
+from bapipe.report.formatting import add_row, empty_table, mib, ms, number
 from bapipe.simulator.timeline import Timeline
 
 MAX_GROUPS = 4
@@ -65,6 +65,29 @@ def groups_in_words(plan: Plan) -> str:
 
 def proof(certificate: Certificate) -> str:
     """Returns in words how good a plan is proven to be."""
+    if certificate.goal is not msgspec.UNSET:
+        return f"{_goal(certificate.goal)}; {_bound(certificate)}"
+    return _bound(certificate)
+
+
+def _goal(goal: ReachedGoal) -> str:
+    """Returns what a plan has the least or the most of, and what is proven about it."""
+    fast = "" if goal.limit_ns is msgspec.UNSET else f" at no more than {ms(goal.limit_ns)} per step"
+    is_exact = goal.value == goal.bound
+    if goal.quantity == "memory":
+        proven = "proven: no plan needs less" if is_exact else f"none needs less than {mib(goal.bound)}"
+        return f"least memory{fast}: {mib(goal.value)} a device ({proven})"
+    if goal.quantity == "devices":
+        among = f" among {goal.of}" if goal.of else ""
+        proven = f"no plan needs fewer{among}" if is_exact else f"none needs fewer than {goal.bound}{among}"
+        return f"fewest devices{fast}: {goal.value} (proven: {proven})"
+    if not goal.bound:
+        return f"largest model{fast}: {goal.value} x {goal.of} (it is not known whether more fit)"
+    return f"largest model{fast}: {goal.value} x {goal.of} (proven: {goal.bound + 1} do not fit)"
+
+
+def _bound(certificate: Certificate) -> str:
+    """Returns in words what is proven about the step time."""
     if certificate.proven_optimal:
         return f"proven optimal over {certificate.space}"
     if not certificate.lower_bound_ns:

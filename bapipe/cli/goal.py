@@ -1,0 +1,61 @@
+"""The goals of `bapipe plan` besides the shortest step, as options."""
+
+import re
+from typing import Annotated, Literal
+
+import typer
+
+from bapipe.errors import BapipeError
+from bapipe.planner.goal import Goal
+
+
+def share(text: str) -> float:
+    """Returns the share in a text such as 5% or 0.05."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?) *(%?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(f"'{text}' is not a share: want one such as 5% or 0.05")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+Least = Annotated[
+    Literal["memory", "devices"] | None,
+    typer.Option("--least", help="Find the plan that needs least memory a device, or the fewest devices."),
+]
+Largest = Annotated[
+    str | None,
+    typer.Option(
+        "--largest",
+        metavar="BLOCK",
+        help="Find how many copies of a block of layers fit: a layer, what names begin with, or FIRST..LAST.",
+    ),
+]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        "--within",
+        parser=share,
+        metavar="SHARE",
+        help="With --least: how much slower than the fastest plan, such as 5%.",
+    ),
+]
+MinThroughput = Annotated[
+    float | None,
+    typer.Option("--min-throughput", help="With --least or --largest: the samples per second that a plan must reach."),
+]
+
+
+def goal_of(
+    least: Literal["memory", "devices"] | None,
+    largest: str | None,
+    within: float | None,
+    min_throughput: float | None,
+) -> Goal | None:
+    """Returns the goal that some options ask for, None for the shortest step."""
+    if least is None and largest is None:
+        if within is not None or min_throughput is not None:
+            raise BapipeError(
+                "--within and --min-throughput say how fast a plan must be: add --least memory, --least devices or "
+                "--largest BLOCK"
+            )
+        return None
+    return Goal(least=least, largest=largest, within=within, min_throughput=min_throughput)

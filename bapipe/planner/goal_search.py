@@ -1,0 +1,307 @@
+"""The plan with the least memory, the fewest devices, or the most copies of a block, by searches for the shortest step.
+
+Each of the three asks for the first of some problems, from the most wanted to the easiest, that has a plan which is
+fast enough: under rising memory limits, on more devices, with fewer copies. The search for the shortest step answers
+for one problem: its plan is fast enough, or its lower bound says that none is. A plan for one problem is one for every
+easier problem, so bisection finds the first.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan, ReachedGoal, certify, with_certificate
+from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.device_grouping import Grouping, groupings
+from bapipe.planner.goal import Goal
+from bapipe.planner.inputs import Profiles, listed
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.repeat_block import block_layers, repeat_block
+from bapipe.planner.sub_clusters import sub_clusters, with_devices
+from bapipe.planner.work_bound import work_bound_ns
+from bapipe.progress import SearchProgress
+
+MAX_LAYERS = 2_000
+"""Copies of a block are tried up to so many layers in all."""
+
+SHARE = 3
+"""Each search may take one part in so many of the time that remains."""
+
+ANY_NS = 2**62
+"""More than any step takes."""
+
+Search = Callable[[Profiles, Cluster, PlanOptions, Deadline, SearchProgress], Plan]
+"""Searches for the shortest step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A plan that is fast enough, or that there is none; neither if the search could not decide."""
+
+    plan: Plan | None = None
+    is_refuted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """What all searches of a goal have in common.
+
+    Attributes:
+        search: the one for the shortest step.
+        limit_ns: a plan is fast enough if its step, or its load if that is the objective, takes no longer.
+    """
+
+    profiles: Profiles
+    cluster: Cluster
+    options: PlanOptions
+    search: Search
+    deadline: Deadline
+    progress: SearchProgress
+    limit_ns: int = ANY_NS
+
+    def ask(self) -> Answer:
+        """Returns whether a plan is fast enough; the search ends at the first one."""
+        if self.deadline.is_over:
+            return Answer()
+        ways = groupings(self.profiles, self.cluster, self.options.group)
+        if self.options.objective == "step" and self._work_bound_ns(ways) > self.limit_ns:
+            return Answer(is_refuted=True)
+        share = self.deadline.share(SHARE)
+
+        def end_when_fast_enough(num_simulated: int, best_ns: int, bound_ns: int) -> None:
+            self.progress(num_simulated, best_ns, bound_ns)
+            if best_ns <= self.limit_ns and self.options.objective == "step":
+                share.stop()
+
+        try:
+            plan = self.search(self.profiles, self.cluster, self.options, share, end_when_fast_enough)
+        except Infeasible:
+            return Answer(is_refuted=True)
+        except OutOfTime as error:
+            return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
+        if objective_ns(plan) <= self.limit_ns:
+            return Answer(plan=plan)
+        return Answer(is_refuted=plan.certificate.lower_bound_ns > self.limit_ns)
+
+    def fastest(self, known: Plan) -> Plan:
+        """Returns the fastest plan, at least as fast as a known one."""
+        if self.deadline.is_over:
+            return known
+        try:
+            found = self.search(self.profiles, self.cluster, self.options, self.deadline, self.progress)
+        except (Infeasible, OutOfTime):
+            return known
+        return found if objective_ns(found) <= objective_ns(known) else known
+
+    def _work_bound_ns(self, ways: Sequence[Grouping]) -> int:
+        size = self.options.minibatch_size
+        return min(work_bound_ns(way.profiles, way.cluster, size) for way in ways)
+
+
+def reach_goal(
+    profiles: Profiles,
+    cluster: Cluster,
+    options: PlanOptions,
+    goal: Goal,
+    *,
+    search: Search,
+    deadline: Deadline,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns the plan that reaches a goal, with what is proven about it as the `goal` of its certificate.
+
+    Args:
+        search: the search for the shortest step.
+        deadline: ends it with the best plan so far.
+
+    Raises:
+        Infeasible: nothing fits in memory, or nothing is fast enough.
+        OutOfTime: the deadline passed before any plan was found that fits and is fast enough.
+        BapipeError: as the search for the shortest step; and options that do not go with the goal.
+    """
+    if goal.least == "devices":
+        cluster = _single_way(profiles, cluster, options).cluster
+    progress = progress or _ignore
+    setting = _Setting(
+        profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
+    )
+    fastest = search(profiles, cluster, options, deadline.share(SHARE), progress)
+    setting = replace(setting, limit_ns=_limit_ns(goal, fastest))
+    if objective_ns(fastest) > setting.limit_ns:
+        raise _too_slow(goal, fastest)
+    if goal.least == "memory":
+        return _least_memory(setting, fastest)
+    if goal.least == "devices":
+        return _fewest_devices(setting, fastest)
+    assert goal.largest is not None
+    return _most_copies(setting, fastest, goal.largest)
+
+
+def objective_ns(plan: Plan) -> int:
+    """Returns the step time of a plan, or its largest load if that is what it minimizes."""
+    load_ns = plan.prediction.load_ns
+    return plan.prediction.step_ns if load_ns is msgspec.UNSET else load_ns
+
+
+def first_with_plan(
+    wanted: Sequence[int],
+    known: Plan,
+    ask: Callable[[int], Answer],
+    value_of: Callable[[Plan, int], int],
+    *,
+    first_stride: int,
+) -> tuple[Plan, int, int]:
+    """Returns the plan for the most wanted of some problems that has one; its number; and the first one not refuted.
+
+    Args:
+        wanted: the numbers of the problems, from the most wanted to the easiest; a plan for one is one for all easier.
+        known: a plan for the easiest.
+        value_of: the most wanted problem that a plan, found for some problem, is a plan for.
+        first_stride: how many problems lie between the first that is asked and that of the known plan. It doubles as
+            long as there are plans.
+    """
+    best, best_at = known, wanted.index(value_of(known, wanted[-1]))
+    untried = not_refuted = 0
+    stride = first_stride
+    while untried < best_at:
+        at = max(untried, best_at - stride)
+        answer = ask(wanted[at])
+        if answer.plan is not None:
+            best, best_at = answer.plan, min(at, wanted.index(value_of(answer.plan, wanted[at])))
+            stride = max(1, min(2 * stride, (best_at - untried) // 2))
+            continue
+        untried = at + 1
+        not_refuted = untried if answer.is_refuted else not_refuted
+        stride = 1  # the best so far may be the first, and what is left then needs one more proof only
+    return best, wanted[best_at], wanted[not_refuted]
+
+
+def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
+    def within(num_bytes: int) -> _Setting:
+        limit = _limit_that_leaves(num_bytes, setting.options.memory_margin)
+        return replace(setting, options=replace(setting.options, memory_limit_bytes=limit))
+
+    def ask(num_bytes: int) -> Answer:
+        return within(num_bytes).ask()
+
+    peak = _peak_bytes(fastest)
+    best, value, bound = first_with_plan(
+        range(peak + 1), fastest, ask, lambda plan, _: _peak_bytes(plan), first_stride=max(1, peak // 2)
+    )
+    best = within(value).fastest(best)
+    # Of all plans, not only of those within this memory.
+    proven = fastest.certificate
+    best_ns = objective_ns(best)
+    best = with_certificate(best, certify(best_ns, min(best_ns, proven.lower_bound_ns), proven.space))
+    return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
+
+
+def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
+    from bapipe.planner.branch_and_bound.space import ns_per_sample  # loads numpy
+
+    way = groupings(setting.profiles, setting.cluster, setting.options.group)[0]
+    times_ns = ns_per_sample(way.profiles, setting.cluster)
+
+    def ask(num_devices: int) -> Answer:
+        is_refuted = True
+        for part in sub_clusters(setting.cluster, num_devices, times_ns).clusters:
+            answer = replace(setting, cluster=part).ask()
+            if answer.plan is not None:
+                return answer
+            is_refuted = is_refuted and answer.is_refuted
+        return Answer(is_refuted=is_refuted)
+
+    num_devices = len(setting.cluster.devices)
+    wanted = range(setting.options.num_stages or 1, num_devices + 1)
+    best, value, bound = first_with_plan(
+        wanted, fastest, ask, lambda plan, _: len(_used_ranks(plan)), first_stride=max(1, num_devices // 2)
+    )
+    used = with_devices(best.cluster, _used_ranks(best))
+    best = replace(setting, cluster=used).fastest(best)
+    has_all = bound == wanted[0] or sub_clusters(setting.cluster, bound - 1, times_ns).has_all
+    reached = ReachedGoal(quantity="devices", value=value, bound=bound, of="" if has_all else "the fastest devices")
+    return _with_goal(best, setting, reached)
+
+
+def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
+    profiles = listed(setting.profiles)
+    num_layers, num_in_block = len(profiles[0].layers), len(block_layers(profiles[0], block))
+    most = max(1, 1 + (MAX_LAYERS - num_layers) // num_in_block)
+
+    def with_copies(copies: int) -> _Setting:
+        return replace(setting, profiles=tuple(repeat_block(profile, block, copies) for profile in profiles))
+
+    def ask(copies: int) -> Answer:
+        return with_copies(copies).ask()
+
+    repeat_block(profiles[0], block, 2)  # raises BapipeError before anything is searched
+    best, value, bound = first_with_plan(range(most, 0, -1), fastest, ask, lambda _, copies: copies, first_stride=1)
+    best = with_copies(value).fastest(best) if value > 1 else best
+    reached = ReachedGoal(quantity="copies", value=value, bound=0 if bound == most else bound, of=block)
+    return _with_goal(best, setting, reached)
+
+
+def _with_goal(plan: Plan, setting: _Setting, reached: ReachedGoal) -> Plan:
+    if setting.limit_ns < ANY_NS:
+        reached = msgspec.structs.replace(reached, limit_ns=setting.limit_ns)
+    return with_certificate(plan, msgspec.structs.replace(plan.certificate, goal=reached))
+
+
+def _limit_ns(goal: Goal, fastest: Plan) -> int:
+    if goal.within is not None:
+        return int(objective_ns(fastest) * (1 + goal.within))
+    if goal.min_throughput is not None:
+        return int(fastest.minibatch_size * 1e9 / goal.min_throughput)
+    return ANY_NS
+
+
+def _too_slow(goal: Goal, fastest: Plan) -> BapipeError:
+    rate, most = (
+        fastest.minibatch_size * 1e9 / max(ns, 1) for ns in (objective_ns(fastest), fastest.certificate.lower_bound_ns)
+    )
+    message = (
+        f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
+    )
+    if fastest.certificate.proven_optimal:
+        return Infeasible(f"{message}, which is proven to be the most; ask for less, or plan for more devices")
+    return Infeasible(f"{message}, and none has more than {most:.6g}; ask for less, or choose a longer `time_limit_s`")
+
+
+def _single_way(profiles: Profiles, cluster: Cluster, options: PlanOptions) -> Grouping:
+    """Returns the only way to see the cluster; raises BapipeError if there are several, or devices are named."""
+    ways = groupings(profiles, cluster, options.group)
+    if len(ways) > 1:
+        raise BapipeError(
+            f"`least` devices counts devices of one size, and the profiles are of {len(ways)} sizes: give one profile "
+            "of each kind, or `group`"
+        )
+    for text in options.constraints:
+        if " on " in text:
+            raise BapipeError(f"`least` devices chooses the devices: leave out `constraints` '{text}'")
+    return ways[0]
+
+
+def _limit_that_leaves(num_bytes: int, margin: float) -> int:
+    """Returns the largest memory of which this many bytes may be used, as `PlanOptions.limits` counts them."""
+    if not margin:
+        return num_bytes
+    limit = int((num_bytes + 1) / (1 - margin)) + 1
+    while int(limit * (1 - margin)) > num_bytes:
+        limit -= 1
+    return limit
+
+
+def _peak_bytes(plan: Plan) -> int:
+    return max(rank.peak_bytes for rank in plan.prediction.ranks)
+
+
+def _used_ranks(plan: Plan) -> list[int]:
+    index = plan.cluster.index
+    return sorted({index[name] for stage in plan.stages for name in stage.devices})
+
+
+def _ignore(num_simulated: int, best_ns: int, bound_ns: int) -> None:
+    """Reports no progress."""

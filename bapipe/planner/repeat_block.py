@@ -1,0 +1,139 @@
+"""The profile of a model in which a block of layers occurs several times in a row."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bapipe.errors import BapipeError
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ESTIMATE, LayerProfile, Measurement, ModelProfile
+
+
+def block_layers(profile: ModelProfile, block: str) -> range:
+    """Returns the numbers of the layers of a block, which lie next to each other.
+
+    Args:
+        block: the name of a layer, what names begin with (`h.3` for `h.3.attn` and `h.3.mlp`), or `FIRST..LAST`.
+
+    Raises:
+        BapipeError: no such layers, or others between them.
+    """
+    names = [layer.name for layer in profile.layers]
+    first, dots, last = block.partition("..")
+    if dots and first in names and last in names:
+        found = list(range(names.index(first), names.index(last) + 1))
+    else:
+        found = [i for i, name in enumerate(names) if name == block or name.startswith((f"{block}.", f"{block}_"))]
+    if not found:
+        raise BapipeError(
+            f"`largest` '{block}': no layers of {profile.model} have this name; want that of a layer, what the names "
+            f"of several begin with, or FIRST..LAST; the first layers are {', '.join(names[:4])}"
+        )
+    if found[-1] - found[0] + 1 != len(found):
+        other = next(names[i] for i in range(found[0], found[-1]) if i not in found)
+        raise BapipeError(f"`largest` '{block}': layer '{other}' lies between its layers; name them as FIRST..LAST")
+    return range(found[0], found[-1] + 1)
+
+
+def repeat_block(profile: ModelProfile, block: str, copies: int) -> ModelProfile:
+    """Returns a profile in which each copy of a block reads what the copy before it gives.
+
+    Args:
+        copies: how many there are together with the profile's own.
+
+    Raises:
+        BapipeError: what the block gives cannot be its next copy's input, or it shares parameters with other layers.
+    """
+    layers = block_layers(profile, block)
+    given, read = _ends(profile, block, layers)
+    own = profile.layers[layers.start : layers.stop]
+    made = {tensor for layer in own for tensor in layer.outputs}
+    after = tuple(_renamed_inputs(layer, {given: _copy_of(given, copies)}) for layer in profile.layers[layers.stop :])
+    repeated: list[LayerProfile] = []
+    for copy in range(1, copies + 1):
+        tensors = {tensor: _copy_of(tensor, copy) for tensor in made}
+        tensors[read] = read if copy == 1 else _copy_of(given, copy - 1)
+        repeated += [_copied(layer, tensors, copy) for layer in own]
+    return msgspec.structs.replace(
+        profile,
+        model=f"{profile.model} with {copies} x {block}",
+        factory=None,  # it makes the model with one copy
+        arguments={},
+        environment=profile.environment
+        | {ESTIMATE: f"an estimate of {copies} copies of '{block}', each with the times and bytes of the first"},
+        layers=(*profile.layers[: layers.start], *repeated, *after),
+        measurements=tuple(
+            Measurement(
+                microbatch_size=m.microbatch_size,
+                layers=(
+                    *m.layers[: layers.start],
+                    *m.layers[layers.start : layers.stop] * copies,
+                    *m.layers[layers.stop :],
+                ),
+            )
+            for m in profile.measurements
+        ),
+    )
+
+
+def profiles_of_copies(plan: Plan, profiles: tuple[ModelProfile, ...]) -> tuple[ModelProfile, ...]:
+    """Returns the profiles that a plan was made from, given those of the model before its block was repeated."""
+    goal = plan.certificate.goal
+    if goal is msgspec.UNSET or goal.quantity != "copies" or goal.value == 1:
+        return profiles
+    return tuple(repeat_block(profile, goal.of, goal.value) for profile in profiles)
+
+
+def _ends(profile: ModelProfile, block: str, layers: range) -> tuple[str, str]:
+    """Returns the tensor that a block gives to later layers, and the one of the same size that it reads."""
+    own = profile.layers[layers.start : layers.stop]
+    if any(layer.shares for layer in own):
+        raise BapipeError(f"`largest` '{block}': its layers share parameters with others; choose a block without those")
+    made = {tensor for layer in own for tensor in layer.outputs}
+    later = {tensor for layer in profile.layers[layers.stop :] for tensor in layer.inputs}
+    given = sorted(made & later)
+    if len(given) != 1:
+        raise BapipeError(
+            f"`largest` '{block}': want a block that gives one tensor to later layers; it gives {len(given)}"
+        )
+    sizes = _sizes(profile)
+    # A block may also read tensors that all its copies read, such as a mask: the latest of that size is the chain's.
+    read = [t for layer in own for t in layer.inputs if t not in made and sizes.get(t) == sizes[given[0]]]
+    if not read:
+        raise BapipeError(
+            f"`largest` '{block}': it reads no tensor as large as the one it gives, so no copy can follow it; choose a "
+            "block whose input and output are alike"
+        )
+    position = {tensor: i for i, layer in enumerate(profile.layers) for tensor in layer.outputs}
+    return given[0], max(read, key=position.__getitem__)
+
+
+def _sizes(profile: ModelProfile) -> dict[str, tuple[int, ...]]:
+    """Returns the bytes of each tensor that a layer makes, at each measured micro-batch size."""
+    found: dict[str, tuple[int, ...]] = {}
+    for i, layer in enumerate(profile.layers):
+        for j, tensor in enumerate(layer.outputs):
+            found[tensor] = tuple(m.layers[i].output_bytes[j] for m in profile.measurements)
+    return found
+
+
+def _copy_of(name: str, copy: int) -> str:
+    return name if copy == 1 else f"{name}#{copy}"
+
+
+def _copied(layer: LayerProfile, tensors: dict[str, str], copy: int) -> LayerProfile:
+    renamed = _renamed_inputs(layer, tensors)
+    return msgspec.structs.replace(
+        renamed,
+        name=_copy_of(layer.name, copy),
+        outputs=_renamed(layer.outputs, tensors),
+        no_gradient=_renamed(layer.no_gradient, tensors),
+    )
+
+
+def _renamed_inputs(layer: LayerProfile, tensors: dict[str, str]) -> LayerProfile:
+    return msgspec.structs.replace(layer, inputs=_renamed(layer.inputs, tensors))
+
+
+def _renamed(names: Iterable[str], tensors: dict[str, str]) -> tuple[str, ...]:
+    return tuple(tensors.get(name, name) for name in names)

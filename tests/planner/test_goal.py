@@ -1,0 +1,261 @@
+"""Goals: the least memory, the fewest devices and the most copies of a block equal those over all plans."""
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+import bapipe
+from bapipe.cli import main
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.space import search_space
+from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.goal import Goal
+from bapipe.planner.goal_search import Answer, first_with_plan, reach_goal
+from bapipe.planner.inputs import by_kind
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.repeat_block import block_layers, repeat_block
+from bapipe.planner.sub_clusters import sub_clusters
+from bapipe.report.plans import proof
+from bapipe.simulator.simulate import simulate
+from tests.builders import MS, chain, devices
+from tests.oracles.exhaustive_layouts import exhaustive, layouts
+from tests.random_profiles import random_cluster, random_profile
+
+SEEDS = range(6)
+
+
+def search(profiles: Any, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: Any) -> Plan:
+    """The search along the profile's order alone, which is what the enumeration has."""
+    return plan_step_time(by_kind(profiles), cluster, options, deadline=deadline, progress=progress)
+
+
+def reached(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, goal: Goal) -> Plan:
+    return reach_goal(profiles, cluster, options, goal, search=search, deadline=UNLIMITED)
+
+
+def small_problem(seed: int) -> tuple[dict[str, ModelProfile], Cluster, PlanOptions]:
+    random = Random(seed)
+    profiles = {"a": random_profile(random, random.randint(2, 4))}
+    return (
+        profiles,
+        random_cluster(random, random.randint(2, 3)),
+        PlanOptions(minibatch_size=4, schedules=("1f1b",), recompute=False),
+    )
+
+
+def every_plan(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
+) -> list[tuple[int, int, int]]:
+    """Returns step time, peak memory and number of devices of every plan that fits."""
+    found = []
+    for problem in search_space(profiles, cluster, options).problems:
+        for layout in layouts(problem):
+            if not problem.fits(layout):
+                continue
+            timeline = problem.simulate(layout)
+            peak = max(memory.total for memory in timeline.memory)
+            num_devices = len(
+                {rank for placement in problem.compiled(layout.placements)[0].devices for rank in placement}
+            )
+            found.append((timeline.step_ns, peak, num_devices))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_and_devices_are_the_least_of_all_plans_that_are_fast_enough(seed: int) -> None:
+    profiles, cluster, options = small_problem(seed)
+    plans = every_plan(profiles, cluster, options)
+    if not plans:
+        with pytest.raises(Infeasible):
+            reached(profiles, cluster, options, Goal(least="memory"))
+        return
+    within = Random(seed).choice([0.0, 0.1, 0.5])
+    fast = [plan for plan in plans if plan[0] <= int(min(plans)[0] * (1 + within))]
+    light = reached(profiles, cluster, options, Goal(least="memory", within=within))
+    few = reached(profiles, cluster, options, Goal(least="devices", within=within))
+    for plan, least in ((light, min(peak for _, peak, _ in fast)), (few, min(num for _, _, num in fast))):
+        goal = plan.certificate.goal
+        assert goal is not msgspec.UNSET
+        assert (goal.value, goal.bound) == (least, least)
+        assert goal.limit_ns is not msgspec.UNSET
+        assert plan.prediction.step_ns == simulate(plan, profiles).step_ns <= goal.limit_ns
+    assert max(rank.peak_bytes for rank in light.prediction.ranks) == light.certificate.goal.value
+    assert light.prediction.step_ns == min(step for step, peak, _ in fast if peak == light.certificate.goal.value)
+    assert light.certificate.lower_bound_ns <= min(plans)[0]
+    assert len({name for stage in few.stages for name in stage.devices}) == few.certificate.goal.value
+
+
+@pytest.mark.parametrize("memory_bytes", [40, 60, 95])
+def test_one_copy_more_than_the_largest_model_fits_nowhere(memory_bytes: int) -> None:
+    profile = chain([1, 2, 1], param_bytes=6, stash_bytes=4, output_bytes=2)
+    cluster, options = devices(2, memory_bytes=memory_bytes), PlanOptions(minibatch_size=2)
+    plan = reached({"a": profile}, cluster, options, Goal(largest="l1"))
+    goal = plan.certificate.goal
+    assert goal is not msgspec.UNSET
+    assert goal.bound == goal.value
+    for copies, fits in ((goal.value, True), (goal.value + 1, False)):
+        problems = search_space({"a": repeat_block(profile, "l1", copies)}, cluster, options).problems
+        assert (exhaustive(problems) is not None) == fits
+    assert simulate(plan, {"a": repeat_block(profile, "l1", goal.value)}).step_ns == plan.prediction.step_ns
+
+
+def test_a_model_with_a_repeated_block_is_planned_like_one_written_out() -> None:
+    profile, written = chain([1, 2, 3, 4], output_bytes=8), chain([1, 2, 3, 2, 3, 4], output_bytes=8)
+    repeated = repeat_block(profile, "l1..l2", 2)
+    assert [layer.name for layer in repeated.layers] == ["l0", "l1", "l2", "l1#2", "l2#2", "l3"]
+    assert [layer.inputs for layer in repeated.layers[3:]] == [("t3",), ("t2#2",), ("t3#2",)]
+    options = PlanOptions(minibatch_size=4)
+    steps = [bapipe.plan(one, devices(2), options).prediction.step_ns for one in (repeated, written)]
+    assert steps[0] == steps[1]
+    assert block_layers(written, "l1..l3") == range(1, 4)
+
+
+def test_a_fast_enough_model_is_the_largest_by_the_work_that_it_adds() -> None:
+    # One device: a step is the sum of all layers' F and B, 3 ms for each millisecond of F, four times.
+    profile = chain([1, 2, 1])
+    plan = bapipe.plan(profile, devices(1), minibatch_size=4, goal=Goal(largest="l1", min_throughput=25))
+    goal = plan.certificate.goal
+    assert goal is not msgspec.UNSET
+    assert goal.limit_ns == 160 * MS
+    assert (goal.value, goal.bound) == (5, 5)  # 4 * 3 * (2 + 2 * 5) = 144 ms, with a copy more 168 ms
+    assert plan.prediction.step_ns == 144 * MS
+
+
+def test_the_first_problem_with_a_plan_is_found_from_every_place() -> None:
+    known = bapipe.plan(chain([1]), devices(1), minibatch_size=1)
+    for first in range(20):
+        for undecided in ((), (first - 1,), (first - 1, first - 2)):
+
+            def ask(number: int, first: int = first, undecided: tuple[int, ...] = undecided) -> Answer:
+                return Answer(plan=known) if number >= first else Answer(is_refuted=number not in undecided)
+
+            for stride in (1, 10):
+                _, value, bound = first_with_plan(range(20), known, ask, lambda _, asked: asked, first_stride=stride)
+                assert value == first
+                assert bound == first if not undecided else bound <= first
+                assert bound - 1 not in undecided or not bound  # what comes before the bound is refuted
+
+
+def test_what_is_not_decided_is_not_proven() -> None:
+    plan = bapipe.plan(chain([1, 2, 1]), devices(2), minibatch_size=4, goal=Goal(least="devices", within=1))
+    assert "proven" in proof(plan.certificate)
+    ended = Deadline(0)
+    with_naive = bapipe.plan(
+        chain([1, 2, 1], param_bytes=9), devices(2), minibatch_size=4, goal=Goal(least="memory"), deadline=ended
+    )
+    assert with_naive.certificate.goal.bound == 0  # type: ignore[union-attr]
+    assert "none needs less than 0" in proof(with_naive.certificate)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_choice_of_devices_is_like_one_of_those_tried(seed: int) -> None:
+    random = Random(seed)
+    cluster = replace_hosts(
+        devices(5), [random.randrange(3) for _ in range(5)], [random.choice([1.0, 2.0]) for _ in range(5)]
+    )
+    for num in range(1, 6):
+        parts = sub_clusters(cluster, num, [1.0] * 5)
+        tried = [shape([cluster.index[d.name] for d in part.devices], cluster) for part in parts.clusters]
+        assert parts.has_all
+        assert len(set(tried)) == len(tried)
+        assert set(tried) == {shape(ranks, cluster) for ranks in combinations(range(5), num)}
+
+
+def replace_hosts(cluster: Cluster, hosts: list[int], speeds: list[float]) -> Cluster:
+    changed = tuple(
+        msgspec.structs.replace(device, host=f"h{host}", speed=speed)
+        for device, host, speed in zip(cluster.devices, hosts, speeds, strict=True)
+    )
+    slow = msgspec.structs.replace(cluster.inter_host, latency_ns=99)
+    return msgspec.structs.replace(cluster, devices=changed, inter_host=slow)
+
+
+def shape(ranks: Any, cluster: Cluster) -> tuple[tuple[float, ...], ...]:
+    """The speeds that a choice has on each host, which is all that tells it from others."""
+    hosts: dict[str, list[float]] = {}
+    for rank in ranks:
+        hosts.setdefault(cluster.devices[rank].host, []).append(cluster.devices[rank].speed)
+    return tuple(sorted(tuple(sorted(speeds)) for speeds in hosts.values()))
+
+
+def test_of_too_many_choices_the_fastest_devices_are_tried() -> None:
+    cluster = replace_hosts(devices(12), list(range(12)), [1.0 + i for i in range(12)])
+    parts = sub_clusters(cluster, 6, [1000.0 / (1 + i) for i in range(12)])
+    assert not parts.has_all
+    assert [[device.name for device in part.devices] for part in parts.clusters] == [[f"d{i}" for i in range(6, 12)]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Goal(), "either `least` memory or devices, or `largest`"),
+        (lambda: Goal(least="memory", largest="l1"), "give one of them"),
+        (lambda: Goal(least="memory", within=0.1, min_throughput=3), "`within` and `min_throughput`"),
+        (lambda: Goal(largest="l1", within=0.1), "use `min_throughput`"),
+        (lambda: Goal(least="memory", within=-1), "`within` -1: want a share from 0 to 100"),
+        (lambda: Goal(least="memory", min_throughput=0), "`min_throughput` 0: want a positive number"),
+        (lambda: block_layers(chain([1, 2]), "x"), "no layers of chain have this name"),
+        (lambda: repeat_block(chain([1, 2]), "l1", 2), "gives one tensor to later layers; it gives 0"),
+        (lambda: repeat_block(chain([1, 2]), "l0", 2), "reads no tensor as large as the one it gives"),
+    ],
+)
+def test_goals_that_mean_nothing_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_what_no_plan_reaches_is_infeasible() -> None:
+    with pytest.raises(Infeasible, match=r"the fastest has .* which is proven to be the most"):
+        bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, goal=Goal(least="devices", min_throughput=10**9))
+    constrained = PlanOptions(minibatch_size=4, goal=Goal(least="devices"), constraints=("l0 on d1",))
+    with pytest.raises(BapipeError, match="`least` devices chooses the devices"):
+        bapipe.plan(chain([1, 2]), devices(2), constrained)
+
+
+def test_memory_margins_are_left_free() -> None:
+    profile = chain([1, 2, 1], param_bytes=100)
+    goal = Goal(least="memory", within=0.5)
+    free = bapipe.plan(profile, devices(2), minibatch_size=4, goal=goal).certificate.goal
+    assert bapipe.plan(profile, devices(2), minibatch_size=4, goal=goal, memory_margin=0.3).certificate.goal == free
+
+
+def test_the_command_line_says_what_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bapipe.write(tmp_path / "p.json", chain([1, 2, 3], param_bytes=2**20, output_bytes=8))
+    bapipe.write(tmp_path / "c.json", devices(3))
+    common = ["plan", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.json"), "--minibatch-size", "4"]
+
+    def printed(*words: str) -> str:
+        capsys.readouterr()
+        assert main_code([*common, *words, "-o", str(tmp_path / "plan.json")]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "(proven: no plan needs less)" in printed("--least", "memory", "--within", "5%")
+    assert "fewest devices at no more than" in printed("--least", "devices", "--min-throughput", "100")
+    assert "largest model" in printed("--largest", "l1", "--memory-limit", "20MB")
+    for words, message in (
+        (["--within", "5%"], "add --least memory"),
+        (["--least", "memory", "--pareto"], "do not go with --pin"),
+        (["--largest", "nothing"], "--largest 'nothing'"),
+    ):
+        assert main_code([*common, *words]) == 1
+        assert message in capsys.readouterr().err
+
+
+def main_code(words: list[str]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["bapipe", *words])
+        try:
+            main()
+        except SystemExit as error:
+            return int(error.code or 0)
+    return 0
