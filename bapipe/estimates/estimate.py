@@ -159,13 +159,14 @@ def _measured(
         exchange_ns[exchange.part] += group.exchange_ns(exchange, tensor_bytes)
     backward_ns = exchange_ns["input_grad"] + exchange_ns["weight_grad"]
     whole_ns = measured.backward_ns
+    stashed_whole = min(measured.stash_bytes, sum(tensor_bytes[tensor] for tensor in member.stashed_whole))
     return replace(
         measured,
         forward_ns=share_ns(measured.forward_ns) + exchange_ns["forward"],
         input_grad_ns=share_ns(measured.input_grad_ns) + exchange_ns["input_grad"],
         weight_grad_ns=share_ns(measured.weight_grad_ns) + exchange_ns["weight_grad"],
         backward_ns=UNSET if whole_ns is UNSET else share_ns(whole_ns) + backward_ns,
-        stash_bytes=_part(measured.stash_bytes, member.stash_share),
+        stash_bytes=stashed_whole + _part(measured.stash_bytes - stashed_whole, member.stash_share),
         gradient_stash_bytes=_part_if_set(measured.gradient_stash_bytes, member.stash_share),
         workspace_bytes=_part(measured.workspace_bytes, member.stash_share) + member.gathered_bytes,
         output_bytes=tuple(_part(num_bytes, member.output_share) for num_bytes in measured.output_bytes),

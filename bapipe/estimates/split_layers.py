@@ -1,7 +1,8 @@
 """What one member of a group does of each layer, and what the members exchange for it, by the way they split layers.
 
-A tensor between two layers is held whole by every member, or each member holds its channels or its planes of it. A
-layer that needs more than that has it gathered first. The gradient of a tensor is held as the tensor is.
+A tensor between two layers is held whole by every member, or each member holds its channels, its heads of attention or
+its planes of it. A layer that needs more than that has it gathered first. The gradient of a tensor is held as the
+tensor is.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -42,6 +43,7 @@ class Held(Enum):
 
     WHOLE = "whole"
     CHANNELS = "channels"
+    HEADS = "heads"
     PLANES = "planes"
 
 
@@ -53,6 +55,7 @@ class MemberLayer:
         share: its share of the layer's time, that of the member with the most to do.
         weight_share: its share of the layer's parameters, gradients and optimizer state.
         stash_share: its share of the stash and the workspace.
+        stashed_whole: inputs that are in the stash whole; `stash_share` is of the rest.
         output_share: its share of the outputs.
         held: how the members hold the outputs.
         gathered_bytes: what it gathers for the time that the layer runs, besides the workspace.
@@ -63,6 +66,7 @@ class MemberLayer:
     share: Fraction = Fraction(1)
     weight_share: Fraction = Fraction(1)
     stash_share: Fraction = Fraction(1)
+    stashed_whole: tuple[str, ...] = ()
     output_share: Fraction = Fraction(1)
     held: Held = Held.WHOLE
     gathered_bytes: int = 0
@@ -76,12 +80,22 @@ class LayerInputs:
 
     Attributes:
         in_parts: those of which each member holds a part.
+        by_heads: of these, the queries, keys and values of each member's heads.
+        part: the largest part that a member holds of any of those in parts.
+        elementwise: those that the layer's module does not read, only the elementwise operators behind it.
         with_gradient: those that have a gradient.
     """
 
     whole: tuple[str, ...]
     in_parts: tuple[str, ...]
+    by_heads: frozenset[str]
+    part: Fraction
+    elementwise: frozenset[str]
     with_gradient: frozenset[str]
+
+    def to_gather(self, kept_apart: frozenset[str]) -> tuple[str, ...]:
+        """Returns those in parts but for some that are needed as they are held."""
+        return tuple(tensor for tensor in self.in_parts if tensor not in kept_apart)
 
     def gradients_of(self, tensors: Sequence[str]) -> tuple[str, ...]:
         return tuple(tensor for tensor in tensors if tensor in self.with_gradient)
@@ -97,6 +111,7 @@ def split_layers(
     """
     rule = _RULES[split]
     held: dict[str, Held] = {}
+    parts: dict[str, Fraction] = {}
     with_gradient: set[str] = set()
     members = []
     for layer in layers:
@@ -104,11 +119,15 @@ def split_layers(
         inputs = LayerInputs(
             whole=tuple(tensor for tensor in known if held[tensor] is Held.WHOLE),
             in_parts=tuple(tensor for tensor in known if held[tensor] is not Held.WHOLE),
+            by_heads=frozenset(tensor for tensor in known if held[tensor] is Held.HEADS),
+            part=max((parts[tensor] for tensor in known if held[tensor] is not Held.WHOLE), default=Fraction(1)),
+            elementwise=frozenset(layer.shape.elementwise_inputs if layer.shape is not UNSET else ()),
             with_gradient=frozenset(with_gradient),
         )
         member = _computed_whole(inputs) if layer.name in whole else rule(layer, inputs, num_members)
         members.append(member)
         held |= dict.fromkeys(layer.outputs, member.held)
+        parts |= dict.fromkeys(layer.outputs, member.output_share)
         with_gradient |= set(layer.outputs) - set(layer.no_gradient)
     return members
 
@@ -176,7 +195,7 @@ def _channel(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> Memb
 
 def _tensor(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:
     """A layer of own filters, then one of own channels whose outputs all members sum."""
-    is_second = bool(inputs.in_parts) and not inputs.whole
+    is_second = bool(inputs.to_gather(inputs.elementwise)) and set(inputs.whole) <= inputs.elementwise
     return _by_channels(layer, inputs, num_members, _own_channels_summed if is_second else _own_filters)
 
 
@@ -190,6 +209,8 @@ def _by_channels(
     shape = layer.shape
     if shape is UNSET or shape.in_channels is UNSET or shape.out_channels is UNSET:
         return _computed_whole(inputs)
+    if shape.heads is not UNSET:
+        return _computed_whole(inputs) if mixing is _own_channels else _own_heads(layer, inputs, shape, num_members)
     if shape.mixes_channels:
         return mixing(layer, inputs, shape.in_channels, shape.out_channels, num_members)
     if not inputs.in_parts:
@@ -211,17 +232,39 @@ def _own_filters(
 ) -> MemberLayer:
     """Each member computes some output channels from all input channels, which it keeps for the backward."""
     _check_channels(layer.name, "filters", out_channels, num_members)
-    share = _share(out_channels, num_members)
+    # Of what is added to the outputs, or multiplied by them, a member needs its own channels.
+    return _own_outputs(inputs, _share(out_channels, num_members), inputs.elementwise)
+
+
+def _own_heads(layer: LayerProfile, inputs: LayerInputs, shape: LayerShape, num_members: int) -> MemberLayer:
+    """Each member computes the filters of its heads, and attends with them to the queries, keys and values it has."""
+    assert shape.heads is not UNSET
+    _check_channels(layer.name, "heads of attention", shape.heads, num_members)
+    outputs = _own_outputs(inputs, _share(shape.heads, num_members), inputs.by_heads)
+    return replace(
+        outputs,
+        stash_share=outputs.share,
+        stashed_whole=(*inputs.whole, *inputs.to_gather(inputs.by_heads)),
+        held=Held.CHANNELS if shape.attends else Held.HEADS,
+    )
+
+
+def _own_outputs(inputs: LayerInputs, share: Fraction, kept_apart: frozenset[str]) -> MemberLayer:
+    """Each member computes a share of the outputs from all inputs, but of those `kept_apart` from its own part."""
+    gathered = inputs.to_gather(kept_apart)
+    summed = tuple(tensor for tensor in inputs.whole if tensor not in inputs.elementwise)
+    in_channels = tuple(tensor for tensor in inputs.whole if tensor in inputs.elementwise)
     return MemberLayer(
         share=share,
         weight_share=share,
         output_share=share,
         held=Held.CHANNELS,
         exchanges=_exchanges(
-            Exchange(part="forward", how="gather", tensors=inputs.in_parts),
+            Exchange(part="forward", how="gather", tensors=gathered),
             # Every member has a part of the sum that is the gradient of each input channel.
-            Exchange(part="input_grad", how="gather", tensors=inputs.gradients_of(inputs.in_parts)),
-            Exchange(part="input_grad", how="sum", tensors=inputs.gradients_of(inputs.whole)),
+            Exchange(part="input_grad", how="gather", tensors=inputs.gradients_of(gathered)),
+            Exchange(part="input_grad", how="sum", tensors=inputs.gradients_of(summed)),
+            Exchange(part="input_grad", how="gather", tensors=inputs.gradients_of(in_channels)),
         ),
     )
 
@@ -249,14 +292,19 @@ def _own_channels_summed(
     layer: LayerProfile, inputs: LayerInputs, in_channels: int, out_channels: int, num_members: int
 ) -> MemberLayer:
     _check_channels(layer.name, "input channels", in_channels, num_members)
-    share = _share(in_channels, num_members)
+    # A member computes with the channels that it has, which are those of whole heads or filters.
+    share = inputs.part if inputs.to_gather(inputs.elementwise) else _share(in_channels, num_members)
+    # Every member has the sum, and computes the elementwise operators behind it whole.
+    joined_in_parts = tuple(tensor for tensor in inputs.in_parts if tensor in inputs.elementwise)
+    read_whole = tuple(tensor for tensor in inputs.whole if tensor not in inputs.elementwise)
     return MemberLayer(
         share=share,
         weight_share=share,
         stash_share=share,
         exchanges=_exchanges(
             Exchange(part="forward", how="sum", tensors=layer.outputs),
-            Exchange(part="input_grad", how="gather", tensors=inputs.gradients_of(inputs.whole)),
+            Exchange(part="forward", how="gather", tensors=joined_in_parts),
+            Exchange(part="input_grad", how="gather", tensors=inputs.gradients_of(read_whole)),
         ),
     )
 

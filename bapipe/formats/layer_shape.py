@@ -15,6 +15,10 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         window, stride, padding: an output plane reads `window` planes; the first begins `padding` planes before the
             input, each further one `stride` planes later.
         sums_samples: whether it needs sums over all samples and planes of a micro-batch, as a batch norm does.
+        heads: of a layer that computes queries, keys or values, the heads of attention that members can share: those of
+            the keys. Queries that read the same keys stay together.
+        attends: whether such a layer attends, too; its output channels are those of the heads, one after the other.
+        elementwise_inputs: those of its inputs that its module does not read, only the elementwise operators behind it.
     """
 
     in_channels: Positive | msgspec.UnsetType = msgspec.UNSET
@@ -26,6 +30,9 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stride: Positive = 1
     padding: NonNegative = 0
     sums_samples: bool = False
+    heads: Positive | msgspec.UnsetType = msgspec.UNSET
+    attends: bool = False
+    elementwise_inputs: tuple[str, ...] = ()
 
     @property
     def halo(self) -> tuple[int, int]:

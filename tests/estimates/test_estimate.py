@@ -8,7 +8,7 @@ import re
 from random import Random
 
 import pytest
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
@@ -256,3 +256,111 @@ def test_unknown_layers_are_computed_whole() -> None:
     unknown = replace(profile, layers=(profile.layers[0], replace(profile.layers[1], shape=UNSET), profile.layers[2]))
     second = estimate(unknown, "spatial", 2, hosts()).measurements[0].layers[1]
     assert (second.forward_ns, second.input_grad_ns) == (80 + 100 + 64, 40)
+
+
+def rows_of(
+    *rows: tuple[str, tuple[str, ...], LayerShape | UnsetType, tuple[int, int, int], int, int, int],
+) -> ModelProfile:
+    """A profile from (name, inputs, shape, (F, I, W), bytes of parameters, of the stash, of the output)."""
+    template = network(1)
+    return replace(
+        template,
+        layers=tuple(
+            replace(template.layers[0], name=name, inputs=inputs, outputs=(name,), shape=shape, param_bytes=params)
+            for name, inputs, shape, _, params, _, _ in rows
+        ),
+        measurements=(
+            Measurement(
+                microbatch_size=2,
+                layers=tuple(
+                    LayerMeasurement(
+                        forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=stash, output_bytes=(output,)
+                    )
+                    for _, _, _, (f, i, w), _, stash, output in rows
+                ),
+            ),
+        ),
+    )
+
+
+def linear(in_channels: int, out_channels: int, *elementwise: str) -> LayerShape:
+    return LayerShape(in_channels=in_channels, out_channels=out_channels, elementwise_inputs=elementwise)
+
+
+NORM = LayerShape(in_planes=2, out_planes=2)
+SUM_64 = 2 * (100 + 32)
+"""A sum of 64 bytes over two members: two messages of half of them."""
+
+
+def test_a_block_of_a_transformer_worked_out_by_hand() -> None:
+    """GPT-2's: four sums of the hidden states for each micro-batch, as in Megatron-LM (arXiv:1909.08053, figure 4)."""
+    act = LayerShape(in_channels=64, out_channels=64, mixes_channels=False)
+    profile = rows_of(
+        ("embedding", ("tokens",), UNSET, (10, 0, 10), 640, 0, 64),
+        ("norm", ("embedding",), NORM, (10, 20, 6), 8, 64, 64),
+        ("qkv", ("norm",), replace(linear(16, 16), heads=4, attends=True), (400, 500, 300), 192, 320, 64),
+        ("projection", ("qkv",), linear(16, 16), (100, 60, 40), 64, 64, 64),
+        ("residual", ("projection", "embedding"), replace(act, elementwise_inputs=("embedding",)), (4, 2, 0), 0, 0, 64),
+        ("up", ("residual",), linear(16, 64), (400, 300, 200), 256, 64, 256),
+        ("act", ("up",), act, (8, 4, 0), 0, 256, 256),
+        ("down", ("act", "residual"), linear(64, 16, "residual"), (400, 200, 300), 256, 256, 64),
+    )
+    group = estimate(profile, "tensor", 2, hosts())
+    found = {
+        layer.name: (
+            (m.forward_ns, m.input_grad_ns, m.weight_grad_ns),
+            layer.param_bytes,
+            m.stash_bytes,
+            *m.output_bytes,
+        )
+        for layer, m in zip(group.layers, group.measurements[0].layers, strict=True)
+    }
+    assert found == {
+        "embedding": ((10, 0, 10), 640, 0, 64),
+        "norm": ((10, 20, 6), 8, 64, 64),
+        "qkv": ((200, 250 + SUM_64, 150), 96, 64 + 128, 32),  # the input is kept whole, the rest of two heads
+        "projection": ((50 + SUM_64, 30, 20), 32, 32, 64),
+        "residual": ((4, 2, 0), 0, 0, 64),
+        "up": ((200, 150 + SUM_64, 100), 128, 64, 128),
+        "act": ((4, 2, 0), 0, 128, 128),
+        "down": ((200 + SUM_64, 100, 150), 128, 128, 64),
+    }
+
+
+def test_queries_keys_and_gates_of_own_layers_stay_apart() -> None:
+    """Llama's: queries and keys are read by the layer that attends, and one half of the dense layer by the other."""
+    attending = LayerShape(in_channels=16, out_channels=16, heads=2, attends=True)
+    profile = rows_of(
+        ("x", ("tokens",), UNSET, (10, 0, 10), 640, 0, 64),
+        ("q", ("x",), LayerShape(in_channels=16, out_channels=16, heads=2), (40, 40, 40), 64, 64, 64),
+        ("k", ("x",), LayerShape(in_channels=16, out_channels=8, heads=2), (20, 20, 20), 32, 64, 32),
+        ("v", ("x", "q", "k"), attending, (60, 60, 60), 32, 264, 64),
+        ("o", ("v", "x"), linear(16, 16, "x"), (40, 40, 40), 64, 64, 64),
+        ("gate", ("o",), linear(16, 24), (40, 40, 40), 96, 64, 96),
+        ("up", ("o", "gate"), linear(16, 24, "gate"), (40, 40, 40), 96, 64, 96),
+        ("down", ("up", "o"), linear(24, 16, "o"), (40, 40, 40), 96, 96, 64),
+    )
+    by_tensor = estimate(profile, "tensor", 2, hosts()).measurements[0].layers
+    assert [(m.forward_ns, m.input_grad_ns, m.stash_bytes) for m in by_tensor[1:]] == [
+        (20, 20 + SUM_64, 64),
+        (10, 10 + SUM_64, 64),
+        (30, 30 + SUM_64, 64 + 100),
+        (20 + SUM_64, 20, 32),
+        (20, 20 + SUM_64, 64),
+        (20, 20 + SUM_64, 64),
+        (20 + SUM_64, 20, 48),
+    ]
+    by_channel = estimate(profile, "channel", 2, hosts()).measurements[0].layers
+    assert [m.forward_ns for m in by_channel[1:4]] == [40, 20, 60]  # each head needs all channels: computed whole
+
+
+def test_three_heads_between_two_members() -> None:
+    attending = LayerShape(in_channels=12, out_channels=12, heads=3, attends=True)
+    profile = rows_of(
+        ("qkv", ("x",), attending, (90, 0, 90), 36, 0, 48),
+        ("projection", ("qkv",), linear(12, 12), (30, 30, 30), 48, 0, 64),
+    )
+    qkv, projection = estimate(profile, "tensor", 2, hosts()).measurements[0].layers
+    assert (qkv.forward_ns, qkv.output_bytes, projection.forward_ns) == (60, (32,), 20 + SUM_64)
+    with pytest.raises(BapipeError, match="layer 'qkv' has 3 heads of attention for 4 members: use at most 3"):
+        estimate(profile, "tensor", 4, hosts())

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import transformers
+from msgspec import UNSET
 from torch import Tensor, nn
 
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.profiler.instrument import TrainingPass
 from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.tracing import trace
+from bapipe.zoo.gpt2 import gpt2
 
 
 def shapes(module: nn.Module, inputs: Tensor) -> dict[str, LayerShape]:
@@ -66,3 +69,61 @@ def test_embeddings_and_layer_norms_have_shapes() -> None:
     assert found["0"] == LayerShape(in_channels=50, out_channels=8, in_planes=6, out_planes=6)
     assert found["1"] == places
     assert (found["2"].in_channels, found["2"].out_channels, found["2"].in_planes) == (8, 32, 6)
+
+
+def test_heads_of_attention_in_one_layer_and_in_three() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    small = gpt2(num_layers=1, hidden_size=24, num_heads=3, vocabulary_size=20, num_positions=8, length=6)
+    found = shapes(small.module, tokens)
+    assert found["blocks.0.attention.qkv"] == LayerShape(in_channels=24, out_channels=24, heads=3, attends=True)
+    projection = found["blocks.0.attention.projection"]
+    assert (projection.in_channels, projection.out_channels, projection.heads) == (24, 24, UNSET)
+    assert found["blocks.0.dense_dropout"].elementwise_inputs == ("blocks.0.attention_dropout",)
+    assert (found["blocks.0.gelu"].in_channels, found["blocks.0.gelu"].in_planes) == (96, 6)
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=20, max_position_embeddings=8, use_cache=False,
+    )  # fmt: skip
+    found = shapes(transformers.LlamaForCausalLM(config), tokens)
+    heads = {
+        name.rpartition(".")[2]: (shape.out_channels, shape.heads, shape.attends)
+        for name, shape in found.items()
+        if shape.heads is not UNSET
+    }
+    assert heads == {"q_proj": (32, 2, False), "k_proj": (16, 2, False), "v_proj": (32, 2, True)}
+    assert found["model.layers.0.mlp.up_proj"].elementwise_inputs == ("model.layers.0.mlp.act_fn",)
+
+
+def test_heads_that_are_not_apart_are_not_shared() -> None:
+    class Talking(nn.Module):
+        """Attention whose heads are mixed before they attend."""
+
+        def __init__(self, mixes: bool) -> None:
+            super().__init__()
+            self.qkv, self.mixes = nn.Linear(8, 24), mixes
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(2, (3, 4, 2)).permute(2, 0, 3, 1, 4).unbind(0)
+            if self.mixes:
+                q = q.cumsum(1)
+            mixed: Tensor = nn.functional.scaled_dot_product_attention(q, k, v)
+            return mixed.transpose(1, 2).flatten(2)
+
+    assert shapes(Talking(mixes=False), torch.zeros(2, 6, 8))["qkv"].heads == 4
+    assert shapes(Talking(mixes=True), torch.zeros(2, 6, 8)) == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "is_elementwise"),
+    [
+        (nn.Softplus(), True),
+        (nn.ReLU(inplace=True), True),
+        (nn.Softmax(2), False),
+        (nn.GLU(), False),
+        (nn.RReLU(), False),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_elementwise_modules_are_found_by_trying(module: nn.Module, is_elementwise: bool) -> None:
+    assert ("1" in shapes(nn.Sequential(nn.Linear(4, 4), module), torch.zeros(2, 4, 4))) is is_elementwise
