@@ -8,6 +8,7 @@ from math import sqrt
 from statistics import median
 from typing import TypeVar
 
+from bapipe.formats.host_times import HostTimes
 from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, layer_error
 from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.timers import (
@@ -27,8 +28,8 @@ MIN_PASSES, MAX_PASSES = 5, 60
 WARM_UP_S, WARM_UP_CHANGE = 1.0, 0.02
 """A GPU warms up for this time at least, and until a pass takes as long as the one before, to this relative change."""
 
-HEAD_START_CYCLES = 50_000_000
-"""For which a GPU waits before it runs the model, about 30 ms: the host enqueues work meanwhile."""
+MODEL_HEAD_START_CYCLES = 50_000_000
+"""For which a GPU waits before it runs the model as a whole, about 30 ms: the host enqueues work meanwhile."""
 
 MIN_RELEVANT_SHARE = 0.005
 """Layers below this share of a pass do not affect how often passes are repeated."""
@@ -53,6 +54,7 @@ class LayerTimes:
         host_over_device: F + B of that model by the clock on the wall, relative to the time a GPU works on them; above
             1, the host takes longer to enqueue the work. None on a CPU.
         num_groups: how many layers, the loss among them, were measured, each for all that are equal to it.
+        host: what the host needs to enqueue the work of each layer and of the loss; None on a CPU.
     """
 
     forward_ns: tuple[int, ...]
@@ -64,6 +66,7 @@ class LayerTimes:
     sum_over_whole: float | None
     num_groups: int
     host_over_device: float | None = None
+    host: tuple[HostTimes, ...] | None = None
 
 
 def time_layers(training_pass: TrainingPass, seconds: float, target_spread: float, exhaustive: bool) -> LayerTimes:
@@ -136,6 +139,7 @@ class _Pass:
         split_forward, input_grad, weight_grad: F, I and W, run after those.
         model_ns: F + B of the model without instrumentation, on a GPU with the host ahead.
         model_wall_ns: the same by the clock on the wall, with an empty queue at first; on a CPU 0.
+        host: times of the host for F, I, W and B; all 0 on a CPU.
         disturbance: the share of the time in which this thread waited for the processor, 1 if it took new memory from
             the kernel; 0 on devices that do not measure it.
     """
@@ -147,6 +151,7 @@ class _Pass:
     weight_grad: list[int]
     model_ns: int
     model_wall_ns: int
+    host: tuple[list[int], list[int], list[int], list[int]]
     disturbance: float
 
     @property
@@ -171,12 +176,16 @@ class _PassRunner:
         model = self.model
         start_ns, start_thread_ns, start_faults = time.perf_counter_ns(), time.thread_time_ns(), minor_page_faults()
         loss, forward = self._timed(model.forward, self.python_report_ns)
+        host_forward = self._host_times()
         _, backward = self._timed(lambda: model.backward(loss), self.hook_report_ns)
+        host_backward = self._host_times()
         split_loss, split_forward = self._timed(model.forward, self.python_report_ns)
         groups, input_grad = self._timed(
             lambda: model.backward_inputs(split_loss), self.hook_report_ns, with_overhead=True
         )
+        host_input_grad = self._host_times()
         _, weight_grad = self._timed(lambda: model.backward_weights(groups), self.python_report_ns)
+        host_weight_grad = self._host_times()
         on_cpu = model.training_pass.device.type == "cpu"
         model_wall_ns, model_ns = (0, self._model_ns()) if on_cpu else (self._model_ns(), self._model_on_gpu_ns())
         # Wall time minus processor time is how long this thread waited, on a CPU with one thread.
@@ -187,7 +196,8 @@ class _PassRunner:
         if on_cpu:
             _spread_search_time(input_grad, layers_with_search)
         else:
-            input_grad[-1] = 0  # the device waited for the search, which in training runs while it computes
+            input_grad[-1] = 0  # the device waited for the search, which is the host's work
+            _spread_search_time(host_input_grad, layers_with_search)
         has_new_memory = minor_page_faults() - start_faults > MAX_NEW_PAGES
         wait_share = waited_ns / (time.perf_counter_ns() - start_ns)
         return _Pass(
@@ -198,6 +208,12 @@ class _PassRunner:
             weight_grad=group_means(weight_grad, self.groups),
             model_ns=model_ns,
             model_wall_ns=model_wall_ns,
+            host=(
+                group_means(host_forward, self.groups),
+                group_means(host_input_grad, self.groups),
+                group_means(host_weight_grad, self.groups),
+                group_means(host_backward, self.groups),
+            ),
             disturbance=(1.0 if has_new_memory else wait_share) if on_cpu else 0.0,
         )
 
@@ -213,7 +229,7 @@ class _PassRunner:
         """Returns how long a GPU works on F + B of the model's own code, if the host is ahead of it."""
         device = self.model.training_pass.device
         self.timer.intervals()
-        occupy_gpu(device, HEAD_START_CYCLES)
+        occupy_gpu(device, MODEL_HEAD_START_CYCLES)
         self.timer.stamp(0)
         self._run_model()
         return sum(length_ns for _, length_ns in self.timer.intervals())
@@ -240,6 +256,13 @@ class _PassRunner:
         if not with_overhead:
             total[-1] = 0
         return result, total
+
+    def _host_times(self) -> list[int]:
+        """Returns the host's times of the part that was timed last, the last one that of instrumentation."""
+        total = [0] * (self.model.num_layers + 2)
+        for layer, length_ns in self.timer.host_intervals():
+            total[layer] += length_ns
+        return total
 
 
 def group_means(times: Sequence[int], groups: Sequence[int]) -> list[int]:
@@ -279,6 +302,7 @@ def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
     for layer in runner.model.sharing_layers:  # their W was not run; splitting adds little to their B
         weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
     model_ns, wall_ns = median(one.model_ns for one in passes), median(one.model_wall_ns for one in passes)
+    on_cpu = runner.model.training_pass.device.type == "cpu"
     return LayerTimes(
         forward_ns=forward,
         input_grad_ns=input_grad,
@@ -289,6 +313,20 @@ def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
         sum_over_whole=median(sum(one.totals) for one in passes) / model_ns,
         host_over_device=wall_ns / model_ns if wall_ns else None,
         num_groups=len(set(runner.groups)),
+        host=None if on_cpu else _host_times(passes, runner),
+    )
+
+
+def _host_times(passes: Sequence[_Pass], runner: _PassRunner) -> tuple[HostTimes, ...]:
+    """Returns the medians of the host's times of each layer."""
+    forward, input_grad, weight_grad, backward = (
+        list(_medians([one.host[phase] for one in passes])) for phase in range(4)
+    )
+    for layer in runner.model.sharing_layers:  # their W was not run
+        weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
+    return tuple(
+        HostTimes(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, backward_ns=b)
+        for f, i, w, b in zip(forward, input_grad, weight_grad, backward, strict=True)
     )
 
 

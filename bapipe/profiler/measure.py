@@ -302,6 +302,7 @@ def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: Layer
                 workspace_bytes=memory.workspace_bytes[index],
                 output_bytes=output_bytes,
                 spread=round(times.spreads[index], 4),
+                host=UNSET if times.host is None else times.host[index],
             )
             for index, output_bytes in enumerate([*outputs, (0,)])
         ),

@@ -5,14 +5,25 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+from bapipe.torch_private import occupy_gpu
 
 if sys.platform != "win32":
     import resource
 
 CPU = torch.device("cpu")
+
+HEAD_START_CYCLES = 4_000_000
+"""For which a GPU waits so that the host gets ahead of it: about 2 ms, more while its clock is low."""
+
+HEAD_START_NS = 1_000_000
+"""For which the host uses a head start: a layer that begins within it has as long again to be enqueued."""
+
+_NO_LAYER = -1
+"""Of stamps at which no layer begins."""
 
 _NUM_ELEMENTS, _NUM_REPORTS, _NUM_ROUNDS = 2**18, 50, 15
 
@@ -46,6 +57,10 @@ class LayerTimer(Protocol):
         """Returns (layer, nanoseconds) from each stamp to the next one, and forgets the stamps."""
         ...
 
+    def host_intervals(self) -> Iterable[tuple[int, int]]:
+        """Returns the same of the host, between the stamps that `intervals` forgot; none if it is the device."""
+        ...
+
 
 def make_layer_timer(device: torch.device) -> LayerTimer:
     """Returns the timer for work on a device."""
@@ -65,32 +80,60 @@ class CpuLayerTimer:
         stamps, self.stamps = [*self.stamps, (-1, now_ns(CPU))], []
         return [(layer, after - at) for (layer, at), (_, after) in pairwise(stamps)]
 
+    def host_intervals(self) -> Iterable[tuple[int, int]]:
+        return ()
+
 
 class CudaLayerTimer:
     """Times of the current stream of a device, on which a layer begins when the work queued before it is done.
 
     Events are used again, because making one takes longer than a small kernel, and a layer that is running gets no
-    second one.
+    second one. Now and then the device waits before a layer begins, so that the host is ahead of it all the time: else
+    a layer of small kernels would last as long as the host needs to enqueue them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stamps: list[tuple[int, torch.cuda.Event]] = []
+        self._stamps: list[_CudaStamp] = []
         self._free: list[torch.cuda.Event] = []
+        self._host: list[tuple[int, int]] = []
+        self._is_ahead_until_ns = 0
 
     def stamp(self, layer: int) -> None:
-        if self.stamps and self.stamps[-1][0] == layer:
+        if self._stamps and self._stamps[-1].layer == layer:
             return
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        self.stamps.append((layer, event))
+        begin_ns = time.perf_counter_ns()
+        if not self._stamps or begin_ns > self._is_ahead_until_ns:
+            self._is_ahead_until_ns = begin_ns + HEAD_START_NS
+            self._record(_NO_LAYER, begin_ns)
+            occupy_gpu(self.device, HEAD_START_CYCLES)
+        self._record(layer, begin_ns)
 
     def intervals(self) -> Iterable[tuple[int, int]]:
-        self.stamp(-1)
+        self._record(_NO_LAYER, time.perf_counter_ns())
         torch.cuda.synchronize(self.device)
-        stamps, self.stamps = self.stamps, []
-        self._free += [event for _, event in stamps]
-        return [(layer, round(at.elapsed_time(after) * 1e6)) for (layer, at), (_, after) in pairwise(stamps)]
+        stamps, self._stamps = self._stamps, []
+        pairs = list(pairwise(stamps))
+        self._free += [stamp.event for stamp in stamps]
+        self._host = [(a.layer, max(b.begin_ns - a.end_ns, 0)) for a, b in pairs if a.layer != _NO_LAYER]
+        return [(a.layer, round(a.event.elapsed_time(b.event) * 1e6)) for a, b in pairs if a.layer != _NO_LAYER]
+
+    def host_intervals(self) -> Iterable[tuple[int, int]]:
+        return self._host
+
+    def _record(self, layer: int, begin_ns: int) -> None:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self._stamps.append(_CudaStamp(layer, event, begin_ns, time.perf_counter_ns()))
+
+
+class _CudaStamp(NamedTuple):
+    """`begin_ns` and `end_ns` are the host's clock before and after it took the stamp."""
+
+    layer: int
+    event: torch.cuda.Event
+    begin_ns: int
+    end_ns: int
 
 
 def instrumentation_overhead_ns(device: torch.device) -> tuple[int, int]:

@@ -7,7 +7,15 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import EQUIVALENCE, ESTIMATE, HOST_OVER_DEVICE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
+from bapipe.formats.profile import (
+    EQUIVALENCE,
+    ESTIMATE,
+    HOST_OVER_DEVICE,
+    LOSS_OVER_PARTS,
+    ONE_LAYER,
+    ModelProfile,
+    has_host_times,
+)
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report import layer_diagram
 from bapipe.report.formatting import add_row, empty_table, number
@@ -23,6 +31,8 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         yield printable(str(profile.environment[EQUIVALENCE]), MAX_LINE)
     if LOSS_OVER_PARTS in profile.environment:
         yield printable(str(profile.environment[LOSS_OVER_PARTS]), MAX_LINE)
+    if has_host_times(profile):
+        yield _limit_words(profile)
     if limits := profile.environment.get(HOST_OVER_DEVICE):
         yield printable(f"time by the clock on the wall over that of the GPU, by micro-batch size: {limits}", MAX_LINE)
     one_layer = profile.environment.get(ONE_LAYER)
@@ -55,6 +65,22 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         add_row(totals, str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
     yield totals
     yield shape_table(profile)
+
+
+def _limit_words(profile: ModelProfile) -> str:
+    """Returns from which micro-batch size on the device takes longer for F and B of the model than its host."""
+    limit: int | None = None  # the smallest size from which on all are limited by the device
+    for size in reversed(profile.microbatch_sizes):
+        layers = profile.at(size)
+        device_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers)
+        if device_ns < sum(m.host.forward_ns + m.host.backward_ns for m in layers if m.host is not msgspec.UNSET):
+            break
+        limit = size
+    if limit is None:
+        return f"the host is the limit of F and B, up to micro-batches of {max(profile.microbatch_sizes)}"
+    if limit == min(profile.microbatch_sizes):
+        return "the device is the limit of F and B, not the host, at all micro-batch sizes"
+    return f"the device is the limit of F and B from micro-batches of {limit} on; below, the host is"
 
 
 def shape_table(profile: ModelProfile) -> Table:

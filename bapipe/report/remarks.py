@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import UNSET
+
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
+from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile, has_host_times
 from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.options import RUNNABLE
 from bapipe.printable import printable
@@ -35,7 +37,9 @@ def plan_remarks(
 
 
 def _host_words(plan: Plan, profile: ModelProfile) -> str:
-    """Returns that the host was the limit at the plan's micro-batch size; empty if the GPU was, or neither is known."""
+    """Returns that the host is the limit at the plan's micro-batch size; empty if the GPU is, or neither is known."""
+    if has_host_times(profile):
+        return _host_bound_stages(plan, profile)
     ratios = profile.environment.get(HOST_OVER_DEVICE)
     ratio = ratios.get(str(plan.microbatch_size)) if isinstance(ratios, dict) else None
     if not isinstance(ratio, float) or ratio <= MAX_HOST_OVER_DEVICE:
@@ -44,6 +48,28 @@ def _host_words(plan: Plan, profile: ModelProfile) -> str:
         f"at micro-batches of {plan.microbatch_size} the host took {ratio:.2f} times as long to launch the work on "
         f"{printable(profile.device.name)} as that took to do it: a run may be slower than planned; a larger "
         "`microbatch_size` may not"
+    )
+
+
+def _host_bound_stages(plan: Plan, profile: ModelProfile) -> str:
+    """Returns which stages wait for the host, which launches F and B more slowly than the GPU does them."""
+    measured = dict(zip((layer.name for layer in profile.layers), profile.at(plan.microbatch_size), strict=True))
+    kind_of = {device.name: device.kind for device in plan.cluster.devices}
+    ratios = {}
+    for number, stage in enumerate(plan.stages):
+        if profile.device.kind not in {kind_of[name] for name in stage.devices}:
+            continue
+        layers = [measured[name] for name in stage.layers]
+        device_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers)
+        host_ns = sum(m.host.forward_ns + m.host.backward_ns for m in layers if m.host is not UNSET)
+        if host_ns > MAX_HOST_OVER_DEVICE * device_ns:
+            ratios[number] = host_ns / max(device_ns, 1)
+    if not ratios:
+        return ""
+    return (
+        f"at micro-batches of {plan.microbatch_size} the host takes longer to launch F and B than "
+        f"{printable(profile.device.name)} takes to do them, in {len(ratios)} of {len(plan.stages)} stages, up to "
+        f"{max(ratios.values()):.2f} times as long: the prediction counts it; a larger `microbatch_size` may be faster"
     )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind
 from bapipe.profiler import cluster as cluster_module
-from bapipe.profiler import layer_times
+from bapipe.profiler import layer_times, timers
 from bapipe.profiler.layer_memory import allocated_bytes
 from bapipe.profiler.timers import CudaLayerTimer, instrumentation_overhead_ns
 from bapipe.torch_device import framework_bytes
@@ -30,39 +31,71 @@ def test_framework_bytes_exclude_free_memory_and_tensors(monkeypatch: pytest.Mon
     assert framework_bytes(CPU) == 0
 
 
+class Gpu:
+    """A GPU and its host on one clock, in milliseconds: `launch` enqueues a kernel. The host takes 0.25 ms for each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host_ms = self.done_ms = 0.0
+        self.num_events = 0
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.synchronize())
+        monkeypatch.setattr(timers, "occupy_gpu", lambda device, cycles: self.launch(2.0, host_ms=0.0))
+        monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=lambda: round(self.host_ms * 1e6)))
+
+    def launch(self, ms: float, host_ms: float = 0.25) -> None:
+        self.host_ms += host_ms
+        self.done_ms = max(self.done_ms, self.host_ms) + ms
+
+    def synchronize(self) -> None:
+        self.host_ms = max(self.host_ms, self.done_ms)
+
+
 class Event:
-    """An event of a device that does a millisecond of work between any two."""
+    """An event of it."""
 
-    made, recorded = 0, 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        Event.made += 1
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        gpu.num_events += 1
 
     def record(self, stream: object) -> None:
-        Event.recorded += 1
-        self.at_ms = float(Event.recorded)
+        self.at_ms = max(self.gpu.done_ms, self.gpu.host_ms)
 
     def elapsed_time(self, end: "Event") -> float:
         return end.at_ms - self.at_ms
 
 
-def test_intervals_are_those_between_events_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+def test_layers_are_timed_on_the_device_and_on_the_host_with_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
     clock = CudaLayerTimer(CUDA)
-    for layer in (3, 1, 1, 3):
-        clock.stamp(layer)
-    assert waits == []  # nothing waits for the device before all is queued
-    assert list(clock.intervals()) == [(3, 10**6), (1, 10**6), (3, 10**6)]
-    assert waits == [CUDA]
-    assert list(clock.intervals()) == []
-    clock.stamp(5)
-    assert list(clock.intervals()) == [(5, 10**6)]
-    assert Event.made == 4  # events are used again
+
+    def layer(number: int, *kernels_ms: float) -> None:
+        clock.stamp(number)
+        for ms in kernels_ms:
+            gpu.launch(ms)
+
+    for _ in range(2):
+        layer(3, 0.125, 0.125)  # the host takes 0.5 ms to enqueue it
+        layer(1, 1.0)
+        clock.stamp(1)  # again, which is no new stamp
+        layer(2, 0.125)
+        assert gpu.host_ms < gpu.done_ms  # nothing waits for the device before all is queued
+        assert list(clock.intervals()) == [(3, 250_000), (1, 1_000_000), (2, 125_000)]
+        assert list(clock.host_intervals()) == [(3, 500_000), (1, 250_000), (2, 250_000)]
+    assert gpu.num_events == 5  # three layers, the wait before them, and the end; which are used again
+    assert (list(clock.intervals()), list(clock.host_intervals())) == ([], [])
     assert instrumentation_overhead_ns(CUDA) == (0, 0)
+
+
+def test_the_host_stays_ahead_of_a_device_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve kernels of a quarter of the host's time: by themselves they would run as the host launches them."""
+    gpu = Gpu(monkeypatch)
+    clock = CudaLayerTimer(CUDA)
+    for number in range(12):
+        clock.stamp(number)
+        gpu.launch(0.0625)
+    assert list(clock.intervals()) == [(number, 62_500) for number in range(12)]
+    assert list(clock.host_intervals()) == [(number, 250_000) for number in range(12)]
 
 
 def test_a_gpu_warms_up_until_two_passes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +137,17 @@ def test_a_pass_on_a_gpu_compares_the_host_with_it() -> None:
     passes = [
         layer_times._Pass(
             forward=times, backward=times, split_forward=times, input_grad=times, weight_grad=times,
-            model_ns=10, model_wall_ns=wall_ns, disturbance=0.0,
+            model_ns=10, model_wall_ns=wall_ns, host=([wall_ns, 1], [5, 5], [0, 9], [9, 9]), disturbance=0.0,
         )
         for wall_ns in (14, 15, 16)
     ]  # fmt: skip
-    runner: Any = SimpleNamespace(model=SimpleNamespace(sharing_layers=()), groups=(0, 1))
+    model = SimpleNamespace(sharing_layers=(0,), training_pass=SimpleNamespace(device=CUDA))
+    runner: Any = SimpleNamespace(model=model, groups=(0, 1))
     found = layer_times._layer_times(passes, runner)
+    assert found.host == (
+        HostTimes(forward_ns=15, input_grad_ns=5, weight_grad_ns=4, backward_ns=9),
+        HostTimes(forward_ns=1, input_grad_ns=5, weight_grad_ns=9, backward_ns=9),
+    )
+    model.training_pass.device = CPU
+    assert layer_times._layer_times(passes, runner).host is None
     assert (found.host_over_device, found.sum_over_whole) == (1.5, 1.2)

@@ -1,8 +1,12 @@
 """The shape of a model in a table, and a cluster's links."""
 
+import pytest
+
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
-from bapipe.report.profiles import render_cluster, shape_table
+from bapipe.report.profiles import render_cluster, render_profile, shape_table
+from tests.formats.test_profile import one_layer, with_host
 
 
 def test_the_last_layer_has_no_cut_after_it() -> None:
@@ -38,3 +42,19 @@ def test_a_cluster_shows_its_devices_and_links() -> None:
     assert [list(column.cells) for column in links.columns] == [
         ["within a host", "between hosts"], ["1.00", "1.00"], ["2.00", "2.00"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("host_ns", "words"),
+    [
+        (2, "the device is the limit of F and B, not the host, at all micro-batch sizes"),
+        (40, "the device is the limit of F and B from micro-batches of 4 on; below, the host is"),
+        (100, "the host is the limit of F and B, up to micro-batches of 8"),
+    ],
+)
+def test_a_profile_with_times_of_the_host_says_where_it_is_the_limit(host_ns: int, words: str) -> None:
+    """F and B take 3 x 5, 3 x 30 and 3 x 60 ns on the device, twice `host_ns` on the host."""
+    profile = one_layer((1, 5), (4, 30), (8, 60))
+    host = HostTimes(forward_ns=host_ns, input_grad_ns=0, weight_grad_ns=0, backward_ns=host_ns)
+    assert words not in list(render_profile(profile))
+    assert words in list(render_profile(with_host(profile, dict.fromkeys((1, 4, 8), host))))

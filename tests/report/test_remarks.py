@@ -6,6 +6,7 @@ import msgspec
 
 import bapipe
 from bapipe.formats.cluster import Cluster
+from bapipe.formats.host_times import HostTimes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.near_ties import near_ties
@@ -37,6 +38,23 @@ def test_a_plan_at_whose_size_the_host_was_the_limit_says_so() -> None:
     assert told(1.04) == told(None) == []
     (text,) = told(1.4)
     assert text.startswith("at micro-batches of 1 the host took 1.40 times as long to launch the work on")
+
+
+def test_a_plan_says_in_which_stages_the_host_is_the_limit() -> None:
+    """Two layers of F 10 ms; the host takes 12 + 12 ms for the first one."""
+
+    def told(first_ms: int) -> list[str]:
+        host = HostTimes(forward_ns=12 * 10**6, input_grad_ns=0, weight_grad_ns=0, backward_ns=first_ms * 10**6)
+        measured = profile().measurements[0]
+        layers = (msgspec.structs.replace(measured.layers[0], host=host), *measured.layers[1:])
+        measured = msgspec.structs.replace(measured, layers=layers)
+        of = msgspec.structs.replace(profile(), measurements=(measured,), environment={"host_over_device": {"1": 3.0}})
+        return [text for text in plan_remarks(gpipe(), {"a": of}, RUNNABLE, ()) if "host" in text]
+
+    assert told(0) == []
+    (text,) = told(48)
+    assert text.startswith("at micro-batches of 1 the host takes longer to launch F and B than ")
+    assert "in 1 of 2 stages, up to 2.00 times as long: the prediction counts it" in text
 
 
 def test_a_schedule_that_needs_less_memory_is_a_near_tie() -> None:
