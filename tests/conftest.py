@@ -15,6 +15,9 @@ from tests import NO_UNPICKLING
 sys.path.append(str(NO_UNPICKLING))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NO_UNPICKLING), os.environ.get("PYTHONPATH"))))
 
+# Tests start hundreds of processes; each would compile the whole package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
