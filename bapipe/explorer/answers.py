@@ -1,6 +1,8 @@
 """A simulated step as the JSON that the page draws: columns of numbers rather than a record for each action."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
 
 from msgspec import UNSET
 
@@ -10,8 +12,9 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.report.idle_time import idle_ns_by_cause
 from bapipe.report.layer_diagram import layer_rows
+from bapipe.schedules.table import Action
 from bapipe.simulator.interval_costs import cut_bytes
-from bapipe.simulator.timeline import Span, Timeline, Update
+from bapipe.simulator.timeline import Span, SpanColumns, StepColumns, Timeline, Update
 
 Json = dict[str, object]
 
@@ -19,42 +22,52 @@ MAX_SHARES = 4
 """How many parts of the critical path are named, the longest first."""
 
 
-def timeline_json(timeline: Timeline) -> Json:
+def timeline_json(step: StepColumns) -> Json:
     """Returns the actions of each rank, transfers, all-reduces and updates, each as columns; memory if it is known."""
-    ranks = range(len(timeline.devices))
+    sources, targets, _, _, microbatches, starts_ns, ends_ns = step.transfers
     return {
-        "spans": [_spans(timeline.spans_of(rank)) for rank in ranks],
-        "lanes": [len([lane for lane in timeline.lanes(rank) if lane]) for rank in ranks],
-        "transfers": _columns(("source", "target", "stage", "phase", "microbatch", "start", "end"), timeline.transfers),
+        "spans": [_spans(spans) for spans in step.spans],
+        "lanes": [spans.num_lanes for spans in step.spans],
+        "transfers": {
+            "source": sources,
+            "target": targets,
+            "microbatch": microbatches,
+            "start": starts_ns,
+            "end": ends_ns,
+        },
         "updates": _columns(
-            ("rank", "stage", "start", "end"), [(u.rank, u.stage, u.start_ns, u.end_ns) for u in timeline.updates]
+            ("rank", "stage", "start", "end"), [(u.rank, u.stage, u.start_ns, u.end_ns) for u in step.updates]
         ),
         "syncs": _columns(
             ("stage", "bucket", "bytes", "start", "end"),
-            [(s.stage, s.bucket, s.num_bytes, s.start_ns, s.end_ns) for s in timeline.syncs],
+            [(s.stage, s.bucket, s.num_bytes, s.start_ns, s.end_ns) for s in step.syncs],
         ),
         "memory": [
-            {"fixed": _fixed(peak), "stash": [s for s, _ in usage], "workspace": [w for _, w in usage]}
-            for peak, usage in zip(timeline.memory, timeline.usage, strict=False)
+            {"fixed": _fixed(peak), "stash": stashes, "workspace": workspaces}
+            for peak, (stashes, workspaces) in zip(step.memory, step.usage, strict=False)
         ],
-        "length": timeline.step_ns,
+        "length": step.step_ns,
     }
 
 
-def _spans(spans: Sequence[Span]) -> Json:
-    actions = [span.action for span in spans]
-    return {
-        "stage": [action.stage for action in actions],
-        "phase": "".join(action.phase for action in actions),
-        "microbatch": [action.microbatch for action in actions],
-        "start": [span.start_ns for span in spans],
-        "end": [span.end_ns for span in spans],
-    }
+def recorded_json(recorded: Iterable[tuple[str, Timeline]]) -> list[Json]:
+    """Returns recorded steps with their titles."""
+    return [{"title": title, "timeline": timeline_json(timeline.columns())} for title, timeline in recorded]
 
 
-def _columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Json:
-    columns = list(zip(*rows, strict=True)) or [()] * len(names)
-    return dict(zip(names, columns, strict=True))
+def _spans(spans: SpanColumns) -> Json:
+    return {**_actions(spans.actions), "start": spans.starts_ns, "end": spans.ends_ns}
+
+
+@lru_cache(maxsize=1024)
+def _actions(actions: tuple[Action, ...]) -> Json:
+    """Returns the actions of a rank; most changes of a plan leave their order as it is."""
+    stages, phases, microbatches = zip(*actions, strict=True) if actions else ((),) * 3
+    return {"stage": stages, "phase": "".join(phases), "microbatch": microbatches}
+
+
+def _columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Json:
+    return {name: [row[column] for row in rows] for column, name in enumerate(names)}
 
 
 def _fixed(memory: Memory) -> int:
@@ -62,23 +75,28 @@ def _fixed(memory: Memory) -> int:
     return memory.total - memory.stash - memory.workspace
 
 
-def step_json(prediction: Prediction, timeline: Timeline, cluster: Cluster, bound: Json, *, detailed: bool) -> Json:
-    """Returns what the page shows of a step.
+def step_json(prediction: Prediction, step: StepColumns, cluster: Cluster, bound: Json) -> Json:
+    """Returns what the page shows of a step while a cut is dragged.
 
     Args:
         bound: a lower bound on the step of every plan.
-        detailed: with the critical path and the causes of idle times; they are left out while a cut is dragged.
     """
-    idle = idle_ns_by_cause(timeline) if detailed else [{}] * len(cluster.devices)
-    answer: Json = {
+    return {
         "step": prediction.step_ns,
         "rate": prediction.samples_per_s,
         "bubble": prediction.bubble,
         "bound": bound,
-        "ranks": ranks_json(prediction, cluster, idle),
-        "timeline": timeline_json(timeline),
+        "ranks": ranks_json(prediction, cluster),
+        "timeline": timeline_json(step),
     }
-    return answer | ({"path": path_json(timeline)} if detailed else {})
+
+
+def explained(answer: Json, prediction: Prediction, timeline: Timeline, cluster: Cluster) -> Json:
+    """Returns what the page shows of a step with the critical path and the causes of idle times."""
+    return answer | {
+        "ranks": ranks_json(prediction, cluster, idle_ns_by_cause(timeline)),
+        "path": path_json(timeline),
+    }
 
 
 def path_json(timeline: Timeline) -> Json:
@@ -90,8 +108,8 @@ def path_json(timeline: Timeline) -> Json:
     return {"events": path, "shares": [[name, ns / total_ns] for name, ns in shares[:MAX_SHARES]]}
 
 
-def ranks_json(prediction: Prediction, cluster: Cluster, idle: Sequence[Mapping[str, int]]) -> list[Json]:
-    """Returns a row for each device: times, peak memory and its limit, and why it is idle."""
+def ranks_json(prediction: Prediction, cluster: Cluster, idle: Sequence[Mapping[str, int]] = ()) -> list[Json]:
+    """Returns a row for each device: times, peak memory and its limit, and why it is idle if that is known."""
     return [
         {
             "device": device.name,
@@ -105,7 +123,7 @@ def ranks_json(prediction: Prediction, cluster: Cluster, idle: Sequence[Mapping[
             "peak": rank.peak_bytes,
             "limit": device.memory_bytes,
         }
-        for device, rank, causes in zip(cluster.devices, prediction.ranks, idle, strict=True)
+        for device, rank, causes in zip(cluster.devices, prediction.ranks, idle or repeat({}), strict=False)
     ]
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.explorer.answers import Json, layers_json, model_json, step_json, timeline_json
+from bapipe.explorer.answers import Json, explained, layers_json, model_json, recorded_json, step_json, timeline_json
 from bapipe.explorer.document import document, within_limit
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
@@ -99,8 +99,8 @@ def _model_of(profile: ModelProfile) -> Json:
 
 def _entry(name: str, plan: Plan, profiles: Profiles, recorded: Recorded) -> Json:
     session = Session(profiles, plan.cluster, plan)
-    predicted = session.simulate(session.first)[2].spans if recorded else ()
-    measured = _measured([(title, timeline) for title, timeline in recorded if timeline.spans != predicted])
+    predicted = session.simulate(session.first)[2].timeline().spans if recorded else ()
+    measured = recorded_json([(title, timeline) for title, timeline in recorded if timeline.spans != predicted])
     answer = session.judge(session.first) | {"measured": measured} | _unjudged(plan)
     return {"name": name, "state": msgspec.to_builtins(session.first), "answer": answer}
 
@@ -110,14 +110,16 @@ def _entry_without_profiles(name: str, plan: Plan, profiles: Profiles, recorded:
     timeline = recorded[0][1] if recorded else unit_cost_timeline(plan)
     prediction = plan.prediction if plan.is_judged else timeline.prediction(plan.minibatch_size)
     bound: Json = {"ns": plan.certificate.lower_bound_ns, "space": plan.certificate.space, "searched": True}
-    answer = step_json(prediction, timeline, plan.cluster, bound, detailed=bool(recorded))
-    if not recorded:
+    answer = step_json(prediction, timeline.columns(), plan.cluster, bound)
+    if recorded:
+        answer = explained(answer, prediction, timeline, plan.cluster)
+    else:
         answer["orderOnly"] = True
-        answer["timeline"] = timeline_json(timeline) | {"memory": []}
+        answer["timeline"] = timeline_json(timeline.columns()) | {"memory": []}
     return {
         "name": name,
         "state": msgspec.to_builtins(_state_of(plan)),
-        "answer": answer | {"measured": _measured(recorded[1:])} | _unjudged(plan),
+        "answer": answer | {"measured": recorded_json(recorded[1:])} | _unjudged(plan),
     }
 
 
@@ -136,7 +138,3 @@ def _state_of(plan: Plan) -> State:
         microbatch_size=plan.microbatch_size,
         num_devices=len(plan.cluster.devices),
     )
-
-
-def _measured(recorded: Recorded) -> list[Json]:
-    return [{"title": title, "timeline": timeline_json(timeline)} for title, timeline in recorded]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.explorer.answers import Json, layers_json, model_json, step_json, timeline_json
+from bapipe.explorer.answers import Json, explained, layers_json, model_json, recorded_json, step_json
 from bapipe.explorer.state import State, cluster_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Certificate, Plan
@@ -21,7 +21,7 @@ from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Schedule
-from bapipe.simulator.timeline import Timeline
+from bapipe.simulator.timeline import StepColumns, Timeline
 
 Shape = tuple[str, tuple[tuple[str, ...], ...], int]
 """Schedule, devices of each stage, and number of micro-batches: what an order of actions depends on."""
@@ -52,7 +52,7 @@ class Session:
         self._proven: dict[tuple[Cluster, int], Certificate] = {}
         self._orders: dict[Shape, Schedule] = {}
         self._work_bounds: dict[tuple[Cluster, int], int] = {}
-        self._measured = [{"title": title, "timeline": timeline_json(timeline)} for title, timeline in measured]
+        self._measured = recorded_json(measured)
         self._checked: set[tuple[Cluster, int, str]] = set()
         self._lock = threading.Lock()
         self.first = self._first_state(start)
@@ -126,7 +126,7 @@ class Session:
             own = self._orders.get((state.schedule, state.devices, decision.num_microbatches))
         return replace(decision, own_table=own), cluster
 
-    def simulate(self, state: State) -> tuple[Decision, Cluster, Timeline]:
+    def simulate(self, state: State) -> tuple[Decision, Cluster, StepColumns]:
         """Returns the step of a state; raises BapipeError if it cannot run."""
         decision, cluster = self.decision(state)
         self._check(state, cluster)
@@ -149,16 +149,18 @@ class Session:
                 out while a cut is dragged.
         """
         try:
-            decision, cluster, timeline = self.simulate(state)
+            decision, cluster, step = self.simulate(state)
         except BapipeError as error:
             return {"error": str(error).replace("`", "")}
-        prediction = timeline.prediction(state.minibatch_size)
+        prediction = step.prediction(state.minibatch_size)
         bound = self._bound(cluster, state.minibatch_size, prediction.step_ns)
-        answer = step_json(prediction, timeline, cluster, bound, detailed=detailed)
-        if detailed:
-            answer["command"] = self._commands(decision, state)
-            answer["measured"] = self._measured if state == self.first else []
-        return answer
+        answer = step_json(prediction, step, cluster, bound)
+        if not detailed:
+            return answer
+        return explained(answer, prediction, step.timeline(), cluster) | {
+            "command": self._commands(decision, state),
+            "measured": self._measured if state == self.first else [],
+        }
 
     def _bound(self, cluster: Cluster, minibatch_size: int, step_ns: int) -> Json:
         """Returns the largest lower bound that is known for a cluster and a mini-batch."""
@@ -174,14 +176,14 @@ class Session:
 
     def plan(self, state: State) -> Plan:
         """Returns the plan of a state, as `bapipe run` takes it; raises BapipeError if it cannot run."""
-        decision, cluster, timeline = self.simulate(state)
-        made = plan_of(decision, self.profiles, cluster, timeline, changed_from=self.start)
+        decision, cluster, step = self.simulate(state)
+        made = plan_of(decision, self.profiles, cluster, step, changed_from=self.start)
         with self._lock:
             proven = self._proven.get((cluster, state.minibatch_size))
         if proven is None or made.certificate.lower_bound_ns >= proven.lower_bound_ns:
             return made
         known = msgspec.structs.replace(made, certificate=msgspec.structs.replace(proven, digest=msgspec.UNSET))
-        return plan_of(decision, self.profiles, cluster, timeline, changed_from=known)
+        return plan_of(decision, self.profiles, cluster, step, changed_from=known)
 
     def try_plan(self, plan: Plan, state: State) -> Plan | None:
         """Returns a plan simulated on the cluster of a state; None if it cannot run there, or there are pins."""

@@ -10,7 +10,7 @@ from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers
 
@@ -113,7 +113,7 @@ def _simulate_candidate(
         len(index),
     )
     costs = build_stages(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
-    timeline = simulate_schedule(table, costs, plan.cluster)
+    timeline = simulate_columns(table, costs, plan.cluster)
     peaks = [memory.total for memory in timeline.memory]
     return SimulatedCandidate(
         step_ns=timeline.step_ns,

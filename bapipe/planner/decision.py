@@ -14,10 +14,10 @@ from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import LayerProfile, ModelProfile
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Schedule
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers
-from bapipe.simulator.timeline import Timeline
+from bapipe.simulator.timeline import StepColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +161,8 @@ def _check_replicas(decision: Decision, layers: Sequence[LayerProfile]) -> None:
             )
 
 
-def simulate_decision(decision: Decision, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Timeline:
-    """Returns the timeline of one step.
+def simulate_decision(decision: Decision, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> StepColumns:
+    """Returns one step.
 
     Raises:
         BapipeError: as `check_decision`; an unknown or impossible schedule; layers that are not the profiles', or that
@@ -170,4 +170,4 @@ def simulate_decision(decision: Decision, profiles: Mapping[str, ModelProfile], 
     """
     check_decision(decision, profiles, cluster)
     stages = build_stages(decision.stages, profiles, cluster, decision.microbatch_size)
-    return simulate_schedule(decision.table(cluster), stages, cluster)
+    return simulate_columns(decision.table(cluster), stages, cluster)

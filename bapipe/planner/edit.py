@@ -64,9 +64,9 @@ def edit(plan: Plan, profiles: Profiles, changes: Changes | None = None, **keywo
     changes = options_from(Changes, changes, keywords)
     of_kind = by_kind(profiles)
     decision = apply(decision_of(plan), changes, plan.cluster)
-    timeline = simulate_decision(decision, of_kind, plan.cluster)
-    check_memory(timeline, plan.cluster)
-    return plan_of(decision, of_kind, plan.cluster, timeline, changed_from=plan)
+    step = simulate_decision(decision, of_kind, plan.cluster)
+    check_memory(step, plan.cluster)
+    return plan_of(decision, of_kind, plan.cluster, step, changed_from=plan)
 
 
 def apply(decision: Decision, changes: Changes, cluster: Cluster) -> Decision:

@@ -18,7 +18,7 @@ from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.schedules import ALL, LOOPED
 from bapipe.simulator.tied_weights import inseparable_layers
-from bapipe.simulator.timeline import Timeline
+from bapipe.simulator.timeline import StepColumns, Timeline
 
 BY_HAND = " (made by hand; bound from the plan that it was changed from)"
 ANY_PLAN = f"any plan for this cluster and mini-batch (made by hand; bound from {WORK_BOUND})"
@@ -72,12 +72,12 @@ def make(
             recompute,
             recompute_layers,
         )
-        timeline = simulate_decision(decision, profiles, cluster)
-        lacks = max(lacking_bytes(timeline, cluster).values(), default=0)
-        judged.append((lacks, timeline.step_ns, size, decision, timeline))
-    *_, decision, timeline = min(judged, key=lambda found: found[:3])
-    check_memory(timeline, cluster)
-    return plan_of(decision, profiles, cluster, timeline)
+        step = simulate_decision(decision, profiles, cluster)
+        lacks = max(lacking_bytes(step, cluster).values(), default=0)
+        judged.append((lacks, step.step_ns, size, decision, step))
+    *_, decision, step = min(judged, key=lambda found: found[:3])
+    check_memory(step, cluster)
+    return plan_of(decision, profiles, cluster, step)
 
 
 def balanced_decision(
@@ -106,10 +106,10 @@ def plan_of(
     decision: Decision,
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    timeline: Timeline,
+    step: StepColumns,
     changed_from: Plan | None = None,
 ) -> Plan:
-    """Returns the plan of a decision whose timeline is known.
+    """Returns the plan of a decision whose step is known.
 
     Args:
         changed_from: a plan whose lower bound holds for this one too if it has the same inputs.
@@ -128,7 +128,7 @@ def plan_of(
         schedule=decision.schedule,
         stages=decision.stages,
         order=tuple(tuple(map(str, actions)) for actions in decision.table(cluster).order),
-        prediction=timeline.prediction(decision.minibatch_size),
+        prediction=step.prediction(decision.minibatch_size),
     )
     return with_certificate(plan, certificate_by_hand(plan, profiles, changed_from))
 
@@ -165,15 +165,15 @@ def _same_inputs(plan: Plan, other: Plan) -> bool:
     return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
-def lacking_bytes(timeline: Timeline, cluster: Cluster) -> dict[str, int]:
+def lacking_bytes(step: StepColumns, cluster: Cluster) -> dict[str, int]:
     """Returns for each device that lacks memory how many bytes."""
-    held = zip(cluster.devices, timeline.memory, strict=True)
+    held = zip(cluster.devices, step.memory, strict=True)
     return {device.name: lack for device, memory in held if (lack := memory.total - device.memory_bytes) > 0}
 
 
-def check_memory(timeline: Timeline, cluster: Cluster) -> None:
+def check_memory(step: StepColumns, cluster: Cluster) -> None:
     """Raises Infeasible if a device lacks memory."""
-    if lacks := lacking_bytes(timeline, cluster):
+    if lacks := lacking_bytes(step, cluster):
         raise Infeasible(
             f"the plan does not fit: {', '.join(f'{name} lacks {lack:,} bytes' for name, lack in lacks.items())}. "
             "Move a cut, recompute a stage or some layers, or take a smaller `microbatch_size`"

@@ -161,6 +161,16 @@ class CompiledSchedule:
         return tuple((*lane, Op(-1, 0, never, unused, -1, -1)) for lane in ops)
 
     @cached_property
+    def lane_positions(self) -> tuple[tuple[int, ...], ...]:
+        """Where each lane's actions are among all actions, in its order."""
+        return tuple(tuple(op.action for op in lane[:-1]) for lane in self.lane_ops)
+
+    @cached_property
+    def lane_actions(self) -> tuple[tuple[Action, ...], ...]:
+        """Each lane's actions, in its order."""
+        return tuple(tuple(map(self.actions.__getitem__, lane)) for lane in self.lane_positions)
+
+    @cached_property
     def lane_durations(self) -> tuple[tuple[int, ...], ...]:
         """The durations of each lane's actions, in its order."""
         return tuple(tuple(op.duration for op in lane[:-1]) for lane in self.lane_ops)

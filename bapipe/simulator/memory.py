@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add, itemgetter, sub
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +14,7 @@ from bapipe.schedules.table import Phase, Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
 from bapipe.simulator.stage_cost import Stage, received_bytes
-from bapipe.simulator.timeline import Span
+from bapipe.simulator.timeline import SpanColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,12 @@ class RankMemory:
     """The memory of a rank at its peak, and the bytes of its stashes and workspaces during each of its actions."""
 
     peak: Memory
-    usage: tuple[tuple[int, int], ...]
+    stashes: Sequence[int]
+    workspaces: Sequence[int]
 
 
 def rank_memory(
-    schedule: Schedule, stages: Sequence[Stage], compiled: CompiledSchedule, lanes: Sequence[Sequence[Span]] = ()
+    schedule: Schedule, stages: Sequence[Stage], compiled: CompiledSchedule, lanes: Sequence[SpanColumns] = ()
 ) -> tuple[RankMemory, ...]:
     """Returns the memory of each rank; the peak is at the first action at which it is largest.
 
@@ -59,7 +61,7 @@ def rank_memory(
             stash=0 if peak is None else stashes[peak],
             workspace=0 if peak is None else work[peak],
         )
-        memory.append(RankMemory(at_peak, tuple(zip(stashes, work, strict=True))))
+        memory.append(RankMemory(at_peak, stashes, work))
     return tuple(memory)
 
 
@@ -106,39 +108,52 @@ def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
     return takes, workspaces, returns
 
 
-def _by_start(lanes: Sequence[tuple[Sequence[Span], Sequence[int]]]) -> list[tuple[Span, int]]:
-    """Returns the actions of both lanes with their durations' indices, in the order of their starts."""
-    both = [action for spans, durations in lanes for action in zip(spans, durations, strict=True)]
-    return sorted(both, key=lambda action: action[0].start_ns)
+class _Timed(NamedTuple):
+    """An action of a device that runs side by side; `duration` as in `CompiledSchedule`."""
+
+    start_ns: int
+    end_ns: int
+    duration: int
+    is_forward: bool
 
 
-def _stashes_at_starts(both: Sequence[tuple[Span, int]], takes: Sequence[int], returns: Sequence[int]) -> list[int]:
+def _by_start(lanes: Sequence[tuple[SpanColumns, Sequence[int]]]) -> list[_Timed]:
+    """Returns the actions of both lanes with their durations, in the order of their starts."""
+    both = [
+        _Timed(start_ns, end_ns, duration, action.phase is Phase.FORWARD)
+        for spans, durations in lanes
+        for action, start_ns, end_ns, duration in zip(*spans, durations, strict=True)
+    ]
+    return sorted(both, key=lambda action: action.start_ns)
+
+
+def _stashes_at_starts(both: Sequence[_Timed], takes: Sequence[int], returns: Sequence[int]) -> list[int]:
     """Returns the bytes of the stashes that live on a device when each action of its lanes starts."""
-    starts_ns = [span.start_ns for span, _ in both]
-    taken = list(accumulate((takes[duration] for _, duration in both), initial=0))
-    ends = sorted((span.end_ns, returns[duration]) for span, duration in both)
+    starts_ns = [action.start_ns for action in both]
+    taken = list(accumulate((takes[action.duration] for action in both), initial=0))
+    ends = sorted((action.end_ns, returns[action.duration]) for action in both)
     returned = list(accumulate((num_bytes for _, num_bytes in ends), initial=0))
     return [
         taken[bisect_right(starts_ns, start_ns)]
         - returned[bisect_right(ends, start_ns, key=itemgetter(0))]
         + (returns[duration] if end_ns == start_ns else 0)  # what an action of zero time returns lives during it
-        for (_, _, start_ns, end_ns), duration in both
+        for start_ns, end_ns, duration, _ in both
     ]
 
 
-def _workspaces_at_starts(both: Sequence[tuple[Span, int]], workspaces: Sequence[int]) -> list[int]:
+def _workspaces_at_starts(both: Sequence[_Timed], workspaces: Sequence[int]) -> list[int]:
     """Returns for each action its workspace and that of the action that the other lane runs when it starts."""
-    total = [workspaces[duration] for _, duration in both]
+    total = [workspaces[action.duration] for action in both]
     lanes: tuple[list[int], list[int]] = ([], [])
-    for index, (span, _) in enumerate(both):
-        lanes[span.action.phase is Phase.FORWARD].append(index)
+    for index, action in enumerate(both):
+        lanes[action.is_forward].append(index)
     for lane, other_lane in (lanes, lanes[::-1]):
-        other_starts_ns = [both[index][0].start_ns for index in other_lane]
+        other_starts_ns = [both[index].start_ns for index in other_lane]
         for index in lane:
-            start_ns = both[index][0].start_ns
+            start_ns = both[index].start_ns
             latest = bisect_right(other_starts_ns, start_ns) - 1
-            if latest >= 0 and both[other_lane[latest]][0].end_ns > start_ns:
-                total[index] += workspaces[both[other_lane[latest]][1]]
+            if latest >= 0 and both[other_lane[latest]].end_ns > start_ns:
+                total[index] += workspaces[both[other_lane[latest]].duration]
     return total
 
 
@@ -157,11 +172,18 @@ def _constant_memory(rank: int, schedule: Schedule, stages: Sequence[Stage]) -> 
 
 def _buffer_bytes(rank: int, stage: int, schedule: Schedule, stages: Sequence[Stage]) -> int:
     """Returns a stage's receive buffers on a rank: activations from the stage before, gradients from the one after."""
-    ranks = schedule.devices[stage]
     total = 0
-    for microbatch in range(ranks.index(rank), schedule.num_microbatches, len(ranks)):
-        if stage > 0 and schedule.rank_of(stage - 1, microbatch) != rank:
-            total += received_bytes(stages[stage - 1], stages[stage])
-        if stage + 1 < len(stages) and schedule.rank_of(stage + 1, microbatch) != rank:
-            total += stages[stage].grad_bytes
+    if stage > 0:
+        total += _num_received(rank, stage, stage - 1, schedule) * received_bytes(stages[stage - 1], stages[stage])
+    if stage + 1 < len(stages):
+        total += _num_received(rank, stage, stage + 1, schedule) * stages[stage].grad_bytes
     return total
+
+
+def _num_received(rank: int, stage: int, sender: int, schedule: Schedule) -> int:
+    """Returns how many micro-batches of a stage on a rank come from another rank that runs the stage `sender`."""
+    ranks = schedule.devices[stage]
+    microbatches = range(ranks.index(rank), schedule.num_microbatches, len(ranks))
+    if rank not in schedule.devices[sender]:
+        return len(microbatches)
+    return sum(schedule.rank_of(sender, microbatch) != rank for microbatch in microbatches)

@@ -4,9 +4,9 @@ The rules are those of docs/simulator.md; every time and every byte that a plan 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import compress
-from operator import sub
+from operator import itemgetter, sub
+from typing import Any
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
@@ -20,7 +20,7 @@ from bapipe.simulator.longest_path import run_longest_path
 from bapipe.simulator.memory import rank_memory
 from bapipe.simulator.stage_cost import Stage, StageCost, build_stages, transferred_bytes
 from bapipe.simulator.tied_weights import TiedGradient
-from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
+from bapipe.simulator.timeline import SpanColumns, StepColumns, Sync, Timeline, Update
 
 
 def simulate(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Timeline:
@@ -69,21 +69,30 @@ def simulate_schedule(schedule: Schedule, stages: Sequence[Stage], cluster: Clus
     Raises:
         InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
     """
+    return simulate_columns(schedule, stages, cluster).timeline()
+
+
+def simulate_columns(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> StepColumns:
+    """Returns the step of `simulate_schedule` as columns, for those who need no record of each action.
+
+    Raises:
+        InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
+    """
     compiled = compile_for_cluster(schedule, cluster)
     duration_ns, transfer_ns = _durations(stages), _transfer_times(compiled, stages, cluster)
     times = _run(compiled, duration_ns, transfer_ns, cluster)
-    lanes = _spans(compiled, duration_ns, times)
+    lanes = _lanes(compiled, duration_ns, times)
     spans = _by_rank(compiled, lanes)
     syncs, synced_ns = _all_reduces(schedule, stages, cluster, spans)
     memory = rank_memory(schedule, stages, compiled, lanes)
-    return Timeline(
+    return StepColumns(
         devices=tuple(device.name for device in cluster.devices),
-        spans=tuple(span for rank in spans for span in rank),
+        spans=tuple(spans),
         transfers=_transfers(compiled, transfer_ns, times),
         syncs=tuple(syncs),
         updates=tuple(_updates(schedule, stages, spans, synced_ns)),
         memory=tuple(rank.peak for rank in memory),
-        usage=tuple(rank.usage for rank in memory),
+        usage=tuple((rank.stashes, rank.workspaces) for rank in memory),
     )
 
 
@@ -134,38 +143,38 @@ def _transfer_times(compiled: CompiledSchedule, stages: Sequence[Stage], cluster
     return times
 
 
-def _spans(compiled: CompiledSchedule, duration_ns: Sequence[int], times: ActionTimes) -> list[list[Span]]:
+def _lanes(compiled: CompiledSchedule, duration_ns: Sequence[int], times: ActionTimes) -> list[SpanColumns]:
     """Returns the spans of each lane."""
-    lanes: list[list[Span]] = [[] for _ in compiled.lane_ranks]
-    starts_ns = map(sub, times.ends_ns, map(duration_ns.__getitem__, compiled.durations))
-    ranks = map(compiled.lane_ranks.__getitem__, compiled.lanes)
-    fields = zip(ranks, compiled.actions, starts_ns, times.ends_ns, strict=True)
-    spans = map(partial(tuple.__new__, Span), fields)  # faster than Span(*fields), for a million of them
-    for lane, span in zip(compiled.lanes, spans, strict=True):
-        lanes[lane].append(span)
+    lanes = []
+    for positions, actions, durations in zip(
+        compiled.lane_positions, compiled.lane_actions, compiled.lane_durations, strict=True
+    ):
+        ends_ns = list(map(times.ends_ns.__getitem__, positions))
+        lanes.append(SpanColumns(actions, list(map(sub, ends_ns, map(duration_ns.__getitem__, durations))), ends_ns))
     return lanes
 
 
-def _by_rank(compiled: CompiledSchedule, lanes: Sequence[list[Span]]) -> list[list[Span]]:
+def _by_rank(compiled: CompiledSchedule, lanes: Sequence[SpanColumns]) -> list[SpanColumns]:
     """Returns the spans of each rank by their start, forwards first."""
     spans = list(lanes[: compiled.num_ranks])
     for lane in range(compiled.num_ranks, len(lanes)):
         rank = compiled.lane_ranks[lane]
-        spans[rank] = sorted([*lanes[rank], *lanes[lane]], key=lambda span: span.start_ns)
+        rows = sorted([*zip(*lanes[rank], strict=True), *zip(*lanes[lane], strict=True)], key=itemgetter(1))
+        spans[rank] = SpanColumns(*zip(*rows, strict=True))
     return spans
 
 
-def _transfers(compiled: CompiledSchedule, transfer_ns: Sequence[int], times: ActionTimes) -> tuple[Transfer, ...]:
-    """Returns every transfer that takes time."""
+def _transfers(compiled: CompiledSchedule, transfer_ns: Sequence[int], times: ActionTimes) -> tuple[Sequence[Any], ...]:
+    """Returns every transfer that takes time, as columns."""
     channels, messages, fields = compiled.transfers
     durations_ns = list(map(transfer_ns.__getitem__, channels))
     ends_ns = list(map(times.arrivals_ns.__getitem__, messages))
-    rows = zip(*fields, map(sub, ends_ns, durations_ns), ends_ns, strict=True)
-    return tuple(map(partial(tuple.__new__, Transfer), compress(rows, durations_ns)))
+    columns = (*fields, list(map(sub, ends_ns, durations_ns)), ends_ns)
+    return columns if all(durations_ns) else tuple(list(compress(column, durations_ns)) for column in columns)
 
 
 def _all_reduces(
-    schedule: Schedule, stages: Sequence[Stage], cluster: Cluster, spans: Sequence[Sequence[Span]]
+    schedule: Schedule, stages: Sequence[Stage], cluster: Cluster, spans: Sequence[SpanColumns]
 ) -> tuple[list[Sync], dict[int, int]]:
     """Returns every all-reduce, and for each stage that takes part in any, when the last one ends."""
     syncs: list[Sync] = []
@@ -188,7 +197,7 @@ def _tied_weight_sums(
     schedule: Schedule,
     stages: Sequence[Stage],
     cluster: Cluster,
-    spans: Sequence[Sequence[Span]],
+    spans: Sequence[SpanColumns],
     synced_ns: Mapping[int, int],
 ) -> Iterator[tuple[Sync, list[int]]]:
     """Yields the sums of the gradients of tied weights, one after another, and the stages of each.
@@ -213,12 +222,12 @@ def _tied_weight_sums(
 
 
 def _updates(
-    schedule: Schedule, stages: Sequence[Stage], spans: Sequence[Sequence[Span]], synced_ns: Mapping[int, int]
+    schedule: Schedule, stages: Sequence[Stage], spans: Sequence[SpanColumns], synced_ns: Mapping[int, int]
 ) -> list[Update]:
     """Returns the updates: after its actions, a device updates its stages one at a time, as they are synchronised."""
     updates = []
     for rank, rank_spans in enumerate(spans):
-        now = rank_spans[-1].end_ns if rank_spans else 0
+        now = rank_spans.ends_ns[-1] if rank_spans.ends_ns else 0
         ready = []
         for s, ranks in enumerate(schedule.devices):
             if rank in ranks:
@@ -230,14 +239,15 @@ def _updates(
     return updates
 
 
-def _last_backward(spans: Sequence[Span], stage: int) -> LastBackward | None:
+def _last_backward(spans: SpanColumns, stage: int) -> LastBackward | None:
     """Returns the start and the phase of the last B or W of a stage on a device; None if it has no micro-batch."""
-    for span in reversed(spans):
-        if span.action.stage == stage and span.action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
-            return span.start_ns, span.action.phase
+    for action, start_ns in zip(reversed(spans.actions), reversed(spans.starts_ns), strict=True):
+        if action.stage == stage and action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
+            return start_ns, action.phase
     return None
 
 
-def _end_ns(spans: Sequence[Span], stage: int) -> int:
+def _end_ns(spans: SpanColumns, stage: int) -> int:
     """Returns when a device is done with a stage; 0 if it has no micro-batch of it."""
-    return max((span.end_ns for span in spans if span.action.stage == stage), default=0)
+    ends = zip(map(itemgetter(0), spans.actions), spans.ends_ns, strict=True)
+    return max((end_ns for of_stage, end_ns in ends if of_stage == stage), default=0)

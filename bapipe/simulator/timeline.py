@@ -3,7 +3,9 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import islice, repeat
+from operator import itemgetter, le
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,6 +55,102 @@ class Update:
     stage: int
     start_ns: int
     end_ns: int
+
+
+class SpanColumns(NamedTuple):
+    """The spans of a rank by time, as columns."""
+
+    actions: tuple[Action, ...] = ()
+    starts_ns: Sequence[int] = ()
+    ends_ns: Sequence[int] = ()
+
+    @property
+    def is_one_at_a_time(self) -> bool:
+        """Whether each action ends before the next one begins."""
+        return all(map(le, self.ends_ns, islice(self.starts_ns, 1, None)))
+
+    @property
+    def num_lanes(self) -> int:
+        """Two if forwards and backwards run side by side."""
+        if self.is_one_at_a_time:
+            return min(len(self.actions), 1)
+        return len({action.phase is Phase.FORWARD for action in self.actions})
+
+    @property
+    def running_ns(self) -> int:
+        """The time in which any action runs; a device that runs side by side may run two at once."""
+        if self.is_one_at_a_time:
+            return sum(self.ends_ns) - sum(self.starts_ns)
+        running_ns = until_ns = 0
+        for start_ns, end_ns in zip(self.starts_ns, self.ends_ns, strict=True):
+            running_ns += max(0, end_ns - max(start_ns, until_ns))
+            until_ns = max(until_ns, end_ns)
+        return running_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """One step as columns: its figures and its picture need no object for each of its actions, which may be a million.
+
+    Attributes:
+        spans: of each rank.
+        transfers: each field of `Transfer` for all transfers.
+        usage: of each rank, the bytes of stashes and those of workspaces during each of its spans; empty if not known.
+    """
+
+    devices: tuple[str, ...]
+    spans: tuple[SpanColumns, ...]
+    transfers: tuple[Sequence[Any], ...]
+    syncs: tuple[Sync, ...]
+    updates: tuple[Update, ...]
+    memory: tuple[Memory, ...]
+    usage: tuple[tuple[Sequence[int], Sequence[int]], ...]
+
+    @property
+    def step_ns(self) -> int:
+        """When the last device is done."""
+        ends = [max(spans.ends_ns, default=0) for spans in self.spans]
+        return max(ends + [u.end_ns for u in self.updates] + [s.end_ns for s in self.syncs], default=0)
+
+    def prediction(self, minibatch_size: int) -> Prediction:
+        """Returns the step's figures as a plan stores them."""
+        step_ns = self.step_ns
+        ranks = tuple(self._rank(rank, step_ns) for rank in range(len(self.devices)))
+        working = [rank for rank, spans in enumerate(self.spans) if spans.actions]
+        idle_ns = sum(ranks[rank].idle_ns for rank in working)
+        return Prediction(
+            step_ns=step_ns,
+            samples_per_s=minibatch_size * 1e9 / step_ns if step_ns else 0.0,
+            bubble=idle_ns / (len(working) * step_ns) if step_ns else 0.0,
+            ranks=ranks,
+        )
+
+    def _rank(self, rank: int, step_ns: int) -> RankPrediction:
+        spans, updates = self.spans[rank], [u for u in self.updates if u.rank == rank]
+        busy_ns = spans.running_ns + sum(u.end_ns - u.start_ns for u in updates)
+        sync_ns = _waiting_ns(max(spans.ends_ns, default=0), updates)
+        return RankPrediction(
+            device=self.devices[rank],
+            busy_ns=busy_ns,
+            idle_ns=step_ns - busy_ns - sync_ns,
+            sync_ns=sync_ns,
+            peak_bytes=self.memory[rank].total,
+            memory=self.memory[rank],
+        )
+
+    def timeline(self) -> "Timeline":
+        """Returns the step as a record of each action and transfer."""
+        # partial(tuple.__new__, Span) makes a Span of a row faster than Span(*row) does.
+        spans = (map(partial(tuple.__new__, Span), zip(repeat(r), *of)) for r, of in enumerate(self.spans))
+        return Timeline(
+            devices=self.devices,
+            spans=tuple(span for of_rank in spans for span in of_rank),
+            transfers=tuple(map(partial(tuple.__new__, Transfer), zip(*self.transfers, strict=True))),
+            syncs=self.syncs,
+            updates=self.updates,
+            memory=self.memory,
+            usage=tuple(tuple(zip(*of_rank, strict=True)) for of_rank in self.usage),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +206,8 @@ class Timeline:
     @property
     def step_ns(self) -> int:
         """When the last device is done."""
-        ends = [[s.end_ns for s in self.spans], [u.end_ns for u in self.updates], [s.end_ns for s in self.syncs]]
-        return max((end for group in ends for end in group), default=0)
+        ends = [max(map(itemgetter(3), self.spans), default=0)]
+        return max(ends + [u.end_ns for u in self.updates] + [s.end_ns for s in self.syncs])
 
     @property
     def memory_over_time(self) -> tuple[tuple[Memory, ...], ...]:
@@ -129,52 +227,36 @@ class Timeline:
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
         """Returns the spans of a rank, by time."""
-        begin = bisect_left(self.spans, rank, key=lambda span: span.rank)
-        return self.spans[begin : bisect_right(self.spans, rank, lo=begin, key=lambda span: span.rank)]
+        begin = bisect_left(self.spans, rank, key=itemgetter(0))
+        return self.spans[begin : bisect_right(self.spans, rank, lo=begin, key=itemgetter(0))]
 
     def lanes(self, rank: int) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans of a rank in one lane, or its forwards and its backwards if they run side by side."""
         spans = self.spans_of(rank)
-        if all(a.end_ns <= b.start_ns for a, b in pairwise(spans)):
+        if _columns(spans).is_one_at_a_time:
             return (spans,)
         forwards = tuple(span for span in spans if span.action.phase is Phase.FORWARD)
         return forwards, tuple(span for span in spans if span.action.phase is not Phase.FORWARD)
 
+    def columns(self) -> StepColumns:
+        """Returns the step as columns."""
+        return StepColumns(
+            devices=self.devices,
+            spans=tuple(_columns(self.spans_of(rank)) for rank in range(len(self.devices))),
+            transfers=tuple(zip(*self.transfers, strict=True)) or ((),) * len(Transfer._fields),
+            syncs=self.syncs,
+            updates=self.updates,
+            memory=self.memory,
+            usage=tuple((tuple(map(itemgetter(0), used)), tuple(map(itemgetter(1), used))) for used in self.usage),
+        )
+
     def prediction(self, minibatch_size: int) -> Prediction:
         """Returns the step's figures as a plan stores them."""
-        step_ns = self.step_ns
-        ranks = tuple(self._rank(rank, step_ns) for rank in range(len(self.devices)))
-        working = {span.rank for span in self.spans}
-        idle_ns = sum(ranks[rank].idle_ns for rank in working)
-        return Prediction(
-            step_ns=step_ns,
-            samples_per_s=minibatch_size * 1e9 / step_ns if step_ns else 0.0,
-            bubble=idle_ns / (len(working) * step_ns) if step_ns else 0.0,
-            ranks=ranks,
-        )
-
-    def _rank(self, rank: int, step_ns: int) -> RankPrediction:
-        spans = self.spans_of(rank)
-        updates = [u for u in self.updates if u.rank == rank]
-        busy_ns = _running_ns(spans) + sum(u.end_ns - u.start_ns for u in updates)
-        sync_ns = _waiting_ns(max((s.end_ns for s in spans), default=0), updates)
-        return RankPrediction(
-            device=self.devices[rank],
-            busy_ns=busy_ns,
-            idle_ns=step_ns - busy_ns - sync_ns,
-            sync_ns=sync_ns,
-            peak_bytes=self.memory[rank].total,
-            memory=self.memory[rank],
-        )
+        return self.columns().prediction(minibatch_size)
 
 
-def _running_ns(spans: Sequence[Span]) -> int:
-    """Returns the time in which any action runs; a device that runs side by side may run two at once."""
-    running_ns = until_ns = 0
-    for span in spans:
-        running_ns += max(0, span.end_ns - max(span.start_ns, until_ns))
-        until_ns = max(until_ns, span.end_ns)
-    return running_ns
+def _columns(spans: Sequence[Span]) -> SpanColumns:
+    return SpanColumns(*list(zip(*spans, strict=True))[1:])
 
 
 def _waiting_ns(compute_end_ns: int, updates: Sequence[Update]) -> int:

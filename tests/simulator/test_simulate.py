@@ -156,6 +156,10 @@ def test_lanes_hold_the_workspaces_of_both_actions() -> None:
     ]  # fmt: skip
     assert timeline.usage == (((10, 3), (20, 6), (20, 6), (20, 6), (10, 3)),)
     assert [len(lane) for lane in timeline.lanes(0)] == [2, 3]
+    columns = timeline.columns()
+    assert columns.timeline() == timeline
+    assert columns.spans[0].num_lanes == 2
+    assert columns.prediction(2).ranks[0].busy_ns == 24  # both lanes run at once
 
 
 def test_a_deadlock_is_named() -> None:

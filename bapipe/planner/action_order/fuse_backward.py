@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import Stage
 
 Pair = tuple[int, int]
@@ -20,7 +20,7 @@ def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster)
 
     Memory does not grow: adjacent I and W use the memory of B, and that of the gradients that I leaves for W.
     """
-    max_step_ns = simulate_schedule(schedule, stages, cluster).step_ns
+    max_step_ns = simulate_columns(schedule, stages, cluster).step_ns
     fused: set[Pair] = set()
     groups = [_adjacent_pairs(schedule)]
     while groups:
@@ -28,7 +28,7 @@ def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster)
         if not group:
             continue
         # Accept the whole group if the step does not get longer, else try each half.
-        if simulate_schedule(_fuse(schedule, fused | set(group)), stages, cluster).step_ns <= max_step_ns:
+        if simulate_columns(_fuse(schedule, fused | set(group)), stages, cluster).step_ns <= max_step_ns:
             fused |= set(group)
         elif len(group) > 1:
             half = len(group) // 2

@@ -22,7 +22,7 @@ from bapipe.schedules import ALL
 from bapipe.schedules.placement import permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
 SEARCH = "search"
@@ -150,7 +150,7 @@ def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, nu
         schedule=SEARCH,
         stages=best.stages,
         table=solution.schedule,
-        prediction=simulate_schedule(solution.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
+        prediction=simulate_columns(solution.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
         lower_bound_ns=solution.lower_bound_ns,
         space=ActionOrderSpace(
             schedule=plan.schedule, has_same_stages=is_same, num_other_partitions=num_others, stages_from=plan.space

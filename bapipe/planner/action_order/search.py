@@ -26,7 +26,7 @@ from bapipe.planner.action_order.problem import (
 )
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Schedule
-from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
+from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_columns
 from bapipe.simulator.stage_cost import Stage
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class _Search:
 
     def try_incumbent(self, schedule: Schedule, or_equal: bool = False) -> None:
         """Keeps a table that fits in memory and is faster than the incumbent, or as fast if `or_equal`."""
-        timeline = simulate_schedule(schedule, self.stages, self.cluster)
+        timeline = simulate_columns(schedule, self.stages, self.cluster)
         fits = all(peak.total <= limit for peak, limit in zip(timeline.memory, self.memory_bytes, strict=True))
         if fits and (self.schedule is None or timeline.step_ns < self.step_ns + or_equal):
             self.schedule, self.step_ns = schedule, timeline.step_ns

@@ -20,9 +20,9 @@ from bapipe.schedules.table import Schedule
 from bapipe.simulator.allreduce import LastBackward, reduce_buckets
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, simulate_schedule
+from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, simulate_columns
 from bapipe.simulator.stage_cost import Stage
-from bapipe.simulator.timeline import Timeline
+from bapipe.simulator.timeline import StepColumns
 
 MAX_CACHED_SCHEDULES = 500
 """Schedules on ranks of the cluster that a problem keeps compiled."""
@@ -218,16 +218,16 @@ class Problem:
         """Returns the simulator's step time, without the rest of the timeline."""
         return step_ns_of(*self.compiled(layout.placements), self.stages(layout), self.cluster)
 
-    def simulate(self, layout: Layout) -> Timeline:
-        """Returns the timeline of one step."""
-        return simulate_schedule(self.compiled(layout.placements)[0], self.stages(layout), self.cluster)
+    def simulate(self, layout: Layout) -> StepColumns:
+        """Returns one step."""
+        return simulate_columns(self.compiled(layout.placements)[0], self.stages(layout), self.cluster)
 
 
 def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> int:
     """Returns the simulator's step time of a compiled schedule, without the rest of the timeline."""
     # Only the whole timeline has the sums of tied weights across stages, and all-reduces between a device's stages.
     if any(stage.tied_gradients for stage in stages) or _sums_between_stages(schedule, stages):
-        return simulate_schedule(schedule, stages, cluster).step_ns
+        return simulate_columns(schedule, stages, cluster).step_ns
     done_ns = finish_ns(compiled, stages, cluster)
     for stage, ranks in zip(stages, schedule.devices, strict=True):
         # A step ends with all-reduces and updates, which are not among the actions of the schedule.

@@ -20,7 +20,7 @@ from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import rank_memory
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import Stage
 
 MAX_CACHED_TABLES = 4
@@ -129,7 +129,7 @@ class DeviceLine:
                     pairwise(plan.cuts), order.devices, timed.recompute, strict=True
                 )
             ),
-            prediction=simulate_schedule(order, stages, self.cluster).prediction(self.options.minibatch_size),
+            prediction=simulate_columns(order, stages, self.cluster).prediction(self.options.minibatch_size),
             lower_bound_ns=min(lower_bound_ns, timed.step_ns),
             space=space,
         )

@@ -10,7 +10,7 @@ from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.schedules.one_f_one_b import one_rank
 from bapipe.schedules.table import Action, Schedule
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
 
@@ -53,7 +53,7 @@ def _simulate(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Pre
     )
     stages = _stage_plans(search, solution)
     costs = build_stages(stages, search.profiles, search.cluster, solution.microbatch_size)
-    return table, simulate_schedule(table, costs, search.cluster).prediction(search.minibatch_size)
+    return table, simulate_columns(table, costs, search.cluster).prediction(search.minibatch_size)
 
 
 def _alternatives(search: LoadSearch, best: LoadSolution, limits: Sequence[int]) -> list[Alternative]:
