@@ -259,7 +259,7 @@ def test_command_line_options() -> None:
         "run": [
             "--arg", "--augment", "--buckets", "--checkpoint", "--checkpoint-every", "--clip-norm", "--data", "--data-workers", "--device",
             "--eval-every", "--eval-samples", "--json", "--keep", "--lr", "--lr-schedule", "--optimizer", "--optimizer-arg", "--profile",
-            "--replan", "--resume", "--seed", "--skip-unreadable", "--steps", "--tensorboard", "--timeout", "--trace", "--trust-factory", "--warmup", "--weights", "--without",
+            "--replan", "--report-every", "--resume", "--seed", "--skip-unreadable", "--steps", "--tensorboard", "--timeout", "--trace", "--trust-factory", "--warmup", "--weights", "--without",
         ],
         "export": ["--json", "--output"],
         "convert-checkpoint": ["--json"],

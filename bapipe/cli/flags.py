@@ -41,6 +41,7 @@ FLAGS = {
     "recompute_layers": "--recompute-layer",
     "replan": "--replan",
     "replicas": "--no-replicas",
+    "report_every": "--report-every",
     "resume": "--resume",
     "schedules": "--schedule",
     "seed": "--seed",

@@ -68,6 +68,7 @@ def run(
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, max=1e9, help=_HELP["timeout_s"])] = 600.0,
     eval_every: Annotated[int | None, typer.Option("--eval-every", min=1, help=_HELP["evaluate_every"])] = None,
     eval_samples: Annotated[int | None, typer.Option("--eval-samples", min=1, help=_HELP["evaluate_samples"])] = None,
+    report_every: Annotated[int | None, typer.Option("--report-every", min=1, help=_HELP["report_every"])] = None,
     tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help=_HELP["tensorboard"])] = None,
     seed: Annotated[int, typer.Option("--seed", min=-MAX_INT, max=MAX_INT, help=_HELP["seed"])] = 0,
     weights: Annotated[Path | None, typer.Option("--weights", help=_HELP["weights"])] = None,
@@ -116,6 +117,7 @@ def run(
             replan=replan,
             without=tuple(without or ()),
             timeout_s=timeout,
+            report_every=report_every,
             tensorboard=tensorboard,
         )
         if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before

@@ -11,6 +11,7 @@ from datetime import timedelta
 from itertools import count
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError, first_line
@@ -95,13 +96,18 @@ def new_proven_group(ranks: Sequence[int] | None, timeout: timedelta, backend: s
     if job is None or (backend or dist.get_backend()) != "gloo":
         group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
         return group
-    dist.barrier()
+    barrier()
 
     def make(_: dist.Store, limit: timedelta) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
         return made
 
     return _make_proven(job, make, timeout)
+
+
+def barrier() -> None:
+    """Waits until all ranks of the default group are here, under NCCL on this process's GPU: torch warns of a guess."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def _make_proven(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import Bandwidth
+from bapipe.job.groups import barrier
 from bapipe.profiler.spawn import measure_in_ranks
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (10, 12, 14, 16, 18, 20, 22, 24, 25))
@@ -85,7 +86,7 @@ def _half_ns(time_ns: Callable[[int, Tensor], int], rank: int, message: Tensor) 
 
 
 def _sum_ns(_: int, message: Tensor) -> int:
-    dist.barrier()
+    barrier()
     start = time.perf_counter_ns()
     dist.all_reduce(message)
     if message.is_cuda:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
-from bapipe.job.groups import init_proven_group
+from bapipe.job.groups import barrier, init_proven_group
 from bapipe.job.rendezvous import open_store
 from bapipe.job.secret import job_secret
 from bapipe.profiler.links import fit
@@ -76,7 +76,7 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
     results: list[dict[str, Any] | None] = []  # of each pair; None if this rank is not in it
     for index, pair in enumerate(pairs):
         progress(index, len(pairs) + 1, f"ranks {pair[0]} and {pair[1]}")
-        dist.barrier()
+        barrier()
         results.append(_measure_pair(pair, kind) if dist.get_rank() in pair else None)
     progress(len(pairs), len(pairs) + 1, "all-reduce")
     reductions = [AllReduce(num_bytes=n, ns=_all_reduce_ns(n, kind)) for n in MESSAGE_BYTES] if size > 1 else []
@@ -231,7 +231,7 @@ def _all_reduce_ns(num_bytes: int, kind: str) -> int:
         dist.all_reduce(tensor)
         return _now_ns() - start
 
-    dist.barrier()
+    barrier()
     slowest = torch.tensor([_median(run_ns, 8)], device=kind)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return round(float(slowest))

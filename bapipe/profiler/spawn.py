@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import RunFailed
-from bapipe.job.groups import init_proven_group, meet
+from bapipe.job.groups import barrier, init_proven_group, meet
 from bapipe.job.secret import new_secret
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 
@@ -81,5 +81,5 @@ def _run_rank(
     result = measure(rank, kind)
     if rank == 0:
         send(result)
-    dist.barrier()
+    barrier()
     dist.destroy_process_group()

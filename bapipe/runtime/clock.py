@@ -22,6 +22,9 @@ class Clock(Protocol):
 
     def ns(self, stamp: object) -> int: ...
 
+    def length_ns(self, start: object, end: object) -> int:
+        """Returns the time between two stamps, of whatever steps; waits until the device has reached the second."""
+
 
 class CpuClock:
     """Stamps are nanoseconds: on a CPU an action is done when its call returns."""
@@ -36,12 +39,16 @@ class CpuClock:
         assert isinstance(stamp, int)
         return stamp
 
+    def length_ns(self, start: object, end: object) -> int:
+        return self.ns(end) - self.ns(start)
+
 
 class CudaClock:
     """Stamps are events on the device's current stream, because a call returns before the device has done its work.
 
     CUDA gives the time between two events as a float32 of milliseconds, which an hour after the origin is no finer
-    than 0.25 ms, and its clock drifts from the host's. So every step has an origin of its own.
+    than 0.25 ms, and its clock drifts from the host's. So every step has an origin of its own. When that was on the
+    host's clock is found out when the first stamp is read: it takes an empty queue, which a step need not wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,18 +56,26 @@ class CudaClock:
         self.restart()
 
     def restart(self) -> None:
-        torch.cuda.synchronize(self._device)
         self._origin = self._event()
-        self._origin.synchronize()
-        self._origin_ns = time.perf_counter_ns()
+        self._origin_ns: int | None = None
 
     def stamp(self) -> object:
         return self._event()
 
     def ns(self, stamp: object) -> int:
         assert isinstance(stamp, torch.cuda.Event)
-        stamp.synchronize()
-        return self._origin_ns + int(self._origin.elapsed_time(stamp) * 1e6)
+        if self._origin_ns is None:
+            torch.cuda.synchronize(self._device)
+            now = self._event()
+            now.synchronize()
+            self._origin_ns = time.perf_counter_ns() - self.length_ns(self._origin, now)
+        return self._origin_ns + self.length_ns(self._origin, stamp)
+
+    def length_ns(self, start: object, end: object) -> int:
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return int(start.elapsed_time(end) * 1e6)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """A model that is trained by a plan, seen from one rank: builds its stages, and runs steps and evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from bapipe.formats.plan import Plan
 from bapipe.runtime.clock import clock_for
+from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
 from bapipe.runtime.data.batch_check import BatchSpec
 from bapipe.runtime.evaluate.forward import ForwardResult, split_for_evaluation
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
@@ -35,6 +37,18 @@ from bapipe.tracing.captured import Autocast
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import with_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoss:
+    """The mean loss of a mini-batch, multiplied by a scale, which the device may not have computed yet."""
+
+    value: Tensor
+    scale: float
+
+    def read(self) -> float:
+        """Returns the loss; waits for the device."""
+        return float(self.value.item()) / self.scale
 
 
 class Pipeline:
@@ -155,6 +169,8 @@ class Pipeline:
         ]
         self.grad_scaler = GradScalerState() if autocast is torch.float16 else None
         self._start: object | None = None
+        self._copy_stream = copy_stream(self._device)
+        self._kept_until: object | None = None
 
     @property
     def rank(self) -> int:
@@ -195,6 +211,8 @@ class Pipeline:
     def step(self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
+        Reading the loss waits until the device has computed it; `start_step` leaves that to the caller.
+
         What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out. `bucket`
         is the number of the bucket that the samples are of, the same on every rank; None is that of `inputs`.
 
@@ -202,11 +220,20 @@ class Pipeline:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
         """
+        loss = self.start_step(*inputs, target=target, bucket=bucket)
+        return None if loss is None else loss.read()
+
+    def start_step(
+        self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None
+    ) -> PendingLoss | None:
+        """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does."""
         index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         self._executor, expected = self._executors[index], self._expected[index]
-        loaded = expected.load(inputs, self._plan.minibatch_size)
-        if self.needs_target:
-            target = expected.checked("target", target, None, self._plan.minibatch_size)
+        with copying_beside(self._device, self._copy_stream) as copied:
+            loaded = expected.load(inputs, self._plan.minibatch_size)
+            if self.needs_target:
+                target = expected.checked("target", target, None, self._plan.minibatch_size)
+            copied += [*loaded.values(), *([target] if self.needs_target and target is not None else [])]
         self._clock.restart()
         self._start = self._clock.stamp()
         self._optimizers.zero_grad()
@@ -223,7 +250,7 @@ class Pipeline:
         if loss is None:
             return None
         last = self._replicas.get(len(self._plan.stages) - 1)
-        return float((loss if last is None else last.total(loss)).item()) / scale
+        return PendingLoss(loss if last is None else last.total(loss), scale)
 
     def _stage_inputs(self, loaded: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Returns the inputs of the first stage by position, and those that later stages load by argument name."""
@@ -237,6 +264,8 @@ class Pipeline:
     def _update(self) -> None:
         """Completes the gradients and updates the parameters, stage by stage as their gradients became final."""
         self._tied.sum()
+        wait_on_device(self._device, self._kept_until)
+        self._kept_until = None
         finite = self._unscale()
         if self._clip_norm is not None and finite:
             self._clip(self._clip_norm)
@@ -302,6 +331,15 @@ class Pipeline:
     def optimizer_state(self) -> OptimizerState:
         """Returns the state of this rank's optimizers, as `name of the parameter:key`."""
         return self._optimizers.state(self.named_parameters())
+
+    def changed_by_forwards(self) -> frozenset[str]:
+        """Returns the names in `state_dict` of what a forward may change: all but the trained parameters."""
+        trained = {p.data_ptr() for p in self._state.parameters() if p.requires_grad}
+        return frozenset(name for name, tensor in self.state_dict().items() if tensor.data_ptr() not in trained)
+
+    def keep_state_until(self, copied: object | None) -> None:
+        """Makes the next update wait, on the device, for an event after which the state has been copied."""
+        self._kept_until = copied
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         """Restores what `optimizer_state` returned, possibly under another plan."""

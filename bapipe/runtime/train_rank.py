@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any
 
 import msgspec
@@ -26,11 +25,12 @@ from bapipe.runtime.data.loader import Batch, batches
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.launch.worker import Rank
-from bapipe.runtime.not_finite import check_parameters, loss_not_finite
+from bapipe.runtime.not_finite import check_parameters
 from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
+from bapipe.runtime.step_reports import StepReports
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
@@ -145,7 +145,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     if config.checkpoint is not None:
         if rank.index == 0:
             set_damaged_aside(config.checkpoint, start.step)
-        writer = CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices)
+        writer = CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices, rank.device)
     if config.weights is not None and job.resume_from is None:
         load_weights(config.weights, pipeline.state_dict())
     pipeline.start_at(start.step)
@@ -166,7 +166,14 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         ),
         pin_memory=rank.device.type == "cuda",
     )
-    history, evaluations = _History(), []
+
+    def load_again(step: int, before: Position) -> Batch:
+        seed_step(config.seed, rank.index, step)
+        with closing(batches(pipeline, plan, job.dataset, config.seed, before, rank=rank.index)) as again:
+            return next(again)
+
+    reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
+    history, evaluations, position = _History(), [], start
     with closing(loader):
         for step in range(start.step, config.steps):
             rank.enter_step(step)
@@ -175,15 +182,22 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
             pipeline.set_learning_rate(learning_rate)
             before_ns = time.perf_counter_ns()
             batch = next(loader)
-            data_ns = time.perf_counter_ns() - before_ns
-            report, stop_signal = _step(pipeline, rank, job.devices, step, learning_rate, batch, data_ns)
-            history.add(report)
-            if rank.index == 0:
-                rank.report(report)
+            reports.start(step, learning_rate, batch, position, time.perf_counter_ns() - before_ns)
+            position = batch.after
+            if not (reports.are_due or config.pauses_after(step + 1)):
+                continue
+            finished, stop_signal = reports.collect()
+            for report in finished:
+                history.add(report)
+                if rank.index == 0:
+                    rank.report(report)
             if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
                 check_parameters(pipeline, job.devices, step)
                 manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
-                writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_state())
+                copied = writer.save(
+                    manifest, pipeline.state_dict(), pipeline.optimizer_state(), pipeline.changed_by_forwards()
+                )
+                pipeline.keep_state_until(copied)
             if stop_signal and step + 1 < config.steps:
                 raise _stopped(stop_signal, step + 1, writer)
             if validation is not None and config.evaluates_after(step + 1):
@@ -230,45 +244,6 @@ def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
         pipeline.grad_scaler = manifest.grad_scaler
     pipeline.load_optimizer_state(load_tensors(path, manifest, pipeline.state_dict()))
     return manifest.position
-
-
-def _step(
-    pipeline: Pipeline, rank: Rank, names: tuple[str, ...], step: int, learning_rate: float, batch: Batch, data_ns: int
-) -> tuple[StepReport, int]:
-    """Runs a step; returns what was measured, and the signal that has asked one of the ranks to stop, or 0.
-
-    `data_ns` is how long this rank waited for its part of the batch.
-    """
-    dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
-    start_ns = time.perf_counter_ns()
-    loss = pipeline.step(*batch.inputs, target=batch.target, bucket=batch.bucket)
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize(rank.device)
-    elapsed_ns = time.perf_counter_ns() - start_ns
-    peak = pipeline.peak_bytes()
-    row = [elapsed_ns, loss or 0.0, loss is not None, pipeline.busy_ns(), -1 if peak is None else peak]
-    row += [rank.stop_signal, data_ns]
-    own = torch.tensor(row, dtype=torch.float64, device=rank.device)
-    everyone = [torch.empty_like(own) for _ in range(rank.size)]
-    dist.all_gather(everyone, own)
-    rows = [values.tolist() for values in everyone]
-    step_ns = int(max(row[0] for row in rows))
-    bubble = 1 - sum(row[3] for row in rows) / (len(rows) * step_ns)
-    mean = next(row[1] for row in rows if row[2])
-    report = StepReport(
-        step=step,
-        loss=mean,
-        step_ns=step_ns,
-        data_ns=int(max(row[6] for row in rows)),
-        bubble=bubble,
-        learning_rate=learning_rate,
-        as_planned=batch.bucket is None,
-        devices=names,
-        peak_bytes=tuple(None if row[4] < 0 else int(row[4]) for row in rows),
-    )
-    if not isfinite(report.loss):
-        raise loss_not_finite(pipeline, names, batch, report.loss, step)
-    return report, int(max(row[5] for row in rows))
 
 
 def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], history: _History) -> TrainResult:

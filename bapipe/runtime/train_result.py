@@ -19,7 +19,7 @@ class StepReport:
         loss: mean over the mini-batch, before the update.
         step_ns: time of the slowest rank.
         data_ns: time before the step in which the ranks waited for its samples; not part of `step_ns`.
-        bubble: share of the step that ranks were idle.
+        bubble: share of the step that ranks were idle; of steps that are reported together, that of the last one.
         learning_rate: of the update.
         as_planned: whether the samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.

@@ -35,7 +35,7 @@ def test_training_does_not_depend_on_the_cut() -> None:
         _plan((3,)),
         small,
         data,
-        replace(TRAINING, evaluate_every=10),
+        replace(TRAINING, evaluate_every=10, report_every=7),
         on_step=reports.append,
         on_evaluation=lambda *what: told.append(what),
     )

@@ -32,15 +32,23 @@ class Event:
 
 
 def test_every_step_has_an_origin_of_its_own_on_the_given_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_ns = iter([1000, 2000])
+    """A millisecond passes from each event to the next; the host reads its clock when all are done."""
+    now_ns, waits = iter([10 * 10**6, 20 * 10**6]), list[object]()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr("bapipe.runtime.clock.time.perf_counter_ns", lambda: next(now_ns))
     cuda = CudaClock(CUDA)
-    assert [cuda.ns(cuda.stamp()) for _ in range(2)] == [1000 + 10**6, 1000 + 2 * 10**6]
+    first, second = cuda.stamp(), cuda.stamp()
+    assert cuda.length_ns(first, second) == 10**6
+    assert waits == []  # a step that nobody reads the times of does not wait for the device
+    # The origin, two stamps and now: the origin was 3 ms before the host's clock is read.
+    assert [cuda.ns(first), cuda.ns(second)] == [8 * 10**6, 9 * 10**6]
     cuda.restart()
-    assert cuda.ns(cuda.stamp()) == 2000 + 10**6
+    third = cuda.stamp()
+    assert cuda.ns(third) == 19 * 10**6
+    assert cuda.length_ns(second, third) == 3 * 10**6  # also of two steps
+    assert waits == [CUDA, CUDA]
 
 
 def test_the_time_is_read_when_the_message_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Saves checkpoints from all ranks together, in a background thread, and loads them."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -35,6 +35,7 @@ from bapipe.runtime.checkpoint.tensor_files import (
     tensor_specs,
     write_tensors,
 )
+from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
 from bapipe.runtime.optimizer import Number, OptimizerState
 
 
@@ -47,24 +48,38 @@ class CheckpointWriter:
     a crash leaves no half checkpoint. (Not torch.distributed.checkpoint: what it writes is read by unpickling.)
     """
 
-    def __init__(self, folder: Path, keep: int, timeout: timedelta, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, timeout: timedelta, names: tuple[str, ...], device: torch.device
+    ) -> None:
         """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices."""
+        self._copy_stream = copy_stream(device)
         self._folder, self._keep, self._names = folder, keep, names
         self._group = new_proven_group(None, timeout, backend="gloo")
         self._thread: Thread | None = None
         self._error: Exception | None = None
         if dist.get_rank() == 0:
             remove_old_checkpoints(folder, keep)
-        dist.barrier()
+        dist.barrier(group=self._group)
 
-    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], optimizer: OptimizerState) -> None:
-        """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors, numbers and files."""
+    def save(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        optimizer: OptimizerState,
+        changed_by_forwards: Collection[str],
+    ) -> torch.cuda.Event | None:
+        """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors, numbers and files.
+
+        Returns the event before which a GPU must not change the tensors, but those that forwards change: these are
+        copied at once. None on a CPU, where all are.
+        """
         self.wait()
-        named = [(MODEL + name, tensor) for name, tensor in tensors.items()]
-        named += [(OPTIMIZER + name, tensor) for name, tensor in optimizer.tensors.items()]
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-        self._thread = Thread(target=self._write, args=(manifest, state, dict(optimizer.numbers)), daemon=True)
+        named = {MODEL + name: tensor for name, tensor in tensors.items()}
+        named |= {OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
+        copy = copied_to_host(named, {MODEL + name for name in changed_by_forwards}, self._copy_stream)
+        self._thread = Thread(target=self._write, args=(manifest, copy, dict(optimizer.numbers)), daemon=True)
         self._thread.start()
+        return copy.done
 
     def wait(self) -> None:
         """Waits until the checkpoint that was started is on the disk.
@@ -78,9 +93,10 @@ class CheckpointWriter:
         if self._error is not None:
             raise RunFailed(str(self._error)) from None
 
-    def _write(self, manifest: Manifest, state: dict[str, Tensor], numbers: dict[str, Number]) -> None:
-        step = manifest.position.step
+    def _write(self, manifest: Manifest, copy: HostCopy, numbers: dict[str, Number]) -> None:
+        step, state = manifest.position.step, copy.tensors
         try:
+            copy.wait()
             specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(state))
             all_numbers: list[dict[str, Number]] = self._gather(numbers)
             owners = owners_of(specs)
