@@ -1,5 +1,6 @@
 """Losses and times of several steps, read together."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,8 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, every: int | None) -> None:
         self.log: list[str] = []
-        self.clock, self.losses = Clock(), iter(map(float, range(100, 1000)))
+        self.clock = Clock()
+        self.losses: Iterator[float] = map(float, range(100, 1000))
         self.pipeline = SimpleNamespace(start_step=self._start_step, busy_ns=lambda: 2 * MS, peak_bytes=lambda: 5)
         rank: Any = SimpleNamespace(device=torch.device(kind, 0), stop_signal=15, size=1)
         monkeypatch.setattr(step_reports, "clock_for", lambda device: self.clock)
