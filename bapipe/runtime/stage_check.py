@@ -30,6 +30,7 @@ from bapipe.schedules.table import Phase
 from bapipe.torch_device import describe
 from bapipe.torch_private import tree_leaves
 from bapipe.tracing import layer_states, state_names
+from bapipe.tracing.changing_state import is_read_by_next_forward
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split
 
@@ -77,7 +78,7 @@ def _fault(
     try:
         result = _compare(parts, plan, inputs, Conditions())
         if isinstance(result, Equivalence):
-            _check_replicas(parts, plan, result.changed)
+            _check_kept_values(parts, plan, result.changed)
         if isinstance(result, Difference):
             recompute = any(stage.recompute for stage in plan.stages)
             return f"the stages would not train as the module does: {result}{hint(str(result), recompute=recompute)}"
@@ -137,13 +138,30 @@ def _as_planned(
     )
 
 
-def _check_replicas(parts: Split, plan: Plan, changed: Collection[str]) -> None:
+def _check_kept_values(parts: Split, plan: Plan, changed: Collection[str]) -> None:
+    """Raises InvalidModel if a forward leaves values for the next one, and these are not those of the whole model."""
     states, names = layer_states(parts.model), state_names(parts.model.root)
     for index, stage in enumerate(plan.stages):
+        tensors = (tensor for layer in parts.stages[index].layers for tensor in states[layer].values())
+        used = {name for tensor in tensors for name in names.get(id(tensor), ())} & set(changed)
         if len(stage.devices) > 1:
-            tensors = (tensor for layer in parts.stages[index].layers for tensor in states[layer].values())
-            used = {name for tensor in tensors for name in names.get(id(tensor), ())}
-            check_changes_of_replicas(index, used & set(changed))
+            check_changes_of_replicas(index, used)
+        _check_order_of_forwards(index, plan, used)
+
+
+def _check_order_of_forwards(stage: int, plan: Plan, changed: Collection[str]) -> None:
+    microbatches = [
+        action.microbatch
+        for actions in plan.table.order
+        for action in actions
+        if action.stage == stage and action.phase is Phase.FORWARD
+    ]
+    kept = sorted(filter(is_read_by_next_forward, changed))
+    if kept and microbatches != sorted(microbatches):
+        raise InvalidModel(
+            f"'{kept[0]}' in stage {stage} changes in every forward, and the plan runs F of the micro-batches in the "
+            f"order {microbatches}, so training would differ from that in one process: choose a named schedule"
+        )
 
 
 def _weighted_sum(output: Any, target: Tensor) -> Tensor:

@@ -118,6 +118,23 @@ def test_replicas_of_a_stage_that_changes_other_state_than_running_statistics_ar
         replicas.finish()
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("changes", ["", "codes"])
+def test_forwards_that_read_what_others_leave_run_in_the_order_of_the_whole_model(changes: str) -> None:
+    module = Changing()
+    module.changes = changes
+    model = trace(module, [X])
+    for forwards in (["0F0", "0F1"], ["0F1", "0F0"]):
+        order = [*forwards, "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]
+        plan = make_plan([layer.name for layer in model.layers], (4,), (0, 0), [order], 4, 2)
+        parts = split(model, plan, [X])
+        if changes and forwards[0] == "0F1":
+            with pytest.raises(InvalidModel, match=rf"^'{changes}' in stage 0 .* in the order \[1, 0\]"):
+                stage_check.check_stages_equal(parts, [X], plan, None)
+        else:
+            stage_check.check_stages_equal(parts, [X], plan, None)
+
+
 def test_the_other_ranks_hear_of_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, as threads of this process: the second compares nothing."""
     break_stages(monkeypatch)
