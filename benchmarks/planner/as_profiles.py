@@ -34,7 +34,7 @@ def workloads(folder: Path) -> Iterator[tuple[str, ModelProfile, tuple[float, ..
     for path in sorted((folder / "pipedream").glob("*/graph.txt")):
         yield f"pipedream/{path.parent.name}", _pipedream(path), (1, 12)
     for path in sorted((folder / "dnn-partitioning").glob("*/*.json")):
-        yield f"{path.parent.name}/{path.stem}", _dnn_partitioning(path), (1,)
+        yield f"{path.parent.name}/{path.stem}", dnn_partitioning(path), (1,)
     for path in sorted((folder / "piper").glob("*.json")):
         yield f"piper/{path.stem}", _piper(path), (25,)
 
@@ -54,7 +54,7 @@ def _pipedream(path: Path) -> ModelProfile:
     return import_file(path, origin)
 
 
-def _dnn_partitioning(path: Path) -> ModelProfile:
+def dnn_partitioning(path: Path) -> ModelProfile:
     workload = placement_workload.read(path)
     content: Any = decode_json(read_limited(path), Any)
     nodes = {node["id"]: node for node in content["nodes"]}

@@ -37,6 +37,7 @@ import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Plan, StagePlan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import Deadline
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import transfer_ns
@@ -185,7 +186,7 @@ def main() -> None:
         for gigabytes, num_stages in product(links, (2, 4, 8)):
             devices = cluster(num_stages, gigabytes)
             start = time.process_time()
-            plan = best_plan(profile, devices)
+            plan = best_plan(profile, devices, Deadline(MAX_SECONDS))
             seconds = time.process_time() - start
             line = Line(profile, devices.intra_host)
             steps = {rule: step_ns(profile, devices, cut(line, num_stages)) for rule, cut in RULES.items()}
@@ -213,8 +214,8 @@ def main() -> None:
     out.print(f"bapipe's plans: {proven} of {len(gaps)} proven optimal; largest gap {max(gaps):.1%}")
 
 
-def best_plan(profile: ModelProfile, devices: Cluster) -> Plan:
-    """Returns bapipe's plan with one stage per device, searched for at most `MAX_SECONDS`."""
+def best_plan(profile: ModelProfile, devices: Cluster, deadline: Deadline) -> Plan:
+    """Returns bapipe's plan with one stage per device."""
     size = profile.microbatch_sizes[0]
     return bapipe.plan(
         profile,
@@ -225,7 +226,7 @@ def best_plan(profile: ModelProfile, devices: Cluster) -> Plan:
         schedules=["1f1b"],
         replicas=False,
         recompute=False,
-        time_limit_s=MAX_SECONDS,
+        deadline=deadline,
     )
 
 

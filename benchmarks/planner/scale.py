@@ -158,13 +158,11 @@ def cluster_of(random: Random, case: Case) -> Cluster:
     return Cluster(devices=devices, intra_host=within, inter_host=link)
 
 
-def row(name: str, case: Case, seed: int) -> list[str]:
-    """Plans a case; returns its row of the table."""
+def problem_of(case: Case, seed: int) -> tuple[ModelProfile, Cluster, bapipe.PlanOptions]:
+    """Returns the random graph of a case, its devices, and the options to plan with."""
     random = Random(seed)
-    inputs = case.inputs()
-    profile = profile_of(random, inputs, param_bytes=case.param_bytes, output_bytes=case.output_bytes)
+    profile = profile_of(random, case.inputs(), param_bytes=case.param_bytes, output_bytes=case.output_bytes)
     cluster = cluster_of(random, case)
-    sets = downsets(contract(of_layers(profile), ())[0], 100_000)
     options = bapipe.PlanOptions(
         minibatch_size=case.minibatch_size,
         microbatch_size=1,
@@ -172,6 +170,13 @@ def row(name: str, case: Case, seed: int) -> list[str]:
         schedules=case.schedules,
         replicas=case.replicas,
     )
+    return profile, cluster, options
+
+
+def row(name: str, case: Case, seed: int) -> list[str]:
+    """Plans a case; returns its row of the table."""
+    profile, cluster, options = problem_of(case, seed)
+    sets = downsets(contract(of_layers(profile), ())[0], 100_000)
     start_s = time.process_time()
     plan = bapipe.plan([profile, *(estimate(profile, "tensor", k, cluster) for k in case.groups)], cluster, options)
     seconds = time.process_time() - start_s
@@ -179,7 +184,7 @@ def row(name: str, case: Case, seed: int) -> list[str]:
     assert isinstance(ns, int)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     return [
-        *(name, str(len(inputs)), str(case.num_devices), f"{len(sets):,}" if sets else "more than 100,000"),
+        *(name, str(len(profile.layers)), str(case.num_devices), f"{len(sets):,}" if sets else "more than 100,000"),
         *(f"{ns / 1e6:.3f}", f"{plan.certificate.gap:.2%}", str(len(plan.stages)), f"{seconds:.1f}", f"{peak_mb:,.0f}"),
     ]
 
