@@ -10,11 +10,13 @@ from bapipe.schedules.dualpipe_v import dualpipe_v
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.fbp_as import fbp_as
 from bapipe.schedules.gpipe import gpipe
+from bapipe.schedules.gpipe import order_of_rank as gpipe_order_of_rank
 from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.schedules.table import Schedule
+from bapipe.schedules.one_f_one_b import order_of_rank as one_f_one_b_order_of_rank
+from bapipe.schedules.table import Action, Schedule
 from bapipe.schedules.zb_v import zb_v
 from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -32,6 +34,12 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b-2bp": one_f_one_b_2bp,
 }
 """`(num_stages, num_microbatches) -> Schedule`, with stage s on rank s."""
+
+ORDER_OF_RANK: dict[str, Callable[[int, int, int], tuple[Action, ...]]] = {
+    "gpipe": gpipe_order_of_rank,
+    "1f1b": one_f_one_b_order_of_rank,
+}
+"""`(rank, num_ranks, num_microbatches) -> order`: of some of `SCHEDULES`, a rank's order without the whole table."""
 
 LOOPED: dict[str, Callable[[int, int], Schedule]] = {
     "interleaved-1f1b": interleaved_one_f_one_b,

@@ -8,8 +8,11 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(
         devices=tuple((s,) for s in range(num_stages)),
         num_microbatches=num_microbatches,
-        order=tuple(
-            tuple(Action(s, phase, m) for phase in (Phase.FORWARD, Phase.BACKWARD) for m in range(num_microbatches))
-            for s in range(num_stages)
-        ),
+        order=tuple(order_of_rank(s, num_stages, num_microbatches) for s in range(num_stages)),
     )
+
+
+def order_of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Returns the order of one rank of GPipe, the same for any number of ranks."""
+    del num_ranks
+    return tuple(Action(rank, phase, m) for phase in (Phase.FORWARD, Phase.BACKWARD) for m in range(num_microbatches))

@@ -12,8 +12,13 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(
         devices=tuple((s,) for s in range(num_stages)),
         num_microbatches=num_microbatches,
-        order=tuple(one_rank(s, num_stages - s, num_microbatches) for s in range(num_stages)),
+        order=tuple(order_of_rank(s, num_stages, num_microbatches) for s in range(num_stages)),
     )
+
+
+def order_of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Returns the order of one rank of 1F1B."""
+    return one_rank(rank, num_ranks - rank, num_microbatches)
 
 
 def one_rank(stage: int, depth: int, num_microbatches: int) -> tuple[Action, ...]:

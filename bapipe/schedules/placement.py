@@ -1,10 +1,11 @@
 """Places schedules on the devices of a plan: replicas, permutations of ranks, and named schedules by their stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedules import ALL, LOOPED, SCHEDULES
+from bapipe.schedules import ALL, LOOPED, ORDER_OF_RANK, SCHEDULES
 from bapipe.schedules.table import Action, Schedule
 
 
@@ -18,15 +19,39 @@ def merge_stages(table: Schedule, devices: Sequence[tuple[int, ...]], num_ranks:
     A table without deadlock does not gain one: each device's order, and each path of a micro-batch through the stages,
     is a subsequence of the former one.
     """
+    return _merged(table.order.__getitem__, devices, table.num_microbatches, num_ranks)
+
+
+def merged_named(
+    name: str, devices: Sequence[tuple[int, ...]], num_microbatches: int, num_ranks: int, table: Callable[[], Schedule]
+) -> Schedule:
+    """Returns `merge_stages` of a named schedule's table, which is only made if its ranks are not known one by one."""
+    if name not in ORDER_OF_RANK:
+        return merge_stages(table(), devices, num_ranks)
+    num_merged = sum(map(len, devices))
+    return _merged(
+        lambda rank: ORDER_OF_RANK[name](rank, num_merged, num_microbatches), devices, num_microbatches, num_ranks
+    )
+
+
+def _merged(
+    order_of: Callable[[int], Sequence[Action]],
+    devices: Sequence[tuple[int, ...]],
+    num_microbatches: int,
+    num_ranks: int,
+) -> Schedule:
     order: list[list[Action]] = [[] for _ in range(num_ranks)]
     first = 0  # the rank, in the given table, of the stage's first device
     for stage, ranks in enumerate(devices):
-        for _, phase, microbatch in table.order[first]:
-            order[ranks[microbatch % len(ranks)]].append(Action(stage, phase, microbatch))
+        if first == stage and len(ranks) == 1:
+            order[ranks[0]].extend(order_of(first))
+        else:
+            for _, phase, microbatch in order_of(first):
+                order[ranks[microbatch % len(ranks)]].append(Action(stage, phase, microbatch))
         first += len(ranks)
     return Schedule(
         devices=tuple(devices),
-        num_microbatches=table.num_microbatches,
+        num_microbatches=num_microbatches,
         order=tuple(tuple(actions) for actions in order),
     )
 
@@ -77,9 +102,10 @@ def place_schedule(name: str, devices: Sequence[tuple[int, ...]], num_microbatch
         ranks = [rank for group in devices for rank in group]
         if len(set(ranks)) < len(ranks):
             raise InvalidSchedule(f"schedule '{name}' has one stage per device; here a device has several stages")
-        table = SCHEDULES[name](len(ranks), num_microbatches)
         firsts = accumulate(map(len, devices), initial=0)
-        table = merge_stages(table, [tuple(range(a, b)) for a, b in pairwise(firsts)], len(ranks))
+        groups = [tuple(range(a, b)) for a, b in pairwise(firsts)]
+        whole = partial(SCHEDULES[name], len(ranks), num_microbatches)
+        table = merged_named(name, groups, num_microbatches, len(ranks), whole)
         return permute_ranks(table, ranks, num_ranks)
     if name in LOOPED:
         ranks = _ranks_of_positions(name, devices, num_microbatches)

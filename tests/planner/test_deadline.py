@@ -1,5 +1,6 @@
 """Deadlines: wherever one passes, a search has a plan that fits and a bound that holds, or says that it has none."""
 
+import dataclasses
 import signal
 from collections.abc import Sequence
 from itertools import count
@@ -17,6 +18,7 @@ from bapipe.planner.compare import compare
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.goal_search import objective_ns
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import pareto
 from bapipe.planner.plan_step import plan_step_time, unsearched_space
@@ -161,9 +163,20 @@ def test_a_deadline_ends_the_search_for_an_order() -> None:
     assert made.certificate.lower_bound_ns <= plan_step_time(PROFILES, devices(3), options).prediction.step_ns
 
 
-def test_throughput_says_that_it_had_no_time() -> None:
+@pytest.mark.parametrize("num_layers", [1, 8, 200])
+def test_throughput_has_a_plan_without_any_time(num_layers: int) -> None:
+    profiles = {"a": chain([1 + i % 5 for i in range(num_layers)], output_bytes=10**5)}
+    options = PlanOptions(minibatch_size=4, objective="throughput")
+    hurried = bapipe.plan(profiles, devices(3), dataclasses.replace(options, time_limit_s=0.0))
+    patient = bapipe.plan(profiles, devices(3), options)
+    assert hurried.certificate.lower_bound_ns <= objective_ns(patient) <= objective_ns(hurried)
+
+
+def test_throughput_says_that_it_had_no_time_to_find_a_plan_that_fits() -> None:
     with pytest.raises(BapipeError, match="choose a longer `time_limit_s`"):
-        bapipe.plan(PROFILES, devices(3), minibatch_size=4, objective="throughput", time_limit_s=0.0)
+        bapipe.plan(
+            PROFILES, devices(3), minibatch_size=4, objective="throughput", time_limit_s=0.0, memory_limit_bytes=1
+        )
 
 
 def test_the_first_interrupt_stops_the_deadline_and_the_second_one_interrupts() -> None:

@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedules import LOOPED, SCHEDULES
+from bapipe.schedules import LOOPED, ORDER_OF_RANK, SCHEDULES
 from bapipe.schedules.eager_one_f_one_b import eager_one_f_one_b
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
 from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
+from bapipe.schedules.placement import merge_stages, merged_named
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
@@ -278,3 +279,14 @@ def test_options_that_are_refused(call: Callable[[], Schedule], message: str) ->
 )
 def test_the_orders_that_docstrings_show(schedule: Schedule, rank: int, order: str) -> None:
     assert " ".join(map(str, schedule.order[rank])) == order
+
+
+@pytest.mark.parametrize("name", ORDER_OF_RANK)
+def test_a_rank_by_itself_has_the_order_that_it_has_in_the_table(name: str) -> None:
+    for num_ranks, num_microbatches in ((1, 1), (3, 2), (4, 9)):
+        table = SCHEDULES[name](num_ranks, num_microbatches)
+        rows = [ORDER_OF_RANK[name](rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+        assert tuple(rows) == table.order
+        groups = [(0,), tuple(range(1, num_ranks))] if num_ranks > 1 else [(0,)]
+        named = merged_named(name, groups, num_microbatches, num_ranks, lambda: pytest.fail("not needed"))
+        assert named == merge_stages(table, groups, num_ranks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 from bapipe.formats.cluster import Cluster
@@ -16,7 +17,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import SearchedSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL, SCHEDULES
-from bapipe.schedules.placement import merge_stages, permute_ranks
+from bapipe.schedules.placement import merged_named, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import rank_memory
@@ -142,11 +143,11 @@ class DeviceLine:
             while len(self._orders) >= MAX_CACHED_TABLES:
                 self._orders.pop(next(iter(self._orders)))
             num_devices, num_ranks = sum(plan.counts), len(self.cluster.devices)
-            table = self._table(plan.schedule, num_devices, num_microbatches)
+            table = partial(self._table, plan.schedule, num_devices, num_microbatches)
             order = (
-                merge_stages(table, self._groups(plan.counts), num_ranks)
+                merged_named(plan.schedule, self._groups(plan.counts), num_microbatches, num_ranks, table)
                 if plan.schedule in SCHEDULES
-                else permute_ranks(table, range(num_devices), num_ranks)
+                else permute_ranks(table(), range(num_devices), num_ranks)
             )
             self._orders[key] = order, compile_schedule.__wrapped__(order)
         return self._orders[key]

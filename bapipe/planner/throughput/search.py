@@ -31,6 +31,9 @@ MAX_DOWNSETS = 3000
 MAX_NEIGHBOURS = 800
 """Boundaries of one neighbourhood search, if a graph has more downsets than that."""
 
+MAX_COARSE = 33
+"""Boundaries of the search for a first plan when the time is over: so few take a few hundredths of a second."""
+
 MIN_IMPROVEMENT = 0.9998
 """The neighbourhood search continues while it lowers the load below this share of the previous one."""
 
@@ -106,13 +109,18 @@ def explore_throughput(
     )
     solutions = [search.solve(size, limits, progress, deadline) for size in microbatch_sizes]
     feasible = [solution for solution in solutions if solution.stages]
+    if not feasible and deadline.is_over:
+        few = _coarse(contracted, layers_of_node, graph.num_nodes)
+        coarse = replace(search, boundaries=few, has_all_downsets=False)
+        sizes = dict.fromkeys((microbatch_sizes[0], microbatch_sizes[-1]))
+        feasible = [found for found in (coarse.solve(size, limits, None) for size in sizes) if found.stages]
     if not feasible:
         deadline.check()
         raise Infeasible(_shortfall(search, microbatch_sizes, limits))
     # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
     best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
     bounds_ns = [solution.bound_ns for solution in solutions]
-    if not has_all_downsets and max_neighbours:
+    if not has_all_downsets and max_neighbours and not deadline.is_over:
         large = LargeGraph(
             graph=contracted, layers_of_node=layers_of_node, profile=first, listed=every, deadline=deadline
         )
@@ -128,6 +136,14 @@ def explore_throughput(
     bound_ns = min(best.load_ns, *bounds_ns)
     space = _searched_space(search, limits, microbatch_sizes, max_downsets)
     return solution_of(search, best, bound_ns, space, limits)
+
+
+def _coarse(graph: Graph, layers_of_node: Sequence[Sequence[int]], num_layers: int) -> Boundaries:
+    """Returns few boundaries, evenly spaced along the topological order."""
+    along = prefixes(topological_order(graph))
+    num_steps = min(MAX_COARSE, len(along)) - 1
+    chosen = [along[i * (len(along) - 1) // num_steps] for i in range(num_steps + 1)]
+    return Boundaries(chosen, layers_of_node, num_layers)
 
 
 def _prefixes_of_orders(graph: Graph) -> list[int]:
@@ -149,7 +165,7 @@ def _improve(
 ) -> LoadSolution:
     """Returns a local optimum: the exact search repeated among the downsets next to the best cuts so far."""
     node_of = {layer: node for node, layers in enumerate(layers_of_node) for layer in layers}
-    while True:
+    while not deadline.is_over:
         node_sets = (sum({1 << node_of[layer] for layer in layers}) for layers, _ in solution.stages)
         cuts = list(accumulate(node_sets, initial=0))  # the downset before the first stage, and after each stage
         near = Boundaries(
@@ -159,6 +175,7 @@ def _improve(
         if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
             return solution
         solution = replace(better, bound_ns=solution.bound_ns)
+    return solution
 
 
 def _searched_space(
