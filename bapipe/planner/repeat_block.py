@@ -132,7 +132,11 @@ def _copied(layer: LayerProfile, tensors: dict[str, str], copy: int) -> LayerPro
 
 
 def _renamed_inputs(layer: LayerProfile, tensors: dict[str, str]) -> LayerProfile:
-    return msgspec.structs.replace(layer, inputs=_renamed(layer.inputs, tensors))
+    shape = layer.shape
+    if shape is not msgspec.UNSET:
+        names = _renamed(shape.elementwise_inputs, tensors)
+        shape = msgspec.structs.replace(shape, elementwise_inputs=names)
+    return msgspec.structs.replace(layer, inputs=_renamed(layer.inputs, tensors), shape=shape)
 
 
 def _renamed(names: Iterable[str], tensors: dict[str, str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import bapipe
 from bapipe.cli import main
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
+from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
@@ -110,7 +111,10 @@ def test_one_copy_more_than_the_largest_model_fits_nowhere(memory_bytes: int) ->
 
 def test_a_model_with_a_repeated_block_is_planned_like_one_written_out() -> None:
     profile, written = chain([1, 2, 3, 4], output_bytes=8), chain([1, 2, 3, 2, 3, 4], output_bytes=8)
-    repeated = repeat_block(profile, "l1..l2", 2)
+    shape = LayerShape(in_channels=4, out_channels=4, elementwise_inputs=("t1",))
+    layers = tuple(msgspec.structs.replace(x, shape=shape) if x.name == "l1" else x for x in profile.layers)
+    repeated = repeat_block(msgspec.structs.replace(profile, layers=layers), "l1..l2", 2)
+    assert [x.shape.elementwise_inputs for x in repeated.layers if x.shape is not msgspec.UNSET] == [("t1",), ("t3",)]
     assert [layer.name for layer in repeated.layers] == ["l0", "l1", "l2", "l1#2", "l2#2", "l3"]
     assert [layer.inputs for layer in repeated.layers[3:]] == [("t3",), ("t2#2",), ("t3#2",)]
     options = PlanOptions(minibatch_size=4)
