@@ -7,18 +7,24 @@ either keeps its activations or recomputes them, which takes more time and chang
 For a limit on the time, a dynamic program over boundaries, from the last one back, keeps of all plans of the nodes
 after a boundary only the Pareto front in devices and replicas: the more replicas, the more micro-batches are in flight
 before them. The front is a table: the minimum number of devices for each number of replicas.
+
+Tables stay below some hundred megabytes. A graph with more downsets than `MAX_STAGES` allows is cut along three linear
+orders only, and with more than `MAX_CHOICES` ways to recompute a stage, nodes recompute in one order, those first that
+take least time for the bytes they save. The bound is then that of the work alone, which holds for all plans.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bapipe.formats.strict_json import decode_json, read_limited
-from bapipe.graph.downsets import downsets, members
-from bapipe.graph.layer_graph import Graph
+from bapipe.graph.downsets import downsets, members, prefixes
+from bapipe.graph.layer_graph import Graph, depth_first_order, topological_order
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership
 
 GROWTH = (1.03, 1.1, 1.3, 1.5, 2.0, 16.0, 4096.0)
@@ -28,6 +34,12 @@ CLOSE = 1.002
 """Bisection ends when the best plan is within this factor of the bound; then the next one only has to be better."""
 
 UNLIMITED = 1 << 40
+
+MAX_STAGES = 60_000
+"""Pairs of boundaries up to which all downsets are boundaries."""
+
+MAX_CHOICES = 20_000_000
+"""Entries of a table of the ways to recompute, for all stages together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +109,8 @@ class Stages:
     def __init__(self, workload: Workload, setting: Setting) -> None:
         self.workload, self.setting = workload, setting
         sets = downsets(workload.graph, MAX_DOWNSETS)
-        assert sets is not None
+        self.is_complete = sets is not None and len(sets) ** 2 // 2 <= MAX_STAGES
+        sets = sets if sets is not None and self.is_complete else _prefixes_of_orders(workload.graph)
         self.sets = sets
         pairs = [(i, j) for j in range(len(sets)) for i in range(j) if sets[i] & ~sets[j] == 0]
         self.begin, self.end = np.array(pairs).T
@@ -117,6 +130,9 @@ class Stages:
         self.base = sent + self.compute[:, :, None] / d
         self.devices = d * np.array(workload.degrees)[:, None, None]
         self.groups = self._groups()
+        self.order: list[int] | None = None
+        if prod(len(group) + 1 for group in self.groups) * self.compute.size > MAX_CHOICES:
+            self.order, self.is_complete = self._cheapest_first(), False
         self.extra_time, self.max_in_flight = self._recomputation_tables()
         degrees = np.array(workload.degrees)[:, None, None]
         min_work = (workload.time * degrees).min(axis=(0, 1))  # device-seconds of each node
@@ -131,6 +147,13 @@ class Stages:
                 groups.setdefault(key, []).append(node)
         return list(groups.values())
 
+    def _cheapest_first(self) -> list[int]:
+        """Returns the nodes that recomputation changes, those first that take least time for the bytes they save."""
+        w = self.workload
+        slower, saved = (w.time[0, 1] - w.time[0, 0]), (w.a[0, 0] - w.a[0, 1]) + (w.b[0, 0] - w.b[0, 1])
+        useful = np.flatnonzero(saved > 0)
+        return [int(node) for node in useful[np.argsort(slower[useful] / saved[useful], kind="stable")]]
+
     def _recomputation_tables(self) -> tuple[Any, Any]:
         """Returns, for each stage and number of nodes that recompute, the extra time and how many micro-batches fit.
 
@@ -141,6 +164,15 @@ class Stages:
         slower = np.diff(w.time, axis=1)[:, 0]
         change_a, change_b = np.diff(w.a, axis=1)[:, 0], np.diff(w.b, axis=1)[:, 0]
         a, b = (table[:, 0] @ self.inside.T for table in (w.a, w.b))
+        if self.order is not None:
+            nodes = np.pad(self.inside[:, self.order], ((0, 0), (1, 0)))  # the first choice recomputes nothing
+            columns = [0, *self.order]
+            extra, a, b = (
+                start[:, :, None] + np.cumsum(change[:, None, columns] * nodes, axis=2)
+                for change, start in ((slower, np.zeros_like(a)), (change_a, a), (change_b, b))
+            )
+            fitting = self._num_fitting(extra, a, b)[:, :, None]
+            return extra[:, :, None], np.maximum.accumulate(fitting, axis=3)
         shape, extra, a, b = (*a.shape, -1), np.zeros((*a.shape, 1)), a[:, :, None], b[:, :, None]
         for group in self.groups:
             costs = np.where(self.inside[None, :, group] > 0, slower[:, None, group], np.inf)
@@ -149,11 +181,15 @@ class Stages:
             extra = (extra[:, :, :, None] + sums[:, :, None, :]).reshape(shape)
             a = (a[:, :, :, None] + change_a[:, group[0], None, None, None] * counts).reshape(shape)
             b = (b[:, :, :, None] + change_b[:, group[0], None, None, None] * counts).reshape(shape)
-        available = self.setting.memory - b
-        fitting = np.where(available < 0, 0, np.where(a > 0, available / np.maximum(a, 1e-9), UNLIMITED))
-        fitting = np.where(np.isfinite(extra), np.floor(np.minimum(fitting, UNLIMITED) * (1 + 1e-12)), 0)
+        fitting = self._num_fitting(extra, a, b)
         by_last_group = (*a.shape[:2], -1, len(counts))
         return extra.reshape(by_last_group), np.maximum.accumulate(fitting.reshape(by_last_group), axis=3)
+
+    def _num_fitting(self, extra: Any, a: Any, b: Any) -> Any:
+        """Returns how many micro-batches fit, y of which hold A y + B bytes; none where the extra time is infinite."""
+        available = self.setting.memory - b
+        fitting = np.where(available < 0, 0, np.where(a > 0, available / np.maximum(a, 1e-9), UNLIMITED))
+        return np.where(np.isfinite(extra), np.floor(np.minimum(fitting, UNLIMITED) * (1 + 1e-12)), 0)
 
     def candidates(self, limit: float, chosen: Any, max_devices: Any) -> tuple[Any, Any, Any, Any]:
         """Returns the candidates (degree, stage, replicas) that take less than the limit, as four parallel arrays.
@@ -266,8 +302,13 @@ def _recomputed(stages: Stages, degree: int, stage: int, in_flight: int) -> set[
     slower, nodes = w.time[degree, 1] - w.time[degree, 0], set(inside.tolist())
     groups = [sorted(set(group) & nodes, key=lambda node: slower[node]) for group in stages.groups]
     best: tuple[float, set[int]] | None = None
-    for counts in product(*(range(len(group) + 1) for group in groups)):
-        chosen = {node for group, count in zip(groups, counts, strict=True) for node in group[:count]}
+    in_order = None if stages.order is None else [node for node in stages.order if node in nodes]
+    choices = (
+        (_first_of(groups, counts) for counts in _counts(groups))
+        if in_order is None
+        else (set(in_order[:count]) for count in range(len(in_order) + 1))
+    )
+    for chosen in choices:
         memory = sum(
             w.a[degree, int(node in chosen), node] * in_flight + w.b[degree, int(node in chosen), node]
             for node in inside.tolist()
@@ -279,10 +320,25 @@ def _recomputed(stages: Stages, degree: int, stage: int, in_flight: int) -> set[
     return best[1]
 
 
+def _counts(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    return product(*(range(len(group) + 1) for group in groups))
+
+
+def _first_of(groups: list[list[int]], counts: tuple[int, ...]) -> set[int]:
+    return {node for group, count in zip(groups, counts, strict=True) for node in group[:count]}
+
+
+def _prefixes_of_orders(graph: Graph) -> list[int]:
+    """Returns the downsets along three linear orders, smaller ones first."""
+    orders = [topological_order(graph), depth_first_order(graph), depth_first_order(graph, reverse=True)]
+    some = {nodes for order in orders for nodes in prefixes(order)}
+    return sorted(some, key=lambda nodes: (nodes.bit_count(), nodes))
+
+
 def solve(workload: Workload, setting: Setting) -> Answer | None:
-    """Returns the fastest plan, proven; None if nothing fits."""
+    """Returns the fastest plan, proven where all stages and all ways to recompute were tried; None if nothing fits."""
     stages = Stages(workload, setting)
-    bound = float(stages.min_work[-1]) / setting.num_devices
+    bound = work_bound = float(stages.min_work[-1]) / setting.num_devices
     best, later = None, np.zeros(len(stages.sets), dtype=np.int64)
     for growth in GROWTH:
         limit = bound * growth
@@ -298,4 +354,7 @@ def solve(workload: Workload, setting: Setting) -> Answer | None:
             bound = best[0] if is_close else limit
         else:
             best = better
-    return None if best is None else Answer(seconds=best[0], bound=bound, stages=_plan(stages, best[1]))
+    if best is None:
+        return None
+    proven = bound if stages.is_complete else work_bound
+    return Answer(seconds=best[0], bound=proven, stages=_plan(stages, best[1]))

@@ -80,3 +80,37 @@ def test_the_search_equals_every_plan(tmp_path: Path) -> None:
         assert answer is None or answer.bound == answer.seconds, case
         feasible += answer is not None
     assert 10 < feasible < 40
+
+
+def test_with_small_tables_a_plan_fits_and_its_bound_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piper, "MAX_STAGES", 1)
+    monkeypatch.setattr(piper, "MAX_CHOICES", 1)
+    random, slower = Random(1), 0
+    for case in range(20):
+        found = random_workload(random, random.randint(2, 4))
+        path = tmp_path / f"{case}.json"
+        path.write_text(json.dumps(found))
+        setting = piper.Setting(
+            num_devices=random.randint(1, 4), memory=random.randint(60, 120), num_microbatches=6, bytes_per_s=2.0
+        )
+        want = brute(found, setting, len(found["nodes"]), setting.num_devices, 0)
+        answer = piper.solve(piper.Workload(path), setting)
+        if answer is None:
+            continue
+        assert answer.bound <= want <= answer.seconds * (1 + 1e-12), case
+        assert answer.seconds == pytest.approx(seconds_of(found, setting, answer)), case
+        slower += answer.seconds > want * (1 + 1e-9)
+    assert slower < 10
+
+
+def seconds_of(found: dict[str, Any], setting: piper.Setting, answer: piper.Answer) -> float:
+    """The time of the slowest stage of a plan; infinite if one does not fit."""
+    later, slowest = 0, 0.0
+    for stage in reversed(answer.stages):
+        later += stage.replicas
+        used = tuple(OPTIONS.index(stage.options[node]) for node in stage.nodes)
+        ends = stage.nodes[0], stage.nodes[-1] + 1
+        y = ceil(later / stage.replicas)
+        own = stage_seconds(found, setting, *ends, str(stage.tensor), stage.replicas, used, y)
+        slowest = max(slowest, own)
+    return slowest
