@@ -2,11 +2,13 @@
 
 import ctypes
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bapipe.errors import BapipeError, first_line
 from bapipe.formats.profile import DeviceKind
@@ -131,5 +133,41 @@ def environment(device: torch.device = CPU) -> dict[str, object]:
     }
     if device.type != "cuda":
         return versions
-    backends: Any = torch.backends  # torch leaves the function without types
-    return versions | {"cuda": torch.version.cuda, "cudnn": backends.cudnn.version()}
+    return versions | _gpu_environment(device)
+
+
+_SMI_FIGURES = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
+"""What nvidia-smi says of a GPU on which times depend: versions, MHz, W."""
+
+_SMI_COMMAND = "nvidia-smi --id={} --query-gpu={} --format=csv,noheader,nounits"
+
+
+def _gpu_environment(device: torch.device) -> dict[str, object]:
+    """Returns a GPU's libraries, driver, clocks and power limit, and which algorithms torch may choose."""
+    backends: Any = torch.backends  # torch leaves its functions, and those of NCCL, without types
+    nccl: Any = torch.cuda.nccl
+    attention = [
+        name
+        for name in ("flash", "mem_efficient", "cudnn", "math")
+        if getattr(backends.cuda, f"{name}_sdp_enabled", lambda: False)()
+    ]
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": backends.cudnn.version(),
+        "nccl": ".".join(map(str, nccl.version())) if dist.is_nccl_available() else None,
+        "cudnn_benchmark": backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled() or backends.cudnn.deterministic,
+        "attention": attention,
+    } | _smi_figures(device)
+
+
+def _smi_figures(device: torch.device) -> dict[str, object]:
+    """Returns what nvidia-smi says of a GPU; nothing if it is not there, or does not know the GPU."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    chosen = device.index or 0 if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+    command = _SMI_COMMAND.format(chosen, ",".join(_SMI_FIGURES)).split()
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_SMI_FIGURES, told.strip().split(", "), strict=False))

@@ -1,5 +1,8 @@
 """Devices of this machine."""
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -62,5 +65,23 @@ def test_a_driver_that_is_too_old_is_named_in_a_line(monkeypatch: pytest.MonkeyP
     assert "\n" not in str(caught.value)
 
 
-def test_the_environment_of_a_gpu_names_its_libraries() -> None:
-    assert set(environment(torch.device("cuda", 0))) == {"python", "torch", "system", "cuda", "cudnn"}
+def test_the_environment_of_a_gpu_names_its_libraries_driver_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout="580.65, 1980, 3201, 700.00\n")
+
+    properties = SimpleNamespace(uuid="1-2-3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    libraries = {"python", "torch", "system", "cuda", "cudnn", "nccl"}
+    settings = {"cudnn_benchmark", "deterministic", "attention"}
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("nvidia-smi")))
+    assert set(environment(torch.device("cuda", 0))) == libraries | settings
+    monkeypatch.setattr(subprocess, "run", run)
+    found = environment(torch.device("cuda", 0))
+    assert set(found) == libraries | settings | {"driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"}
+    assert (found["driver_version"], found["power.limit"], found["cudnn_benchmark"]) == ("580.65", "700.00", True)
+    assert asked[0][1] == "--id=GPU-1-2-3"
+    assert "math" in str(found["attention"])

@@ -70,6 +70,8 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
             submodule.training = mode
         if move:
             module.to(home)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the ranks that may follow, in processes of their own
 
 
 def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:

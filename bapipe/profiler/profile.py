@@ -12,6 +12,7 @@ from bapipe.formats.cache import load_profile, profile_path
 from bapipe.formats.codec import write
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
+from bapipe.processes import root_cause
 from bapipe.profiler.co_runners import co_runners
 from bapipe.progress import PartsProgress
 from bapipe.zoo import resolve
@@ -196,16 +197,37 @@ def profile_model(
         unfinished = None if unfinished_path is None else load_profile(unfinished_path)
         if unfinished is None:
             raise
-        sizes = ", ".join(map(str, unfinished.microbatch_sizes))
-        raise RunFailed(
-            f"{str(error) or 'interrupted'}; the measurements at micro-batch size {sizes} are stored, and the same "
-            "command continues from there"
-        ) from error
+        advice = _what_is_kept(unfinished, microbatch_sizes, error)
+        raise RunFailed(f"{str(error) or 'interrupted'}; {advice}") from error
     if unfinished_path is not None:
         unfinished_path.unlink(missing_ok=True)
     if not num_co_runners:
         return measured
     return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_co_runners})
+
+
+def _what_is_kept(unfinished: ModelProfile, sizes: Sequence[int], error: BaseException) -> str:
+    """Returns which measurements are stored, and how to get a profile of them."""
+    from bapipe.torch_device import is_out_of_memory
+
+    measured = unfinished.microbatch_sizes
+    kept = f"the measurements at micro-batch size {', '.join(map(str, measured))} are stored"
+    if not is_out_of_memory(root_cause(error)):
+        return f"{kept}, and the same command continues from there"
+    failed = min(size for size in sizes if size not in measured)
+    needed, there = needed_bytes(unfinished, failed) / 2**20, unfinished.device.memory_bytes / 2**20
+    return (
+        f"size {failed} is expected to take {needed:,.0f} of {there:,.0f} MiB; {kept}: with `microbatch_sizes` "
+        f"{','.join(map(str, measured))} the same command makes a profile of them"
+    )
+
+
+def needed_bytes(measured: ModelProfile, microbatch_size: int) -> int:
+    """Returns about how much memory one micro-batch of the whole model takes, in proportion to the nearest one."""
+    nearest = min(measured.microbatch_sizes, key=lambda size: abs(size - microbatch_size))
+    layers = measured.at(nearest)
+    each = sum(m.stash_bytes for m in layers) + max(m.workspace_bytes for m in layers)
+    return sum(x.param_bytes + x.gradient_bytes for x in measured.layers) + each * microbatch_size // nearest
 
 
 def profile_model_cached(
