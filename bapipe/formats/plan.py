@@ -11,7 +11,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import LOSS
 from bapipe.formats.settings import Settings
 from bapipe.schedules.placement import place_schedule
-from bapipe.schedules.table import Action, Schedule, parse_action
+from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
@@ -357,6 +357,9 @@ def with_certificate(plan: Plan, certificate: Certificate) -> Plan:
 
 def _parse_actions(texts: tuple[str, ...], where: str) -> tuple[Action, ...]:
     """Returns the actions of one rank; raises InvalidFile with the path of an unreadable one."""
+    found = parse_actions(texts)
+    if found is not None:
+        return found
     actions = []
     for position, text in enumerate(texts):
         try:

@@ -6,6 +6,7 @@ The text of an action (`2F0`: stage 2, forward, micro-batch 0) is the one torch 
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from bapipe.errors import InvalidSchedule
 
 _ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FBIW])(0|[1-9][0-9]{0,8})")
+_ACTION_LINE = re.compile(rf"^{_ACTION.pattern}$", re.MULTILINE)
 
 
 class Phase(StrEnum):
@@ -50,6 +52,15 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise InvalidSchedule(f"'{text}' is no action; want stage, one of F B I W, micro-batch, such as '2F0'")
     return Action(int(match[1]), _PHASES[match[2]], int(match[3]))
+
+
+def parse_actions(texts: Sequence[str]) -> tuple[Action, ...] | None:
+    """Returns the actions that the texts denote, as `parse_action` does but all at once; None if one denotes none."""
+    joined = "\n".join(texts)
+    found = _ACTION_LINE.findall(joined)
+    if len(found) != len(texts) or joined.count("\n") != max(len(texts) - 1, 0):
+        return None
+    return tuple(Action(int(stage), _PHASES[phase], int(microbatch)) for stage, phase, microbatch in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ side. Lanes 0 to R - 1 are those of the ranks; behind them come the backward lan
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from bapipe.errors import InvalidSchedule
@@ -163,7 +164,10 @@ class CompiledSchedule:
     @cached_property
     def lane_positions(self) -> tuple[tuple[int, ...], ...]:
         """Where each lane's actions are among all actions, in its order."""
-        return tuple(tuple(op.action for op in lane[:-1]) for lane in self.lane_ops)
+        positions: list[list[int]] = [[] for _ in self.lane_ranks]
+        for position, lane in enumerate(self.lanes):
+            positions[lane].append(position)
+        return tuple(map(tuple, positions))
 
     @cached_property
     def lane_actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -173,22 +177,18 @@ class CompiledSchedule:
     @cached_property
     def lane_durations(self) -> tuple[tuple[int, ...], ...]:
         """The durations of each lane's actions, in its order."""
-        return tuple(tuple(op.duration for op in lane[:-1]) for lane in self.lane_ops)
+        return tuple(tuple(map(self.durations.__getitem__, lane)) for lane in self.lane_positions)
 
     @cached_property
     def transfers(self) -> TransferColumns:
         """All transfers, in columns."""
-        ops = zip(self.channel_of, self.produces, self.actions, strict=True)
-        rows = [
-            (channel, message, *self.channels[channel], action.microbatch)
-            for channel, message, action in ops
-            if channel >= 0
-        ]
-        channels, messages, sources, targets, stages, forward, microbatches = (
-            zip(*rows, strict=True) if rows else ((),) * 7
-        )
-        phases = tuple(Phase.FORWARD if is_forward else Phase.BACKWARD for is_forward in forward)
-        return TransferColumns(channels, messages, (sources, targets, stages, phases, microbatches))
+        sends = [channel >= 0 for channel in self.channel_of]
+        channels, messages = (tuple(compress(column, sends)) for column in (self.channel_of, self.produces))
+        microbatches = [microbatch for _, _, microbatch in compress(self.actions, sends)]
+        facts = [(c.source, c.target, c.stage, Phase.FORWARD if c.forward else Phase.BACKWARD) for c in self.channels]
+        of_channels = (tuple(map(itemgetter(i), facts)) for i in range(4))
+        fields = [tuple(map(of_channel.__getitem__, channels)) for of_channel in of_channels]
+        return TransferColumns(channels, messages, (*fields, microbatches))
 
     @cached_property
     def action_ends(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
@@ -278,29 +278,34 @@ def _rows(schedule: Schedule, rank: int, backward_lane: int, channels: dict[Chan
     """
     num, last, devices = schedule.num_microbatches, schedule.num_stages - 1, schedule.devices
     available = 2 * num * (last + 1)
-    unused = available + 2
     first_duration = list(accumulate((NUM_PHASES * len(ranks) for ranks in devices), initial=0))
-    duration_of = {
-        s: first_duration[s] + NUM_PHASES * ranks.index(rank) for s, ranks in enumerate(devices) if rank in ranks
-    }
+    # Of each stage and phase: lane, duration, the messages of micro-batch 0, their steps from one micro-batch to the
+    # next, the ranks that its messages go to, and the channels to these.
+    rules: dict[tuple[int, Phase], tuple[int, int, int, int, int, int, tuple[int, ...], dict[int, int]]] = {}
+    for s, ranks in enumerate(devices):
+        if rank not in ranks:
+            continue
+        duration = first_duration[s] + NUM_PHASES * ranks.index(rank)
+        after, before = devices[s + 1] if s < last else (), devices[s - 1] if s else ()
+        consumes, step = ((2 * s - 2) * num, 1) if s else (available, 0)
+        rules[s, Phase.FORWARD] = rank, duration, consumes, step, 2 * s * num, 1, after, {}
+        consumes, produces = (2 * s + 3 if s < last else 2 * s) * num, (2 * s + 1) * num
+        for phase in (Phase.BACKWARD, Phase.INPUT_GRAD):
+            own = duration + _PHASE_INDEX[phase]
+            rules[s, phase] = backward_lane, own, consumes, 1, produces, 1, before, {}
+        own = duration + _PHASE_INDEX[Phase.WEIGHT_GRAD]
+        rules[s, Phase.WEIGHT_GRAD] = backward_lane, own, available, 0, available + 2, 0, (), {}
     for action in schedule.order[rank]:
         s, phase, m = action
-        if phase is Phase.FORWARD:
-            consumes, produces = (2 * s - 2) * num + m if s else available, 2 * s * num + m
-            target_stage, lane, phase_index = s + 1, rank, 0
-        elif phase is Phase.WEIGHT_GRAD:
-            consumes, produces = available, unused
-            target_stage, lane, phase_index = -1, backward_lane, _PHASE_INDEX[phase]
-        else:
-            consumes, produces = (2 * s + 3 if s < last else 2 * s) * num + m, (2 * s + 1) * num + m
-            target_stage, lane, phase_index = s - 1, backward_lane, _PHASE_INDEX[phase]
+        lane, duration, consumes, step, produces, produced_step, targets, known = rules[s, phase]
         channel = -1
-        if 0 <= target_stage <= last:
-            replicas = devices[target_stage]
-            target = replicas[m % len(replicas)]
+        if targets:
+            target = targets[m % len(targets)]
             if target != rank:
-                channel = channels.setdefault(Channel(rank, target, s, target_stage > s), len(channels))
-        yield action, lane, duration_of[s] + phase_index, consumes, produces, channel
+                if target not in known:
+                    known[target] = channels.setdefault(Channel(rank, target, s, phase is Phase.FORWARD), len(channels))
+                channel = known[target]
+        yield action, lane, duration, consumes + step * m, produces + produced_step * m, channel
 
 
 def _in_sequence(lanes: Sequence[Sequence[_Row]], lane_ranks: Sequence[int], num_messages: int) -> list[_Row]:

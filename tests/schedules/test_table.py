@@ -6,7 +6,7 @@ from bapipe.errors import InvalidSchedule
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
-from bapipe.schedules.table import Action, Phase, Schedule, check, dependencies, is_ready, parse_action
+from bapipe.schedules.table import Action, Phase, Schedule, check, dependencies, is_ready, parse_action, parse_actions
 
 
 def table(*ranks: str, devices: tuple[tuple[int, ...], ...] = ((0,), (1,)), num_microbatches: int = 1) -> Schedule:
@@ -96,3 +96,15 @@ def test_the_last_stage_runs_forwards_in_order() -> None:
         InvalidSchedule, match=r"the last stage must run F in ascending micro-batch order, not \[1, 0\]"
     ):
         check(table(*orders, num_microbatches=2))
+
+
+@pytest.mark.parametrize("texts", [[], ["0F0"], ["12W7", "0B0", "3I21"]])
+def test_actions_are_parsed_together_as_one_by_one(texts: list[str]) -> None:
+    assert parse_actions(texts) == tuple(map(parse_action, texts))
+
+
+@pytest.mark.parametrize(
+    "texts", [[""], ["0F0", "0X0"], ["0F0\n0F1", ""], ["0F0\n"], ["0F0\n0F1", "x"], ["00F0"], ["0F٣"]]
+)
+def test_texts_of_which_one_is_no_action_are_not_parsed_together(texts: list[str]) -> None:
+    assert parse_actions(texts) is None
