@@ -33,8 +33,8 @@ MAX_DOWNSETS = 1000
 MAX_LOAD_RATIO = 0.995
 """A linearization is searched if its largest load, relative to that of the profile's order, is below this."""
 
-Solve = Callable[[Mapping[str, ModelProfile]], Solution]
-"""Searches along the order of the layers in some profiles."""
+Solve = Callable[[Mapping[str, ModelProfile], Deadline], Solution]
+"""Searches along the order of the layers in some profiles until a deadline."""
 
 
 def solve_over_linearizations(
@@ -48,7 +48,7 @@ def solve_over_linearizations(
 
     Args:
         limits: the bytes that each device may hold.
-        deadline: after it no further linearization is searched.
+        deadline: if a user gave it, each linearization has an equal share of its time: the bound of all is the lowest.
 
     Raises:
         Infeasible: no plan fits in memory along any of them.
@@ -60,9 +60,11 @@ def solve_over_linearizations(
         orders += promising_linearizations(profiles, cluster, limits, deadline)
     solutions: list[Solution] = []
     failure: BapipeError | None = None
-    for order in orders:
+    for number, order in enumerate(orders):
+        share = deadline.share(len(orders) - number) if deadline.is_given else deadline
+        in_order = {kind: with_layer_order(profile, order) for kind, profile in profiles.items()}
         try:
-            solutions.append(solve({kind: with_layer_order(profile, order) for kind, profile in profiles.items()}))
+            solutions.append(solve(in_order, share))
         except (Infeasible, OutOfTime) as error:
             failure = failure or error
     if not solutions:

@@ -207,14 +207,14 @@ def _solve_step_time(
     """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
     check_inputs(profiles, cluster, options)
 
-    def solve(in_one_order: Mapping[str, ModelProfile]) -> Solution:
-        solution = solve_step_time(in_one_order, cluster, options, deadline=deadline, progress=progress, rival=rival)
+    def solve(in_one_order: Mapping[str, ModelProfile], until: Deadline) -> Solution:
+        solution = solve_step_time(in_one_order, cluster, options, deadline=until, progress=progress, rival=rival)
         if rival is not None and solution.objective_ns >= rival.objective_ns:
             return solution  # it will be an alternative itself, without any of its own
         return add_baselines(solution, options, deadline)
 
     if len(cluster.devices) == 1:
-        return solve(profiles)
+        return solve(profiles, deadline)
     from bapipe.planner.linearizations import solve_over_linearizations
 
     return solve_over_linearizations(profiles, cluster, options.limits(cluster), solve, deadline)

@@ -1,12 +1,18 @@
 """Cuts that no default order of the layers allows."""
 
+from collections.abc import Mapping
 from random import Random
+
+import pytest
 
 import bapipe
 from bapipe.errors import Infeasible
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate
 from tests.builders import devices
 from tests.random_graphs import branching_profile
@@ -65,6 +71,21 @@ def test_two_towers_with_interleaved_layers_go_to_two_devices() -> None:
     )
     assert in_turn.prediction.step_ns > 1.5 * plan.prediction.step_ns
     assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns
+
+
+def test_every_order_has_its_share_of_a_time_limit() -> None:
+    now, shares = 0.0, []
+
+    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+        nonlocal now
+        shares.append(deadline.remaining_s)
+        now += deadline.remaining_s or 0.0  # uses all of it
+        raise OutOfTime("nothing found")
+
+    deadline = Deadline(8.0, clock=lambda: now)
+    with pytest.raises(OutOfTime):
+        solve_over_linearizations({"a": towers()}, devices(2), [10**6] * 2, solve, deadline)
+    assert shares == [4.0, 4.0]
 
 
 def test_more_orders_never_give_a_slower_plan() -> None:
