@@ -41,6 +41,9 @@ GROUP_GROWTH = 1.03
 MAX_SPLIT = 16
 """GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
 
+MAX_PARTED, PARTS, WHOLE = 6, (1, 2, 4, 8, 10**9), (10**9,)
+"""Replicas with at most so many micro-batches each are told apart at these parts of those that have as many."""
+
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
 
@@ -81,13 +84,19 @@ class PrefixBound:
         self.bound_ns = 0  # what is proven of every plan of this problem
         devices = line.cluster.devices[:num_devices]
         self._speeds = np.array([device.speed for device in devices])
-        self._max_speed = float(self._speeds.max())
+        self.max_speed = float(self._speeds.max())
         self._rounded_stages = 0 if set(self._speeds.tolist()) == {1.0} else num_devices
         self._limit = max(line.limits[:num_devices])
         self._sum_layers()
-        self._groups = self._group_classes()
+        self.groups = self._group_classes()
         self._weigh_groups()
         self._transfers()
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether a pivot says more: whole backwards, replicas, and devices of one speed."""
+        has_whole_backward = self.schedule in ("1f1b", "gpipe")
+        return has_whole_backward and self.line.options.replicas and len(set(self._speeds.tolist())) == 1
 
     def _sum_layers(self) -> None:
         """Prefix sums at the boundaries, each layer on the kind of device where it takes the least. [boundaries]"""
@@ -102,21 +111,21 @@ class PrefixBound:
         def least(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
             return least_of_layers(value)[self.line.cuts]
 
-        self._forward = least(lambda m: m.forward_ns)
+        self.forward = least(lambda m: m.forward_ns)
         self._backward_of_layers = least_of_layers(
             lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
         )
-        self._backward = self._backward_of_layers[self.line.cuts]
-        self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self._backward
+        self.backward = self._backward_of_layers[self.line.cuts]
+        self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self.backward
         self._stash = least(lambda m: m.stash_bytes)
         layers = [profile.layers for profile in profiles]
         state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         self._static = prefix_sums(np.min(state, axis=0).tolist())[self.line.cuts].astype(float)
         gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
         updates = [[layer.update_ns for layer in of_kind] for of_kind in layers]
-        self._update = prefix_sums(np.min(updates, axis=0).tolist())[self.line.cuts] / self._max_speed
+        self._update = prefix_sums(np.min(updates, axis=0).tolist())[self.line.cuts] / self.max_speed
         self._sum_buckets(np.array(gradients))
-        self._work, self._trip = self._forward + self._backward, self._forward + self._critical
+        self.work, self._trip = self.forward + self.backward, self.forward + self._critical
 
     def _sum_buckets(self, gradient_bytes: IntArray) -> None:
         """Of a stage that ends at each boundary: B until its first bucket is full; and the bytes of any bucket.
@@ -128,16 +137,16 @@ class PrefixBound:
             gradient_bytes: of each layer on each kind of device. [kinds, layers]
         """
         ends = np.array(self.line.cuts)
-        self._gradients = prefix_sums(gradient_bytes.min(axis=0).tolist())[ends].astype(float)
+        self.gradients = prefix_sums(gradient_bytes.min(axis=0).tolist())[ends].astype(float)
         most = prefix_sums(gradient_bytes.max(axis=0).tolist()).astype(float)
         first = np.searchsorted(most, most[ends] - BUCKET_BYTES, side="right") - 1  # -1: they do not fill a bucket
         until_full = self._backward_of_layers[ends] - self._backward_of_layers[np.maximum(first, 0)]
         until_full[first < 0] = np.inf
-        self._first_bucket = np.minimum.accumulate(until_full[::-1])[::-1]
+        self.first_bucket = np.minimum.accumulate(until_full[::-1])[::-1]
         # A bucket that is not full waits for the first layer of the stage that has gradients, not for those before it.
         has_gradients = np.append(np.flatnonzero(gradient_bytes.min(axis=0) > 0), gradient_bytes.shape[1])
         lowest = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
-        self._before_gradients = self._backward_of_layers[lowest]
+        self.before_gradients = self._backward_of_layers[lowest]
         self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
         self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
 
@@ -152,6 +161,9 @@ class PrefixBound:
             if self.schedule == "gpipe":  # those that divide the micro-batches have more forwards first
                 few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
                 fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
+            # The more replicas, the fewer of them have the most micro-batches.
+            classes = list(pairwise([*fewest, every + 1]))
+            fewest = sorted({few + (after - 1 - few) // part for few, after in classes for part in self._parts_of(few)})
         else:
             fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
             while fewest[-1] < every:
@@ -159,12 +171,16 @@ class PrefixBound:
         most = [*(after - 1 for after in fewest[1:]), every]
         return Groups(fewest=np.array(fewest), most=np.array(most))
 
+    def _parts_of(self, num_replicas: int) -> tuple[int, ...]:
+        """At which parts of its devices a class of alike devices is cut."""
+        return PARTS if num_replicas * MAX_PARTED >= self.num_microbatches else WHOLE
+
     def _weigh_groups(self) -> None:
         """For each position and class of groups: micro-batches per unit of speed of the busiest replica.
 
         And of the slowest replica, how many it has and how fast it is. All [positions, groups]
         """
-        num, groups, v = self.num_microbatches, self._groups, self._speeds
+        num, groups, v = self.num_microbatches, self.groups, self._speeds
         slowest = np.full((self.num_devices, len(groups.fewest)), np.inf)
         total = np.zeros_like(slowest)
         sums = np.concatenate([[0.0], np.cumsum(v)])
@@ -174,9 +190,9 @@ class PrefixBound:
             ends = np.minimum(np.arange(self.num_devices) + most, self.num_devices)
             total[:, g] = sums[ends] - sums[:-1]
         alike = len(set(v.tolist())) == 1
-        self._counts = -(-num // groups.most) if alike else num // groups.most  # of the slowest replica. [groups]
+        self.counts = -(-num // groups.most) if alike else num // groups.most  # of the slowest replica. [groups]
         self._slowest = np.where(np.isfinite(slowest), slowest, v.min())
-        busiest = np.maximum(self._counts / self._slowest, -(-num // groups.most) / self._max_speed)
+        busiest = np.maximum(self.counts / self._slowest, -(-num // groups.most) / self.max_speed)
         self._busiest = np.maximum(busiest, num / total)
 
     def _transfers(self) -> None:
@@ -206,11 +222,11 @@ class PrefixBound:
         self._extra_both = 2 * slower + float((send + grad).min()) * extra_rate if send.size else 0.0
         per_host = max(hosts.count(host) for host in set(hosts))
         fastest = Bandwidth(bytes_per_s=rate, latency_ns=latency)  # the links of no two devices, maybe
-        ring = [cluster.inter_host if few > per_host else fastest for few in self._groups.fewest.tolist()]
+        ring = [cluster.inter_host if few > per_host else fastest for few in self.groups.fewest.tolist()]
         counted = cluster.intra_host_sum is UNSET and not cluster.links
-        steps = 2 * (self._groups.fewest - 1)
+        steps = 2 * (self.groups.fewest - 1)
         self._ring_latency = np.array([link.latency_ns for link in ring]) * steps * counted
-        self._ring_rate = np.array([1e9 / link.bytes_per_s for link in ring]) * steps / self._groups.fewest * counted
+        self._ring_rate = np.array([1e9 / link.bytes_per_s for link in ring]) * steps / self.groups.fewest * counted
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
@@ -220,7 +236,7 @@ class PrefixBound:
         furthest = np.full((num + 1, max_cuts + 1), -1, dtype=np.int64)  # the last column: cuts of a whole plan
         furthest[0, 0] = 0
         before: dict[tuple[int, int], _State] = {}
-        fewest = self._groups.fewest
+        fewest = self.groups.fewest
         for position in range(num):
             deadline.check()
             row = furthest[position]
@@ -237,7 +253,7 @@ class PrefixBound:
                     if (position, c) in before:  # else no stage has begun yet
                         before[position + 1, c] = before[position, c]
             groups = np.flatnonzero(fewest <= num - position)
-            ends = self._last_ends(position, cuts, row[cuts], groups, limit)  # [cuts, groups]
+            ends = self.last_ends(position, cuts, row[cuts], groups, limit)  # [cuts, groups]
             for g, few in zip(range(groups.size), fewest[groups].tolist(), strict=True):
                 target = furthest[position + few]
                 into = np.minimum(cuts + 1, max_cuts)
@@ -251,27 +267,33 @@ class PrefixBound:
         done = np.flatnonzero(row == last)
         return self._trace(before, num, int(done[0])) if done.size else None
 
-    def _last_ends(self, position: int, cuts: IntArray, begins: IntArray, groups: IntArray, limit: float) -> IntArray:
-        """The last end of a stage within the limits, per state and group; the begin if there is none. [cuts, groups]"""
+    def last_ends(
+        self,
+        position: int,
+        cuts: IntArray,
+        begins: IntArray,
+        groups: IntArray,
+        limit: float,
+        most_last: IntArray | int | None = None,
+    ) -> IntArray:
+        """The last end of a stage within the limits, per state and group; the begin if there is none. [cuts, groups]
+
+        Args:
+            most_last: replicas that the last stage has at most. [cuts, 1]
+        """
         i, g = begins[:, None], groups[None, :]
-        n, v, w = self._counts[g], self._slowest[position, g], self._busiest[position, g]
-        most, few = self._groups.most[g], self._groups.fewest[g]
+        n, v, w = self.counts[g], self._slowest[position, g], self._busiest[position, g]
+        most, few = self.groups.most[g], self.groups.fewest[g]
         d = self.num_devices - position if self.schedule == "1f1b" else self.num_microbatches
         forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
-        arrival = self._forward[begins] / self._max_speed + self._one_way[cuts] + forced * self._extra_one_way
-        return_ns = self._trip[begins] / self._max_speed + self._both_ways[cuts] + forced * self._extra_both
+        arrival = self.forward[begins] / self.max_speed + self._one_way[cuts] + forced * self._extra_one_way
+        return_ns = self._trip[begins] / self.max_speed + self._both_ways[cuts] + forced * self._extra_both
         arrival, return_ns = arrival[:, None], return_ns[:, None]
-        rest = self._trip[-1] / self._max_speed
-        if self.schedule == "gpipe":
-            # The last stage is this one, or has devices behind it.
-            behind = np.maximum(most, self.num_devices - position - few)
-            last = np.minimum(np.maximum(self.last_replicas[1], few), behind)
-            u = np.maximum(0, (self.num_microbatches - last) // most)
-        else:
-            u = np.maximum(0, n - -(-d // few)) if self.schedule == "1f1b" else np.zeros_like(n)
+        rest = self._trip[-1] / self.max_speed
+        u = self.forwards_apart(position, g, most_last)
         last_ring = (self._ring_latency[g] + self._ring_rate[g] * self._min_bucket) * (self._min_bucket > 0)
         has_whole_backward = self.schedule in ("1f1b", "gpipe")
-        from_here = rest - self._trip[i] / self._max_speed
+        from_here = rest - self._trip[i] / self.max_speed
         rounds: list[tuple[IntArray, IntArray]] = []  # round trips, and steps on the device between them
         if self.schedule == "1f1b":
             in_flight = -(-d // few)
@@ -281,23 +303,22 @@ class PrefixBound:
         slack = ROUNDING_NS * n + self._rounded_stages * num_trips
 
         def is_within(j: IntArray) -> "NDArray[np.bool_]":
-            f, r, b = (sums[j] - sums[i] for sums in (self._forward, self._critical, self._backward))
+            f, r, b = (sums[j] - sums[i] for sums in (self.forward, self._critical, self.backward))
             update = self._update[j] - self._update[i]
             work = arrival + w * (f + b) + last_ring + update
             returned = return_ns + w * (f + r)
-            own = (f + r) * (1 / v - 1 / self._max_speed) + ((n - 1) * r + u * f) / v
+            own = (f + r) * (1 / v - 1 / self.max_speed) + ((n - 1) * r + u * f) / v
             trip = rest + self._both_ways[cuts][:, None] + forced[:, None] * self._extra_both + own
-            gradients = self._gradients[j] - self._gradients[i]
-            buckets = np.ceil(gradients / self._max_bucket)
-            ring = self._ring_latency[g] * buckets + self._ring_rate[g] * gradients
-            with_gradients = np.maximum(self._backward[j] - self._before_gradients[i], 0.0)
-            first_full = np.minimum(with_gradients, self._first_bucket[j])
+            gradients = self.gradients[j] - self.gradients[i]
+            ring = self.ring_ns(g, gradients)
+            with_gradients = np.maximum(self.backward[j] - self.before_gradients[i], 0.0)
+            first_full = np.minimum(with_gradients, self.first_bucket[j])
             held = self._static[j] - self._static[i] + self._stash[j] - self._stash[i]
             # From the start of the last B on: the first bucket is full, all rings follow, then the update.
             after = arrival + first_full / v + ring + update
             synced = after + (n * f + (n - 1) * b) / v
             longest = np.maximum(np.maximum(work, returned), np.maximum(trip, synced))
-            after -= b / self._max_speed
+            after -= b / self.max_speed
             if has_whole_backward:
                 longest = np.maximum(longest, np.where(n >= 2, after + from_here + ((n - 1) * b + u * f) / v, 0.0))
             for k, steps in rounds:
@@ -307,27 +328,101 @@ class PrefixBound:
             within: NDArray[np.bool_] = (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)
             return within
 
-        low = np.broadcast_to(i, (begins.size, groups.size)).copy()
+        low = self._bisect(i, groups.size, is_within)
+        if self.schedule == "1f1b":
+            # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
+            num_rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
+            low = np.where(return_ns + num_rounds * (rest - self._trip[i] / self.max_speed) <= limit, low, i)
+        may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
+        ends: IntArray = np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
+        return ends
+
+    def _bisect(
+        self, begins: IntArray, num_groups: int, is_within: "Callable[[IntArray], NDArray[np.bool_]]"
+    ) -> IntArray:
+        """The last end that is within limits, per state and group, given that the begin is. [cuts, groups]"""
+        low = np.broadcast_to(begins, (begins.size, num_groups)).copy()
         high = np.full_like(low, len(self.line.cuts) - 1)
         while (low < high).any():
             middle = (low + high + 1) // 2
             within = is_within(middle)
             low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
-        if self.schedule == "1f1b":
-            # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
-            num_rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
-            low = np.where(return_ns + num_rounds * (rest - self._trip[i] / self._max_speed) <= limit, low, i)
-        may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
-        ends: IntArray = np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
-        return ends
+        return low
+
+    def forwards_apart(
+        self, position: int | IntArray, groups: IntArray, most_last: IntArray | int | None = None
+    ) -> IntArray:
+        """F of a replica that do not run during the round trip of its micro-batch whose backward is first.
+
+        Args:
+            groups: the classes of devices of stages; `position`, their first devices, and `most_last`, the replicas
+                that the last stage has at most, fit them.
+        """
+        n, most, few = self.counts[groups], self.groups.most[groups], self.groups.fewest[groups]
+        left = self.num_devices - position
+        if self.schedule == "gpipe":
+            # The last stage is this one, or has devices behind it.
+            most_last = self.last_replicas[1] if most_last is None else np.minimum(most_last, self.last_replicas[1])
+            last = np.minimum(np.maximum(most_last, few), np.maximum(most, left - few))
+            apart: IntArray = np.maximum(0, (self.num_microbatches - last) // most)
+        else:
+            apart = np.maximum(0, n - -(-left // few)) if self.schedule == "1f1b" else np.zeros_like(n)
+        return apart
+
+    def delayed_ends(
+        self,
+        position: int,
+        cuts: IntArray,
+        begins: IntArray,
+        groups: IntArray,
+        limit: float,
+        delays: "NDArray[np.float64]",
+        most_last: IntArray | int | None = None,
+    ) -> IntArray:
+        """The last end of a stage of alike devices that leaves room for a delay behind its last backwards.
+
+        By the bounds return, round trip, and rounds and work, without the transfers back. [cuts, groups]
+
+        Args:
+            delays: of each state or group. [cuts or 1, groups or 1]
+            most_last: replicas that the last stage has at most. [cuts, 1]
+        """
+        i, g = begins[:, None], groups[None, :]
+        n, v, left = self.counts[g], self.max_speed, self.num_devices - position
+        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
+        transfers = (self._one_way[cuts] + forced * self._extra_one_way)[:, None]
+        u = self.forwards_apart(position, g, most_last)
+        from_here = (self._trip[-1] - self._trip[i]) / v
+        w = -(-left // self.groups.fewest[g]) if self.schedule == "1f1b" else self.num_microbatches
+        k = 1 + (n - 1) // w
+        steps = n - 1 - (k - 1) * w
+        slack = (ROUNDING_NS * n + self._rounded_stages * k) * (1 + 1 / v)
+        room = limit + slack - delays - transfers
+        apart = room - self._trip[-1] / v
+        passed = room - self._trip[i] / v
+        in_rounds = np.where(k >= 2, passed - k * from_here, np.inf)
+
+        def is_within(j: IntArray) -> "NDArray[np.bool_]":
+            f, r = self.forward[j] - self.forward[i], self._critical[j] - self._critical[i]
+            within: NDArray[np.bool_] = ((n - 1) * r + u * f <= apart * v) & (n * (f + r) <= passed * v)
+            within &= steps * (f + r) <= in_rounds * v
+            return within
+
+        return self._bisect(i, groups.size, is_within)
+
+    def ring_ns(self, groups: IntArray | int, gradient_bytes: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        """Returns the least time of the rings of gradients, for stages of some classes of devices."""
+        buckets = np.ceil(gradient_bytes / self._max_bucket)
+        ring: NDArray[np.float64] = self._ring_latency[groups] * buckets + self._ring_rate[groups] * gradient_bytes
+        return ring
 
     def _max_in_flight(self, depth: int) -> IntArray:
         """The micro-batches of a stage in flight: a multiple of its devices, the largest of each class. [groups]"""
         if self._only_replicas is not None:
-            at_depth: IntArray = self._groups.fewest * -(-depth // self._groups.fewest)
+            at_depth: IntArray = self.groups.fewest * -(-depth // self.groups.fewest)
             return at_depth
-        sizes = np.arange(1, int(self._groups.most[-1]) + 1)
-        largest: IntArray = np.maximum.reduceat(sizes * -(-depth // sizes), self._groups.fewest - 1)
+        sizes = np.arange(1, int(self.groups.most[-1]) + 1)
+        largest: IntArray = np.maximum.reduceat(sizes * -(-depth // sizes), self.groups.fewest - 1)
         return largest
 
     def _trace(self, before: dict[tuple[int, int], _State], position: int, num_cuts: int) -> LinePlan:
@@ -343,7 +438,7 @@ class PrefixBound:
         firsts = [0, *begins[::-1][1:], self.num_devices]
         alike = len(set(self._speeds.tolist())) == 1
         firsts[-1] = position if alike else self.num_devices
-        counts = tuple(min(b - a, int(self._groups.most[-1])) for a, b in pairwise(firsts))
+        counts = tuple(min(b - a, int(self.groups.most[-1])) for a, b in pairwise(firsts))
         return LinePlan(
             cuts=tuple(self.line.cuts[boundary] for boundary in boundaries),
             counts=counts,

@@ -2,8 +2,9 @@
 
     1. naive plans       equal groups of devices, cut evenly
     2. raise_bound       bisection; the stages that the relaxation chooses are timed, too
-    3. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
-    4. hill_climb        the best plan moves its cuts for as long as the simulator says that this helps
+    3. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
+    4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
+    5. hill_climb        the best plan moves its cuts for as long as the simulator says that this helps
 
 The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
 """
@@ -16,6 +17,7 @@ from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import MIN_TRIED, naive_plans
+from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.solution import Rival
 from bapipe.progress import SearchProgress
@@ -39,6 +41,12 @@ LAST_STAGE_GROWTH = 4
 
 BOUND_PRECISION = 200
 """Bisection ends at one part in so many."""
+
+COARSE_PRECISION = 60
+"""... or in so many where the bound of pivots follows."""
+
+PIVOT_GAPS = (5, 6.5, 8, 10)
+"""The gaps, in percent, that the bound of pivots is asked for, one after another."""
 
 MAX_SLOW_PATHS = 3
 """So many of the relaxation's stages are timed without any as fast as the best plan and this much:"""
@@ -96,7 +104,8 @@ class LineSearch:
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
                 self._time(plan)
-            self._raise_bound(self.deadline.share(2) if self.deadline.is_given else self.deadline)
+            problems = self._raise_bound(self.deadline.share(2) if self.deadline.is_given else self.deadline)
+            self._raise_by_pivots(problems, self.deadline.share(2) if self.deadline.is_given else self.deadline)
             if self.rival is not None and self.bound_ns >= self.rival.lower_bound_ns:
                 return
             self._num_slow_paths = 0
@@ -129,10 +138,10 @@ class LineSearch:
     def _is_over(self) -> bool:
         return self.best is not None and (self.best.step_ns <= self.bound_ns or self._num_actions > self._max_actions)
 
-    def _raise_bound(self, deadline: Deadline) -> None:
+    def _raise_bound(self, deadline: Deadline) -> list[PrefixBound]:
         """Step 2: the bound is the smallest over the problems, so the problem with the smallest is always the next.
 
-        Invariant: no plan of a problem is faster than its `bound_ns`.
+        Returns the problems. Invariant: no plan of a problem is faster than its `bound_ns`.
         """
         problems = list(self._problems())
         high_ns = dict.fromkeys(problems, INF)
@@ -144,7 +153,10 @@ class LineSearch:
                 lowest = min(problems, key=lambda problem: problem.bound_ns)
                 low_ns, reached_ns = lowest.bound_ns, max(problem.bound_ns for problem in problems)
                 high = min(high_ns[lowest], self.best.step_ns)
-                if high - low_ns <= low_ns // BOUND_PRECISION or low_ns >= enough_ns:
+                # Where the relaxation leaves a large gap at best, that of pivots goes on.
+                has_pivots = lowest.is_alike and high * (1 + PIVOT_GAPS[0] / 100) < self.best.step_ns
+                precision = COARSE_PRECISION if has_pivots else BOUND_PRECISION
+                if high - low_ns <= low_ns // precision or low_ns >= enough_ns:
                     break
                 # What is proven of one problem often holds for the next; below the best plan most is infeasible.
                 is_behind = low_ns + low_ns // BOUND_PRECISION < reached_ns < high
@@ -159,6 +171,29 @@ class LineSearch:
                         high_ns |= dict.fromkeys(parts, INF)
                 self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
                 num_left -= 1
+        return problems
+
+    def _raise_by_pivots(self, problems: Sequence[PrefixBound], deadline: Deadline) -> None:
+        """Step 3: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
+
+        A problem for which the bound of another one is too high a goal has the next lower one, and so have all others.
+        """
+        if self.best is None or not all(problem.is_alike for problem in problems):
+            return
+        best_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.objective_ns)
+        goals_ns = [goal for goal in (int(best_ns / (1 + gap / 100)) for gap in PIVOT_GAPS) if goal > self.bound_ns]
+        if self.rival is not None:
+            goals_ns = sorted({min(goal, self.rival.lower_bound_ns - 1) for goal in goals_ns}, reverse=True)
+        with suppress(OutOfTime):
+            for problem in sorted(problems, key=lambda each: each.bound_ns):
+                if not goals_ns or problem.bound_ns > goals_ns[0]:
+                    continue
+                bound = PivotBound(problem, best_ns / LEVELS_OF_STEP, deadline)
+                while goals_ns and problem.bound_ns <= goals_ns[0] and bound.is_feasible(goals_ns[0], deadline):
+                    goals_ns.pop(0)
+                if goals_ns:
+                    problem.bound_ns = max(problem.bound_ns, goals_ns[0] + 1)
+        self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
 
     def _problems(self) -> Iterator[PrefixBound]:
         """The relaxations, one for each schedule and micro-batch size."""
@@ -198,7 +233,7 @@ class LineSearch:
         return path
 
     def _equal_groups(self) -> None:
-        """Step 3: bisection over plans with equal groups, beginning with those of the best naive plans."""
+        """Step 4: bisection over plans with equal groups, beginning with those of the best naive plans."""
         num_devices = len(self.line.cluster.devices)
         for timed in self._fastest(2 * NUM_CLIMBED):
             plan, replicas = timed.plan, timed.plan.counts[0]
@@ -214,7 +249,7 @@ class LineSearch:
                     high_ns = middle_ns
 
     def _hill_climb(self, timed: TimedPlan) -> None:
-        """Step 4: moves one cut at a time wherever that helps, until no move does."""
+        """Step 5: moves one cut at a time wherever that helps, until no move does."""
         index = {cut: boundary for boundary, cut in enumerate(self.line.cuts)}
         improved = True
         while improved and not self._is_over:
