@@ -52,13 +52,13 @@ def standalone_page(
     """Returns a page without a server: it shows the plans that were tried, the given one first.
 
     Args:
-        kept: results of analyses, by name; the plans of the Pareto front can be opened on the page, too.
+        kept: results of analyses, by name; the plans of a Pareto front and of curves can be opened on the page, too.
     """
     kept = kept or {}
     title = next((name for name, one in tried if one == state), "plan")
     named = [(title, state), *((name, one) for name, one in tried if one != state)]
-    found: Any = kept.get("front", {}).get("points", ())
-    named += [("", msgspec.convert(point["state"], State)) for point in found]
+    points: list[Any] = [point for found in kept.values() for point in _points(found)]
+    named += [("", msgspec.convert(point["state"], State)) for point in points if "state" in point]
     entries = within_limit(
         {"name": name, "state": msgspec.to_builtins(one), "answer": session.judge(one)} for name, one in named
     )
@@ -71,6 +71,11 @@ def standalone_page(
         "kept": kept,
     }
     return document(session.profile.model, data)
+
+
+def _points(found: "Json") -> Any:
+    """The points of a Pareto front or a curve; none of an explanation."""
+    return found.get("points", ())
 
 
 def within_limit(entries: "Iterable[Json]") -> "Iterator[Json]":

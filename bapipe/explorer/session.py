@@ -13,6 +13,7 @@ from bapipe.explorer.state import State, cluster_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Certificate, Plan
 from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.planner.analysis.exchange import exchange_share
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.make import balanced_decision, default_devices, legal_cuts, plan_of
 from bapipe.planner.options import PlanOptions
@@ -154,13 +155,26 @@ class Session:
             return {"error": str(error).replace("`", "")}
         prediction = step.prediction(state.minibatch_size)
         bound = self._bound(cluster, state.minibatch_size, prediction.step_ns)
-        answer = step_json(prediction, step, cluster, bound)
+        answer = step_json(prediction, step, cluster, bound) | self._exchange(decision, cluster)
         if not detailed:
             return answer
         return explained(answer, prediction, step.timeline(), cluster) | {
             "command": self._commands(decision, state),
             "measured": self._measured if state == self.first else [],
         }
+
+    def _exchange(self, decision: Decision, cluster: Cluster) -> Json:
+        """Returns the share of each stage's time in which members of groups exchange data; nothing without groups."""
+        of_stage = [cluster.devices[cluster.index[devices[0]]] for devices in decision.devices]
+        if all(device.num_members == 1 for device in of_stage):
+            return {}
+        shares = [
+            exchange_share(stage, self.profiles[device.kind], decision.microbatch_size)
+            if device.num_members > 1
+            else None
+            for stage, device in zip(decision.stages, of_stage, strict=True)
+        ]
+        return {"exchange": shares}
 
     def _bound(self, cluster: Cluster, minibatch_size: int, step_ns: int) -> Json:
         """Returns the largest lower bound that is known for a cluster and a mini-batch."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 import bapipe
@@ -122,6 +123,14 @@ def test_a_plan_that_cannot_run_is_explained_on_the_page(tmp_path: Path) -> None
         assert browser.value("document.documentElement.scrollWidth") <= 390
         click(browser, "undo")
         browser.wait("document.getElementById('error').hidden")
+        # A layer is pinned in the table of layers; the box that was clicked keeps the focus.
+        click(browser, "Layers")
+        pinned = "document.querySelectorAll('#layer-table input[type=checkbox]')[1]"
+        browser.value(f"({pinned}.focus(), {pinned}.click())")
+        browser.wait("document.querySelectorAll('#tried tbody tr').length === 3")
+        assert browser.value(f"{pinned}.checked && document.activeElement === {pinned}")
+        click(browser, "undo")
+        browser.wait(f"!{pinned}.checked")
         assert browser.problems == []
 
 
@@ -129,7 +138,24 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
     session = Session({"a": PROFILE}, devices(3), 12)
     other = replace(session.first, schedule="gpipe")
     page = tmp_path / "page.html"
-    page.write_bytes(standalone_page(session, session.first, (("start", session.first), ("other", other))))
+    faster = replace(session.first, minibatch_size=6)
+    curve = {
+        "axis": "minibatch",
+        "points": [
+            {
+                "value": state.minibatch_size,
+                "step": session.plan(state).prediction.step_ns,
+                "rate": 1.0,
+                "peak": 1,
+                "kind": "1 | 1 | 1",
+                "gap": 0.0,
+                "state": to_builtins(state),
+            }
+            for state in (faster, session.first)
+        ],
+    }
+    tried = ("start", session.first), ("other", other)
+    page.write_bytes(standalone_page(session, session.first, tried, {"minibatch": curve}))
     with Browser(tmp_path / "browser", allowed=page.as_uri()) as browser:
         browser.open(page.as_uri())
         steps = [session.plan(state).prediction.step_ns for state in (session.first, other)]
@@ -137,5 +163,25 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
         click(browser, "other")
         assert browser.value(SHOWN_STEP) == steps[1]
         assert browser.value("[...document.querySelectorAll('canvas')].filter((c) => c.offsetWidth).length") == 3
+        # Ctrl and the wheel zoom in: fewer actions are seen.
+        browser.value("document.querySelector('#timeline summary').click()")
+        rows = "document.querySelectorAll('#timeline tbody tr').length"
+        browser.wait(rows)
+        whole = browser.value(rows)
+        x, y = browser.value(
+            "(() => { const b = document.querySelector('#timeline canvas').getBoundingClientRect(); "
+            "return [b.x + b.width / 2, b.y + 20] })()"
+        )
+        wheel = {"type": "mouseWheel", "x": x, "y": y, "deltaX": 0, "deltaY": -600, "modifiers": 2}
+        browser.call("Input.dispatchMouseEvent", wheel)
+        browser.wait(f"{rows} < {whole}")
+        # The computed curve is there, and the plans of its points.
+        click(browser, "What if")
+        assert (
+            browser.value("[...document.querySelectorAll('#whatif option')].map((o) => o.value).join()") == "minibatch"
+        )
+        assert browser.value("document.querySelector('#whatif canvas').offsetWidth") > 0
+        browser.value("document.querySelector('#whatif tbody button').click()")
+        assert browser.value(SHOWN_STEP) == session.plan(faster).prediction.step_ns
         assert browser.value("document.querySelectorAll('img, b').length") == 0
         assert browser.problems == []

@@ -31,7 +31,7 @@ from bapipe.planner.plan import pareto
 from bapipe.report.idle_time import CAUSES, idle_ns_by_cause
 from bapipe.schedules import ALL
 from bapipe.simulator.simulate import simulate
-from tests.builders import chain, devices
+from tests.builders import MS, chain, devices
 from tests.explorer.page_data import data_of, loads_nothing
 from tests.random_profiles import random_cluster, random_profile
 
@@ -361,3 +361,19 @@ def test_the_server_listens_on_this_machine_alone(server: Server) -> None:
     assert server.address.startswith("http://127.0.0.1:")
     with pytest.raises(BapipeError, match=rf"port {server.server_port}: Address already in use; leave `port` out"):
         Server(session(), server.server_port)
+
+
+def test_stages_on_groups_say_how_much_of_their_time_is_exchange() -> None:
+    alone = chain([1, 1, 1, 1])
+    (measured,) = alone.measurements
+    exchanging = tuple(replace(m, forward_exchange_ns=MS // 4, backward_exchange_ns=MS // 2) for m in measured.layers)
+    group = replace(
+        alone,
+        device=replace(alone.device, kind="pair", members=2, split="spatial"),
+        measurements=(replace(measured, layers=exchanging),),
+    )
+    single = devices(2)
+    pair = replace(single.devices[1], name="g", kind="pair", members=("d1", "d2"))
+    session = Session({"a": alone, "pair": group}, replace(single, devices=(single.devices[0], pair)), 4)
+    assert session.judge(session.first)["exchange"] == [None, 0.25]
+    assert "exchange" not in Session({"a": alone}, single, 4).judge(session.first)

@@ -26,7 +26,7 @@ explorer.Analyses = class {
       this.button("front", "compute the front", () => this.computeFront()), this.front.element, this.frontTable);
     this.curve = new explorer.Chart("curve", (point) => page.choose(point.state, point.name));
     this.curveTable = make("div");
-    this.axis = make("select", { ariaLabel: "what is varied", onchange: () => this.drawCurve() }, ...Object.entries(explorer.AXES).map(([value, axis]) => make("option", { value }, axis.short)));
+    this.axis = make("select", { ariaLabel: "what is varied", onchange: () => this.drawCurve() }, ...Object.entries(explorer.AXES).filter(([name]) => page.live || kept[name]).map(([value, axis]) => make("option", { value }, axis.short)));
     this.resources = make("p", { className: "why" });
     at("whatif").append(make("h2", {}, "What if"),
       make("p", { className: "why" }, "The best plan at each value, everything else as on the page. The dashed line is the plan of the page, unchanged."),
@@ -114,7 +114,7 @@ explorer.Analyses = class {
     this.frontTable.replaceChildren(...explorer.table("Plans on the front", ["plan", "step>", "peak of a device>", "devices>", "gap at most>"], rows));
   }
   drawCurve() {
-    const { ms, mib, number, percent } = explorer, name = this.axis.value, axis = explorer.AXES[name], points = this.kept[name] ? this.kept[name].points : [];
+    const { ms, mib, number, percent } = explorer, name = this.axis.value || "link", axis = explorer.AXES[name], points = this.kept[name] ? this.kept[name].points : [];
     const found = points.filter((point) => point.step);
     this.curve.element.hidden = !found.length;
     this.curveTable.replaceChildren();

@@ -12,7 +12,7 @@ explorer.triedTable = (root, tried, now, actions) => {
     const shown = figures.error ? ["", "", "", "", { cell: figures.error, className: "name alarm", title: figures.error }] : [ms(figures.step), against, mib(figures.peak), percent(figures.gap), fits];
     return { now: index === now, cells: [{ cell: mark }, { cell: go, className: "name", title: entry.name }, entry.state.schedule, String(entry.state.cuts.length + 1), `${entry.state.minibatch_size / entry.state.microbatch_size} of ${entry.state.microbatch_size}`, ...shown] };
   });
-  root.replaceChildren(...explorer.table("Plans tried", ["", "plan", "schedule", "stages>", "micro-batches>", "step>", "against the first>", "peak>", "above the bound>", ""], rows),
+  explorer.replace(root, ...explorer.table("Plans tried", ["compare", "plan", "schedule", "stages>", "micro-batches>", "step>", "against the first>", "peak>", "above the bound>", "remark"], rows),
     make("p", { className: "why" }, "Mark two plans to see them side by side."));
 };
 
@@ -67,6 +67,6 @@ explorer.Compared = class {
       const [x, y] = [stage(a, s), stage(b, s)];
       return { cells: [`stage ${s}`, { cell: x, className: "name", title: x }, { cell: y, className: "name", title: y }, x === y ? "equal" : { cell: "differs", className: "differs" }] };
     });
-    return explorer.table("Side by side", ["", a.name, b.name, "difference"], [...lines, ...settings, ...stages]);
+    return explorer.table("Side by side", ["figure", a.name, b.name, "difference"], [...lines, ...settings, ...stages]);
   }
 };

@@ -53,6 +53,7 @@ explorer.begin = async () => {
   const draw = (detailed = true) => {
     layerData = layersOf.get(String(state.microbatch_size)) || layerData;
     if (layerData) views.layers.update(state, layerData, past.length ? past[past.length - 1] : null);
+    if (layerData && layerData.isKnown !== false) views.layerTable.update(layerData, state);
     complain(answer.error);
     explorer.stageTable(at("stages"), state, answer, model, layerData, live ? { recompute: setRecompute, place: setPlace } : null);
     if (!answer.error) drawAnswer(detailed);
@@ -76,7 +77,7 @@ explorer.begin = async () => {
   };
 
   const drawFigures = () => {
-    const found = figuresOf(answer), entry = (name, value, { alarm, share, title = "" } = {}) => make("div", { title, className: alarm ? "alarm" : "" }, make("dt", {}, name), make("dd", {}, value), ...(share === undefined ? [] : [make("span", { className: "gauge" }, make("i", { style: `width:${100 * Math.min(1, share)}%` }))]));
+    const found = figuresOf(answer), entry = (name, value, { alarm, share, title = "" } = {}) => make("div", { title, className: alarm ? "alarm" : "" }, make("dt", {}, name), make("dd", {}, value, ...(share === undefined ? [] : [make("span", { className: "gauge" }, make("i", { style: `width:${100 * Math.min(1, share)}%` }))])));
     if (answer.unjudged && answer.orderOnly) {
       at("figures").replaceChildren(entry("step", "not simulated"));
       at("bound").textContent = answer.unjudged;
@@ -134,7 +135,7 @@ explorer.begin = async () => {
   };
   const pin = (layer) => {
     const { name } = model.layers[layer], stage = state.cuts.filter((cut) => cut <= orderOf().indexOf(layer)).length;
-    if (/\s/.test(name)) return complain(`a layer whose name has a space cannot be pinned: ${name}`);
+    if (/\s/.test(name)) return complain(`a layer whose name has a space cannot be pinned: ${name}`), views.layerTable.draw();
     const others = state.constraints.filter((text) => text.split(" on ")[0] !== name);
     const constraints = others.length < state.constraints.length ? others : [...others, `${name} on ${state.devices[stage].join(",")}`];
     return change({ constraints }, constraints.length > others.length ? `pin ${name}` : `unpin ${name}`);
@@ -214,14 +215,19 @@ explorer.begin = async () => {
   if (model.error) return complain(model.error);
   at("model").textContent = at("model").title = explorer.plain(model.model);
   state = model.state;
+  if (!live) tried = given.tried; // before the charts, whose points lead to these plans
   views.axis = new explorer.Axis(() => [views.timeline, views.memory].forEach((view) => view.draw()));
   views.timeline = new explorer.Timeline(at("timeline"), views.axis);
   views.memory = new explorer.Memory(at("memory"), views.axis);
   views.layers = new explorer.Layers(at("layers"), model, { cut: moveCut, pin }, live);
+  views.layerTable = new explorer.LayerTable(at("layer-table"), model, live ? pin : null);
   views.compared = new explorer.Compared(at("compared"));
   views.analyses = new explorer.Analyses({ live, ask, progress, complain, choose, state: () => state, settings: () => controls.settings(), canShow: (one) => live || find(one) >= 0, best: adoptBest }, given.kept || {});
   const redraw = () => [views.layers, views.timeline, views.memory, views.compared, views.analyses].forEach((view) => view.draw());
-  views.tabs = new explorer.Tabs(at("tabs"), () => [views.compared, views.analyses].forEach((view) => view.draw()));
+  views.tabs = new explorer.Tabs(at("tabs"), () => {
+    [views.compared, views.analyses].forEach((view) => view.draw());
+    views.layerTable.open();
+  });
   addEventListener("resize", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   views.tabs.show("measured", false);
@@ -232,20 +238,19 @@ explorer.begin = async () => {
     const found = await ask("sizes", { state });
     if (Array.isArray(found)) sizes = found;
     note("start");
-    views.tabs.show("layer-table", false);
     await judge(true);
   } else {
-    tried = given.tried;
     document.body.classList.add("still");
     for (const entry of tried) entry.figures = entry.answer ? figuresOf(entry.answer) : entry.figures;
     for (const name of ["front", "whatif", "why"]) views.tabs.show(name, Object.keys(given.kept || {}).some((kept) => (name === "whatif" ? kept in explorer.AXES : kept === { front: "front", why: "explain" }[name])));
     const size = Object.keys(given.layers || {})[0];
     layerData = layersOf.get(size);
     views.tabs.show("layer-table", layerData.isKnown !== false);
-    if (layerData.isKnown !== false) explorer.layerTable(at("layer-table"), model, layerData);
+    if (layerData.isKnown !== false) views.layerTable.update(layerData, null);
     if (tried.length) show(0);
     else views.layers.update(state, layerData, null);
     document.body.classList.toggle("profile", !tried.length);
+    document.querySelector(".skip").hidden = !tried.length;
     if (given.title) at("bound").textContent = given.title;
     for (const name of tried.length ? [] : ["stage-panel", "devices", "try-panel", "output"]) views.tabs.show(name, false);
     if (given.open) views.tabs.open(given.open);

@@ -43,13 +43,26 @@ explorer.table = (title, heads, rows) => {
   return [make("h2", {}, title), make("div", { className: "table", tabIndex: 0, role: "region", ariaLabel: title }, table)];
 };
 
+// Changes what is in `root`; the control that has the focus keeps it, and its table where it was scrolled to.
+explorer.change = (root, action) => {
+  const controls = () => [...root.querySelectorAll("button, input, select, summary, [tabindex]")], scrolled = () => root.querySelector(".table");
+  const held = root.contains(document.activeElement) ? controls().indexOf(document.activeElement) : -1, before = scrolled(), top = before ? before.scrollTop : 0;
+  action();
+  if (scrolled() && scrolled() !== before) scrolled().scrollTop = top;
+  const after = held >= 0 && controls()[held];
+  if (after && after !== document.activeElement) after.focus({ preventScroll: true });
+};
+explorer.replace = (root, ...children) => explorer.change(root, () => root.replaceChildren(...children));
+
 // Shows a table whose rows are { key, make }: `make` returns the row, and `key` is all that it depends on. If a table of as
 // many rows is there already, only those with another key are made: making and laying out all of them takes long.
 explorer.updateTable = (root, title, heads, rows) => {
-  const keys = rows.map((row) => row.key), shown = root.rowKeys || [], body = root.querySelector("tbody");
-  if (!body || shown.length !== keys.length) root.replaceChildren(...explorer.table(title, heads, rows.map((row) => row.make())));
-  else keys.forEach((key, i) => key !== shown[i] && body.rows[i].replaceWith(explorer.tableRow(heads, rows[i].make())));
-  root.rowKeys = keys;
+  const keys = rows.map((row) => row.key), shown = root.rowKeys || [], body = root.querySelector("tbody"), isSame = body && shown.length === keys.length && root.heads === heads.join();
+  explorer.change(root, () => {
+    if (!isSame) root.replaceChildren(...explorer.table(title, heads, rows.map((row) => row.make())));
+    else keys.forEach((key, i) => key !== shown[i] && body.rows[i].replaceWith(explorer.tableRow(heads, rows[i].make())));
+  });
+  Object.assign(root, { rowKeys: keys, heads: heads.join() });
 };
 
 explorer.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -11,7 +11,7 @@ explorer.Layers = class {
     this.count = model.layers.length;
     this.canvas = make("canvas", { "aria-hidden": "true" });
     this.space = make("div", { className: "space" }, this.canvas);
-    this.scroll = make("div", { className: `scroll${live ? "" : " still"}` }, this.space);
+    this.scroll = make("div", { className: `scroll${live ? "" : " still"}`, tabIndex: 0, role: "group", ariaLabel: "layers in order; their figures are in the table of layers" }, this.space);
     const zoom = (factor) => () => this.setRow(this.row * factor);
     root.append(
       make("h2", {}, `${this.count} layers`),

@@ -22,7 +22,7 @@ explorer.Timeline = class {
     const tools = make("div", { className: "tools" },
       button("−", "zoom out", () => axis.zoom(1.6)), button("+", "zoom in", () => axis.zoom(1 / 1.6)), button("whole step", "show the whole step", () => axis.show(0, axis.step)),
       this.source, make("label", { className: "inline", title: "key K" }, this.path, "critical path"), make("label", { className: "inline" }, this.sent, "transfers"), this.foldLabel, explorer.savePictures(this, name));
-    root.append(this.heading, ...(small ? [] : [tools, this.keys]), this.canvas, ...(small ? [] : [this.shares, this.note, explorer.actionTable(this)]));
+    root.append(this.heading, ...(small ? [] : [tools, this.keys]), this.canvas, ...(small ? [] : [this.shares, this.note, (this.actions = explorer.actionTable(this))]));
     axis.attach(this.canvas);
     this.canvas.addEventListener("keydown", (event) => {
       if (event.key.toLowerCase() === "k") this.path.click();
@@ -101,6 +101,7 @@ explorer.Timeline = class {
     });
     axis.ticks(context, width, height + 2);
     context.restore();
+    if (this.actions) this.actions.drawn();
     this.note.textContent = this.isSummed ? "The actions are too short to be drawn one by one: a column shows the shares of its time in which the device computes. Zoom in to see them." : "";
     this.note.hidden = !this.isSummed;
   }

@@ -12,6 +12,12 @@ def stage_layers(stage: StagePlan, profile: ModelProfile, microbatch_size: int) 
     return [of_layer[name] for name in stage.layers]
 
 
+def exchange_share(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> float:
+    """Returns the share of the F and B of a stage in which the members of a group exchange data."""
+    measured = stage_layers(stage, profile, microbatch_size)
+    return sum(m.exchange_ns for m in measured) / (sum(m.forward_ns + m.whole_backward_ns for m in measured) or 1)
+
+
 def exchange_ns(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> int:
     """Returns how long members exchange data in F and B of a micro-batch, with the F of layers that are recomputed."""
     recomputed = set(stage.recomputed)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.exchange import stage_layers
+from bapipe.planner.analysis.exchange import exchange_share
 
 NOT_SEARCHED = (
     "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate "
@@ -33,9 +33,7 @@ def _exchange_of(plan: Plan, s: int, profiles: Mapping[str, ModelProfile]) -> st
     profile = profiles.get(device.kind)
     if device.num_members == 1 or profile is None:
         return ""
-    measured = stage_layers(stage, profile, plan.microbatch_size)
-    total_ns = sum(m.forward_ns + m.whole_backward_ns for m in measured) or 1
-    share = sum(m.exchange_ns for m in measured) / total_ns
+    share = exchange_share(stage, profile, plan.microbatch_size)
     return (
         f"of the F and B of stage {s}, the {device.num_members} members of {device.name} exchange data for {share:.1%}"
     )
