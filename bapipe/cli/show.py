@@ -48,12 +48,12 @@ def show(
         _show_json(content, other)
         return
     if trace and not isinstance(content, Plan):
-        raise BapipeError(f"--trace goes with a plan; {file} is none")
+        raise BapipeError(f"--trace goes with a plan; {file} is {_in_words(content)}")
     if trace and other is not None:
         raise BapipeError("--trace goes with one plan, not with two")
     if html is not None:
         if isinstance(content, Cluster):
-            raise BapipeError(f"--html goes with a plan or a profile; {file} is neither")
+            raise BapipeError(f"--html goes with a plan or a profile; {file} is {_in_words(content)}")
         if other is not None and not isinstance(content, Plan):
             raise BapipeError("--html goes with two plans, not with two profiles")
         check_writable(html)
@@ -69,6 +69,10 @@ def show(
             _write_html(html, profile_page(content))
     else:
         _show_plan(content, html, trace or [], profile or [])
+
+
+def _in_words(content: Plan | ModelProfile | Cluster) -> str:
+    return "a plan" if isinstance(content, Plan) else "a profile" if isinstance(content, ModelProfile) else "a cluster"
 
 
 def _show_json(content: Plan | ModelProfile | Cluster, other: Path | None) -> None:

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +27,22 @@ KINDS: dict[str, type[ModelProfile] | type[Cluster] | type[Plan]] = {
 }
 
 
+HOW_TO_MAKE = {
+    "profile/1": "make one with `bapipe profile MODEL`, or from another tool's file with `bapipe import`",
+    "cluster/1": "make one with `bapipe cluster`",
+    "plan/1": "make one with `bapipe plan PROFILE`",
+}
+
+TRACE = "a trace"
+"""What files of `bapipe.report.chrome_trace` are; they have no header of ours."""
+
+
 class _Header(msgspec.Struct):
     bapipe: str
+
+
+class _TraceHeader(msgspec.Struct):
+    events: msgspec.Raw = msgspec.field(name="traceEvents")
 
 
 def encode(value: File) -> bytes:
@@ -42,8 +57,8 @@ def decode(text: bytes) -> File:
         InvalidFile: not JSON, another header, an unknown or missing key, a wrong type, or a value out of range.
     """
     kind = _kind(text)
-    if kind not in KINDS:
-        raise InvalidFile(f"unknown file kind '{kind}'; want one of {', '.join(KINDS)}", "$.bapipe")
+    if kind == TRACE:
+        raise InvalidFile(f"this is {TRACE}: show it with its plan, `bapipe show PLAN --trace FILE`", "$")
     value: File = decode_json(text, KINDS[kind])
     return value
 
@@ -53,14 +68,35 @@ def decode_as(text: bytes, want: type[T]) -> T:
     kind = _kind(text)
     if KINDS.get(kind) is not want:
         wanted = next(name for name, cls in KINDS.items() if cls is want)
-        raise InvalidFile(f"this is a '{kind}' file; want '{wanted}'", "$.bapipe")
+        message = f"this is {_in_words(kind)}, and {_in_words(wanted)} is wanted: {HOW_TO_MAKE[wanted]}"
+        raise InvalidFile(message, "$" if kind == TRACE else "$.bapipe")
     value: T = decode_json(text, want)
     return value
 
 
 def _kind(text: bytes) -> str:
-    header: _Header = decode_fields(text, _Header)
+    """Returns the kind of a file, `TRACE` for a trace; raises InvalidFile for any other."""
+    try:
+        header: _Header = decode_fields(text, _Header)
+    except InvalidFile:
+        with suppress(InvalidFile):
+            decode_fields(text, _TraceHeader)
+            return TRACE
+        raise
+    if header.bapipe not in KINDS:
+        raise InvalidFile(f"unknown file kind '{header.bapipe}'; want one of {', '.join(KINDS)}", "$.bapipe")
     return header.bapipe
+
+
+def _in_words(kind: str) -> str:
+    return kind if kind == TRACE else f"a {kind.partition('/')[0]} ({kind})"
+
+
+def kind_in_words(text: bytes) -> str | None:
+    """Returns what a file is, such as `a plan (plan/1)`; None if it is none of ours."""
+    with suppress(InvalidFile):
+        return _in_words(_kind(text))
+    return None
 
 
 def read_any(path: Path) -> File:

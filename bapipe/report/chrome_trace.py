@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
+from bapipe.formats.codec import TRACE, kind_in_words
 from bapipe.formats.plan import Memory
 from bapipe.formats.strict_json import decode_json, read_limited
 from bapipe.schedules.table import parse_action
@@ -149,7 +150,10 @@ def read_trace(path: Path) -> list[tuple[str, Timeline]]:
             events[event.pid].append(event)
         return [_timeline(events[pid]) for pid in sorted(events)]
     except (InvalidFile, InvalidSchedule, msgspec.ValidationError) as error:
-        raise BapipeError(f"{path} is not a trace of bapipe ({error}): write one with `trace`") from None
+        kind = kind_in_words(text)
+        if kind in (None, TRACE):
+            raise BapipeError(f"{path} is not a trace of bapipe ({error}): write one with `trace`") from None
+        raise BapipeError(f"{path} is {kind}, and {TRACE} is wanted: write one with `trace`") from None
 
 
 def _timeline(events: Sequence[_Event]) -> tuple[str, Timeline]:

@@ -19,6 +19,7 @@ from bapipe.formats.codec import (
     decode_as,
     encode,
     read,
+    read_any,
     schema,
     write,
     write_bytes,
@@ -193,11 +194,29 @@ def test_every_damage_gives_a_path(profile: ModelProfile, cluster: Cluster, plan
     assert refused > 1000
 
 
-def test_a_file_of_another_kind_is_named(tmp_path: Path, cluster: Cluster) -> None:
-    write(tmp_path / "c.json", cluster)
+@pytest.mark.parametrize("wanted", [ModelProfile, Cluster, Plan])
+@pytest.mark.parametrize("given", ["profile/1", "cluster/1", "plan/1", "trace"])
+def test_a_file_of_another_kind_is_named_with_how_to_make_the_one_that_is_wanted(
+    tmp_path: Path, given: str, wanted: type[ModelProfile] | type[Cluster] | type[Plan]
+) -> None:
+    if KINDS.get(given) is wanted:
+        return
+    file = tmp_path / "f.json"
+    file.write_text('{"traceEvents": []}' if given == "trace" else json.dumps({"bapipe": given}))
     with pytest.raises(InvalidFile) as caught:
-        read(tmp_path / "c.json", ModelProfile)
-    assert str(caught.value) == f"{tmp_path}/c.json: this is a 'cluster/1' file; want 'profile/1' - at `$.bapipe`"
+        read(file, wanted)
+    kind = next(name for name, one in KINDS.items() if one is wanted)
+    described = "a trace" if given == "trace" else f"a {given[:-2]} ({given})"
+    assert f"{file}: this is {described}, and a {kind[:-2]} ({kind}) is wanted: make one with `bapipe " in str(
+        caught.value
+    )
+
+
+def test_a_trace_is_shown_with_its_plan(tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    file.write_text('{"traceEvents": []}')
+    with pytest.raises(InvalidFile, match="this is a trace: show it with its plan, `bapipe show PLAN --trace FILE`"):
+        read_any(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
