@@ -69,8 +69,10 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Returns the input and output features of a linear layer; transformers' `Conv1D` is one, too. None for others."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nx") and hasattr(module, "nf"):
-        return int(module.nx), int(module.nf)
+    if type(module).__name__ == "Conv1D":
+        features = getattr(module, "nx", None), getattr(module, "nf", None)
+        if isinstance(features[0], int) and isinstance(features[1], int):
+            return features[0], features[1]
     return None
 
 
