@@ -58,7 +58,7 @@ def decode(text: bytes) -> File:
     """
     kind = _kind(text)
     if kind == TRACE:
-        raise InvalidFile(f"this is {TRACE}: show it with its plan, `bapipe show PLAN --trace FILE`", "$")
+        raise InvalidFile(f"this is {TRACE}: name its plan, and this file with `trace`", "$")
     value: File = decode_json(text, KINDS[kind])
     return value
 

@@ -215,7 +215,7 @@ def test_a_file_of_another_kind_is_named_with_how_to_make_the_one_that_is_wanted
 def test_a_trace_is_shown_with_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     file.write_text('{"traceEvents": []}')
-    with pytest.raises(InvalidFile, match="this is a trace: show it with its plan, `bapipe show PLAN --trace FILE`"):
+    with pytest.raises(InvalidFile, match="this is a trace: name its plan, and this file with `trace`"):
         read_any(file)
 
 
