@@ -2,8 +2,9 @@
 
     python -m benchmarks.planner.targets FOLDER --results FILE [--only TEXT ...] [--list] [--limit 60] [--climb 600]
 
-FOLDER holds the workloads that `benchmarks.planner` names, and two more folders: `throughput`, graphs of
-dnn-partitioning that are planned for throughput (Inception-v3), and `tensor-parallel`, Piper's graphs beside BERT-32.
+FOLDER holds the workloads that `benchmarks.planner` names, and two more folders: `throughput/LayerGraphs`, graphs of
+dnn-partitioning that are planned for throughput (`inceptionv3_training.json`), and `tensor-parallel`, Piper's graphs
+beside BERT-32 (`gnmt.json`, `resnet.json`).
 The cases:
 
     stored/...      the 78 cases of `benchmarks.planner.regret`: 2 % after 60 s of compute
@@ -111,7 +112,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Run]]:
                 inputs=partial(nasnet, cells), num_devices=num_devices, minibatch_size=32, objective="throughput"
             )
             yield case, partial(_large, case, wide, 0.05, False)
-        for path in sorted((folder / "throughput").glob("*.json")):
+        for path in sorted((folder / "throughput").glob("*/*.json")):
             case = f"throughput/{path.stem} on {num_devices}"
             yield case, partial(_graph, case, path, num_devices)
     for path, num_devices in product(sorted((folder / "tensor-parallel").glob("*.json")), PIPER_DEVICES):
