@@ -10,7 +10,7 @@ import torch
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Device
-from bapipe.job.groups import init_proven_group
+from bapipe.job.groups import barrier, init_proven_group
 from bapipe.runtime.launch import processes, worker
 from bapipe.runtime.launch.worker import RankJob
 from bapipe.runtime.peak_memory import check_free_memory
@@ -30,6 +30,17 @@ def job(names: tuple[str, ...], places: tuple[int, ...]) -> RankJob:
         facts={},
         memory_advice=(),
     )
+
+
+def test_ranks_on_gpus_meet_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch warns, in the user's terminal, that it takes the current one."""
+    met: list[object] = []
+    monkeypatch.setattr("torch.distributed.barrier", lambda device_ids: met.append(device_ids))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for backend in ("gloo", "nccl"):
+        monkeypatch.setattr("torch.distributed.get_backend", lambda backend=backend: backend)
+        barrier()
+    assert met == [None, [3]]
 
 
 @pytest.fixture

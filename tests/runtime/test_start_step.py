@@ -1,0 +1,68 @@
+"""A step that does not wait for its device, in one process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from bapipe.runtime import pipeline as pipeline_module
+from bapipe.runtime.optimizer import sgd
+from bapipe.runtime.pipeline import Pipeline
+from tests.multiprocess.runtime_cases import make_plan
+
+X, Y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def pipelined() -> tuple[Pipeline, nn.Sequential]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).double()
+    module[2].bias.requires_grad_(False)
+    order = [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]]
+    plan = make_plan(["0", "1", "2"], (1,), (0, 0), order, 2, 2)
+    return Pipeline(module, plan, loss=mse_loss, inputs=(X,), optimizer=sgd(0.1)), module
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_is_started_is_the_same_step() -> None:
+    (one, _), (other, _) = pipelined(), pipelined()
+    for _ in range(2):
+        loss = one.start_step(X, target=Y)
+        assert loss is not None
+        assert loss.read() == other.step(X, target=Y)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards may change all the rest, which is copied before the next one."""
+    pipeline, _ = pipelined()
+    buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert pipeline.changed_by_forwards() == buffers | {"2.bias"}
+    waits: list[tuple[object, dict[str, Tensor]]] = []
+    before = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+    def wait(device: torch.device, event: object) -> None:
+        waits.append((event, {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}))
+
+    monkeypatch.setattr(pipeline_module, "wait_on_device", wait)
+    pipeline.keep_state_until("copied")
+    for _ in range(2):
+        pipeline.start_step(X, target=Y)
+    assert [event for event, _ in waits] == ["copied", None]  # of the first update alone
+    at_wait, after = waits[0][1], pipeline.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], at_wait[name])}
+    assert changed == buffers
+    assert {name for name in before if not torch.equal(at_wait[name], after[name])} - buffers == {
+        "0.weight", "0.bias", "1.weight", "1.bias", "2.weight",
+    }  # fmt: skip
