@@ -101,7 +101,8 @@ def memory(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes: (predicted, allocated) of the stash, and (predicted, assumed by plans, allocated) of the peak."""
     measured = profile.at(size)
-    cost = stage_cost(list(zip(profile.layers, measured, strict=True))[::-1], 1.0, frozenset(), (), TiedWeightCost())
+    rows = list(zip(profile.layers, measured, strict=True))[::-1]
+    cost = stage_cost(rows, 1.0, frozenset(), (), TiedWeightCost(), sends_gradient=False)
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to

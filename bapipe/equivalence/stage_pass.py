@@ -142,9 +142,9 @@ class StagesPass:
         return [output for output, _ in pairs], [grad for _, grad in pairs]
 
     def _backward_of(self, index: int, roots: list[Tensor], grads: list[Tensor] | None) -> list[WeightGrads]:
-        """Runs B, or I: of the first stage that is nothing, and W the whole backward."""
+        """Runs B, or I: of a stage that sends no gradient back that is nothing, and W the whole backward."""
         stage, inputs = self.stages[index], [tensor for tensor in self.received[index] if tensor.requires_grad]
-        if stage.can_split is not None and index == 0:
+        if stage.can_split is not None and not inputs:
             return [WeightGrads(stage=index, run=lambda: torch.autograd.backward(roots, grads))]
         if stage.can_split is None or not stage.can_split(roots, inputs, stage.module.parameters()):
             torch.autograd.backward(roots, grads)

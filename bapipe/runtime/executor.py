@@ -73,6 +73,7 @@ class ScheduleExecutor:
         self._targets: dict[int, Tensor] = {}  # by micro-batch, kept for a recomputed last stage
         self._losses: dict[int, Tensor] = {}  # by micro-batch
         self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I was a whole backward
+        self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # the whole backwards that W runs
         last = self._schedule.num_stages - 1
         self._recomputes_loss = any(stage.recompute and stage.index == last for stage in stages)
         check_stages(self._schedule, stages)
@@ -97,6 +98,7 @@ class ScheduleExecutor:
         self._ran.clear()
         self._losses.clear()
         self._whole.clear()
+        self._deferred.clear()
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
         if target is not None:
             self._weights.begin(target, self._schedule.num_microbatches)
@@ -237,10 +239,11 @@ class ScheduleExecutor:
     ) -> None:
         """Recomputes F before B or I, makes its gradients fit to be sent, and times it."""
         original = torch_stage.backward_one_chunk
-        always_whole = _is_never_split(stage)
+        has_hooks = has_hooks_of_the_model(stage.module)
+        sends_gradient = stage.index > 0 and any(tensor.requires_grad for tensor in stage.received)
 
         def is_whole(microbatch: int, loss: Any) -> bool:
-            if always_whole:
+            if has_hooks:
                 return True
             outputs, inputs = torch_stage.fwd_cache[microbatch]
             return not can_split((loss,) if torch_stage.is_last else outputs, inputs, stage.module.parameters())
@@ -250,12 +253,17 @@ class ScheduleExecutor:
                 loss = recompute(microbatch)
             if stage.before_backward is not None:
                 stage.before_backward()
-            if not full_backward and not torch_stage.is_first and is_whole(microbatch, loss):
-                full_backward = True
+            is_split = not full_backward
+            if is_split and sends_gradient and is_whole(microbatch, loss):
+                is_split = False
                 self._whole.add((stage.index, microbatch))
             if torch_stage.is_last:
                 loss = self._released(torch_stage, microbatch, loss)
-            original(microbatch, loss=loss, full_backward=full_backward, last_backward=last_backward)
+            if is_split and not sends_gradient:
+                self._deferred[stage.index, microbatch] = partial(original, microbatch, loss=loss)
+                torch_stage.bwd_cache[microbatch] = (None,) * len(stage.received)
+            else:
+                original(microbatch, loss=loss, full_backward=not is_split, last_backward=last_backward)
             grads = torch_stage.bwd_cache[microbatch]
             if needs_gradient_for_every_input() and not torch_stage.is_first:
                 grads = _zeros_for_none(grads, [info.buffer for info in torch_stage.args_recv_info[microbatch]])
@@ -287,6 +295,8 @@ class ScheduleExecutor:
         def compute(microbatch: int, last_backward: bool) -> None:
             if (stage.index, microbatch) in self._whole:
                 self._whole.remove((stage.index, microbatch))
+            elif (stage.index, microbatch) in self._deferred:
+                self._deferred.pop((stage.index, microbatch))()
             else:
                 original(microbatch, last_backward=last_backward)
 
@@ -345,11 +355,6 @@ def _range(target: Tensor) -> str:
     if target.is_floating_point() or not target.numel() or target.device.type != "cpu":
         return ""
     return f"; its targets are {int(target.min())} to {int(target.max())}"
-
-
-def _is_never_split(stage: LocalStage) -> bool:
-    """Returns whether every I of a stage must be a whole backward, see `whole_backward`."""
-    return not any(tensor.requires_grad for tensor in stage.received) or has_hooks_of_the_model(stage.module)
 
 
 def _final_backwards(order: Sequence[Action]) -> dict[int, Action]:

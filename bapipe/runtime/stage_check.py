@@ -132,9 +132,7 @@ def _as_planned(
         module=recomputed or module,
         recomputation=recomputed,
         needs_gradient=tuple(example.requires_grad for example in examples),
-        can_split=(lambda *backward: not never_split and bool(backward[1]) and can_split(*backward))
-        if has_i_and_w
-        else None,
+        can_split=(lambda *backward: not never_split and can_split(*backward)) if has_i_and_w else None,
     )
 
 

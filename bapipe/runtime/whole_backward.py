@@ -1,11 +1,13 @@
 """Which backwards of a stage torch can split into I and W without an error in the gradients.
 
-A backward is run whole, and its W does nothing, if
+A backward is run whole, in I, and its W does nothing, if
 
 - the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`): a
   layer is called several times, as the cell of an unrolled recurrent network;
-- the stage receives nothing that needs a gradient, so that no gradient leaves a path;
 - a parameter has hooks of the model's own, which W would call for parts of a gradient, or not at all.
+
+It is run whole, in W, and its I does nothing, if the stage receives nothing that needs a gradient: no gradient leaves a
+path, and no stage waits for its I. So it is with the first stage.
 """
 
 from collections.abc import Iterable

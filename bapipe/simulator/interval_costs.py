@@ -6,8 +6,9 @@ tests/simulator/test_interval_costs.py holds the pairs equal. The rest of the si
 keeps numpy out of `import bapipe`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.simulator.layer_totals import NO_HOST_TIMES
 
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 Index = Any
 """One boundary, or an array of boundaries of any shape."""
 
@@ -74,25 +76,48 @@ def at_speed(times_ns: IntArray, speed: float, max_ns: int = MAX_NS) -> IntArray
 def cut_bytes(profile: ModelProfile, microbatch_size: int, inside: IntArray | None = None) -> tuple[IntArray, IntArray]:
     """Returns the bytes of activations and of gradients that cross each boundary, [boundaries] each.
 
-    A tensor crosses a boundary if it is made before it and a layer behind it uses it. Boundaries are those of
-    `IntervalCosts`. The vectorised form of `bapipe.simulator.stage_cost.cut_bytes`.
+    Boundaries are those of `IntervalCosts`. The vectorised form of `bapipe.simulator.stage_cost.find_cuts`.
     """
     num_boundaries = len(profile.layers) + 1 if inside is None else len(inside)
     send, grad = (np.zeros(num_boundaries, dtype=np.int64) for _ in range(2))
+    measured = profile.at(microbatch_size)
+    for i, output, crosses in _crossings(profile, inside):
+        num_bytes = measured[i].output_bytes[output]
+        send[crosses] += num_bytes
+        grad[crosses] += 0 if profile.layers[i].outputs[output] in profile.layers[i].no_gradient else num_bytes
+    return send, grad
+
+
+def gradient_crosses(profile: ModelProfile, inside: IntArray | None = None) -> BoolArray:
+    """Returns whether a tensor with a gradient crosses each boundary. [boundaries]
+
+    A stage that begins at one where none does sends no gradient back. The vectorised form of `num_gradients` of
+    `bapipe.simulator.stage_cost.find_cuts`.
+    """
+    found = np.zeros(len(profile.layers) + 1 if inside is None else len(inside), dtype=bool)
+    for i, output, crosses in _crossings(profile, inside):
+        if profile.layers[i].outputs[output] not in profile.layers[i].no_gradient:
+            found[crosses] = True
+    return found
+
+
+def _crossings(profile: ModelProfile, inside: IntArray | None) -> Iterator[tuple[int, int, Any]]:
+    """Yields each output of each layer, by numbers, with the boundaries that it crosses.
+
+    A tensor crosses a boundary if it is made before it and a layer behind it uses it.
+    """
     users: dict[str, list[int]] = {}
     for i, layer in enumerate(profile.layers):
         for tensor in layer.inputs:
             users.setdefault(tensor, []).append(i)
-    for i, (layer, measured) in enumerate(zip(profile.layers, profile.at(microbatch_size), strict=True)):
-        for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+    for i, layer in enumerate(profile.layers):
+        for output, tensor in enumerate(layer.outputs):
             if tensor not in users:
                 continue
             crosses: Any = slice(i + 1, max(users[tensor]) + 1)
             if inside is not None:
                 crosses = (inside[:, i] == 1) & (inside[:, users[tensor]].min(axis=1) == 0)
-            send[crosses] += num_bytes
-            grad[crosses] += 0 if tensor in layer.no_gradient else num_bytes
-    return send, grad
+            yield i, output, crosses
 
 
 class IntervalCosts:
@@ -120,6 +145,7 @@ class IntervalCosts:
         def sums(values: Sequence[int]) -> IntArray:  # over the layers before each boundary; [boundaries]
             return prefix_sums(values) if inside is None else inside @ np.array(values, dtype=np.int64)
 
+        self._profile, self._inside = profile, inside
         measured, layers = profile.at(microbatch_size), profile.layers
         self._forward = sums([m.forward_ns for m in measured])
         self._input_grad = sums([m.input_grad_ns for m in measured])
@@ -152,11 +178,19 @@ class IntervalCosts:
         return self._action_ns(self._ns(self._forward, begin, end), self._host_forward, begin, end)
 
     def input_grad_ns(self, begin: Index, end: Index) -> IntArray:
-        """Returns I of one micro-batch."""
-        return self._action_ns(self._ns(self._input_grad, begin, end), self._host_input_grad, begin, end)
+        """Returns I of one micro-batch: nothing, if the stage sends no gradient back."""
+        apart = self._action_ns(self._ns(self._input_grad, begin, end), self._host_input_grad, begin, end)
+        found: IntArray = np.where(self._sends_gradient[begin], apart, 0)
+        return found
 
     def weight_grad_ns(self, begin: Index, end: Index) -> IntArray:
-        """Returns W of one micro-batch."""
+        """Returns W of one micro-batch: all of B, if the stage sends no gradient back."""
+        apart = self.weight_grad_after_input_grad_ns(begin, end)
+        found: IntArray = np.where(self._sends_gradient[begin], apart, self.backward_ns(begin, end))
+        return found
+
+    def weight_grad_after_input_grad_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns W of layers of a stage that sends a gradient back; they may be any last layers of that stage."""
         return self._action_ns(self._ns(self._weight_grad, begin, end), self._host_weight_grad, begin, end)
 
     def backward_ns(self, begin: Index, end: Index) -> IntArray:
@@ -197,8 +231,15 @@ class IntervalCosts:
         return self._difference(self._stash, begin, end)
 
     def gradient_stash_bytes(self, begin: Index, end: Index) -> IntArray:
-        """Returns the bytes that I leaves for W of one micro-batch."""
-        return self._difference(self._gradient_stash, begin, end)
+        """Returns the bytes that I leaves for W of one micro-batch: none, if the stage sends no gradient back."""
+        left = self._difference(self._gradient_stash, begin, end)
+        found: IntArray = np.where(self._sends_gradient[begin], left, 0)
+        return found
+
+    @cached_property
+    def _sends_gradient(self) -> BoolArray:
+        """Whether a stage that begins at each boundary sends a gradient back. [boundaries]"""
+        return gradient_crosses(self._profile, self._inside)
 
     def _action_ns(self, device_ns: IntArray, host_sums: IntArray, begin: Index, end: Index) -> IntArray:
         """The longer of what the device needs and what the host needs."""

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, chain, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.cluster import Cluster, Device
@@ -27,7 +27,8 @@ class StageCost:
     """A stage on one of its devices, for one micro-batch.
 
     Attributes:
-        forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F.
+        forward_ns, input_grad_ns, weight_grad_ns: F, I and W; `input_grad_ns` contains a recomputed F. If the stage
+            sends no gradient back, that is all of I, and W all the rest of a backward.
         whole_backward_ns: B, with a recomputed F; None if it is I + W.
         update_ns: the optimizer's update, once a step.
         param_bytes, optimizer_bytes: they live all through the step, as gradients do.
@@ -157,7 +158,7 @@ def build_stages(
         check_tied_weights(chain.from_iterable(devices), profiles[replicas[0].kind].layers)
     stage_of = {name: s for s, stage in enumerate(stages) for name in stage.layers}
     # The cuts before and behind each stage; nothing is sent to the first one. [stages + 1]
-    cuts = {kind: [(0, 0), *cut_bytes(view.layers, stage_of)] for kind, view in views.items()}
+    cuts = {kind: [Cut(), *find_cuts(view.layers, stage_of)] for kind, view in views.items()}
     costed = tuple(
         _stage(stage, group, views, *cuts[group[0].kind][s : s + 2])
         for s, (stage, group) in enumerate(zip(stages, devices, strict=True))
@@ -224,10 +225,10 @@ def _stage(
     stage: StagePlan,
     devices: Sequence[Device],
     views: Mapping[str, _ProfileView],
-    entry: tuple[int, int],
-    cut: tuple[int, int],
+    entry: "Cut",
+    cut: "Cut",
 ) -> Stage:
-    """Returns a stage; `entry` and `cut` are the activations and gradients at the cuts before and behind it."""
+    """Returns a stage; `entry` and `cut` are the cuts before and behind it."""
     names = sorted(stage.layers, key=lambda name: -views[devices[0].kind].position[name])
     layers = [views[devices[0].kind].by_name[name][0] for name in names]
     buckets = fill_buckets([layer.summed_bytes(has_replicas=len(devices) > 1) for layer in layers])
@@ -242,14 +243,15 @@ def _stage(
                 recomputed,
                 ends,
                 tied[device.kind],
+                sends_gradient=entry.num_gradients > 0,
             )
             for device in devices
         ),
         num_members=devices[0].num_members,
-        send_bytes=cut[0],
-        grad_bytes=cut[1],
-        input_bytes=entry[0],
-        input_grad_bytes=entry[1],
+        send_bytes=cut.send_bytes,
+        grad_bytes=cut.grad_bytes,
+        input_bytes=entry.send_bytes,
+        input_grad_bytes=entry.grad_bytes,
         bucket_bytes=tuple(num_bytes for _, num_bytes in buckets),
         group_bucket_bytes=group_bucket_bytes(ends, [layer.group_gradient_bytes for layer in layers]),
         tied_gradients=tied[devices[0].kind].gradients,
@@ -292,11 +294,15 @@ def stage_cost(
     recomputed: AbstractSet[str],
     bucket_ends: Sequence[int],
     tied: TiedWeightCost,
+    *,
+    sends_gradient: bool,
 ) -> StageCost:
     """Returns the cost of layers, given last to first, on a device of some speed.
 
-    `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full. `recomputed` are the names
-    of the layers that are recomputed.
+    Args:
+        recomputed: the names of the layers that are recomputed.
+        bucket_ends: `bucket_ends[b]` layers, from the last one, have their gradients when bucket b is full.
+        sends_gradient: whether a tensor with a gradient crosses the cut before the layers.
     """
     totals = [layer_totals(layer, measured) for layer, measured in layers]
     again = [of for (layer, _), of in zip(layers, totals, strict=True) if layer.name in recomputed]
@@ -307,6 +313,7 @@ def stage_cost(
         speed=speed,
         recomputed=sum_totals(again),
         tied=tied,
+        sends_gradient=sends_gradient,
     )
 
 
@@ -318,6 +325,7 @@ def cost_of_totals(
     speed: float,
     recomputed: LayerTotals,
     tied: TiedWeightCost,
+    sends_gradient: bool,
 ) -> StageCost:
     """Returns the cost of layers on a device of some speed. Times are rounded once per stage, not per layer.
 
@@ -325,26 +333,30 @@ def cost_of_totals(
         workspace_bytes: the maximum over the layers.
         last_layers: for each bucket of gradients, the layers from which on all gradients before it are done.
         recomputed: the sums over the layers that are recomputed.
+        sends_gradient: whether a tensor with a gradient crosses the cut before the layers.
     """
     recomputed_ns = at_speed(recomputed.forward_ns, speed)  # before each B, or before each I
     host_recomputed_ns = at_speed(recomputed.host_forward_ns, speed)
     param_bytes = layers.param_bytes + tied.param_bytes
 
     # The host enqueues an action's kernels while the device runs them: the action takes as long as the slower of both.
-    def backward_ns(of: LayerTotals) -> int:
+    def backward_ns(of: LayerTotals, again_ns: int = recomputed_ns, host_again_ns: int = host_recomputed_ns) -> int:
         split_ns = at_speed(of.input_grad_ns, speed) + at_speed(of.weight_grad_ns, speed)
         device_ns = at_speed(of.backward_ns, speed) if of.num_measured_backward else split_ns
-        return max(recomputed_ns + device_ns, host_recomputed_ns + at_speed(of.host_backward_ns, speed))
+        return max(again_ns + device_ns, host_again_ns + at_speed(of.host_backward_ns, speed))
 
     def weight_grad_ns(of: LayerTotals) -> int:
+        if not sends_gradient:  # nothing waits for I, so a run leaves the whole backward to W
+            return backward_ns(of, 0, 0)
         return at_speed(max(of.weight_grad_ns, of.host_weight_grad_ns), speed)
 
+    input_grad = (layers.input_grad_ns, layers.host_input_grad_ns) if sends_gradient else (0, 0)
     is_measured = layers.num_measured_backward or layers.has_host_times
     return StageCost(
         forward_ns=at_speed(max(layers.forward_ns, layers.host_forward_ns), speed),
         input_grad_ns=max(
-            recomputed_ns + at_speed(layers.input_grad_ns, speed),
-            host_recomputed_ns + at_speed(layers.host_input_grad_ns, speed),
+            recomputed_ns + at_speed(input_grad[0], speed),
+            host_recomputed_ns + at_speed(input_grad[1], speed),
         ),
         weight_grad_ns=weight_grad_ns(layers),
         whole_backward_ns=backward_ns(layers) if is_measured else None,
@@ -354,7 +366,7 @@ def cost_of_totals(
         optimizer_bytes=layers.optimizer_bytes + tied.optimizer_bytes,
         stash_bytes=layers.stash_bytes,
         recomputed_bytes=recomputed.stash_bytes,
-        gradient_stash_bytes=layers.gradient_stash_bytes,
+        gradient_stash_bytes=layers.gradient_stash_bytes if sends_gradient else 0,
         workspace_bytes=workspace_bytes,
         gradient_done_ns=tuple((backward_ns(last), weight_grad_ns(last)) for last in last_layers),
     )
@@ -403,28 +415,43 @@ def check_flow(layers: Iterable[Layer], stage_of: Mapping[str, int]) -> None:
         stage_of_tensor |= dict.fromkeys(layer.outputs, stage_of[layer.name])
 
 
-def cut_bytes(
-    layers: Sequence[tuple[LayerProfile, LayerMeasurement]], stage_of: Mapping[str, int]
-) -> list[tuple[int, int]]:
-    """Returns for each stage the bytes of activations and of gradients of a micro-batch at the cut behind it.
+class Cut(NamedTuple):
+    """What crosses the cut between two stages.
 
-    A tensor crosses the cuts between the stage that makes it and the last stage that uses it. The last pair is (0, 0).
+    Attributes:
+        send_bytes, grad_bytes: activations of a micro-batch, and their gradients.
+        num_gradients: how many of the tensors have a gradient.
+    """
+
+    send_bytes: int = 0
+    grad_bytes: int = 0
+    num_gradients: int = 0
+
+
+def find_cuts(layers: Sequence[tuple[LayerProfile, LayerMeasurement]], stage_of: Mapping[str, int]) -> list[Cut]:
+    """Returns the cut behind each stage; nothing crosses the last one.
+
+    A tensor crosses the cuts between the stage that makes it and the last stage that uses it.
     """
     last_use: dict[str, int] = {}
     for layer, _ in layers:
         for tensor in layer.inputs:
             last_use[tensor] = max(last_use.get(tensor, 0), stage_of[layer.name])
     # What is added at the first cut that a tensor crosses, and taken away behind the last one. [stages]
-    send, grad = ([0] * (max(stage_of.values()) + 1) for _ in range(2))
+    send, grad, num_gradients = ([0] * (max(stage_of.values()) + 1) for _ in range(3))
     for layer, measured in layers:
         made = stage_of[layer.name]
         for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
             used = last_use.get(tensor, made)
-            for change in (send,) if tensor in layer.no_gradient else (send, grad):
-                if used > made:
-                    change[made] += num_bytes
-                    change[used] -= num_bytes
-    return list(zip(accumulate(send), accumulate(grad), strict=True))
+            if used == made:
+                continue
+            changes = [(send, num_bytes)]
+            if tensor not in layer.no_gradient:
+                changes += [(grad, num_bytes), (num_gradients, 1)]
+            for change, value in changes:
+                change[made] += value
+                change[used] -= value
+    return [Cut(*values) for values in zip(*map(accumulate, (send, grad, num_gradients)), strict=True)]
 
 
 def kept_tensor_bytes(

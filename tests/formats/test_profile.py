@@ -120,9 +120,16 @@ def test_an_action_takes_the_longer_of_the_sums_of_device_and_host() -> None:
 
     first, second = layer(30, 5), layer(10, 50)
 
-    def cost(recomputed: LayerTotals) -> StageCost:
-        both = sum_totals([first, second])
-        return cost_of_totals(both, 0, [second], speed=2.0, recomputed=recomputed, tied=TiedWeightCost())
+    def cost(recomputed: LayerTotals, *, sends_gradient: bool = True) -> StageCost:
+        return cost_of_totals(
+            sum_totals([first, second]),
+            0,
+            [second],
+            speed=2.0,
+            recomputed=recomputed,
+            tied=TiedWeightCost(),
+            sends_gradient=sends_gradient,
+        )
 
     plain, again = cost(LayerTotals()), cost(second)
     assert (plain.forward_ns, plain.input_grad_ns, plain.weight_grad_ns, plain.backward_ns) == (28, 40, 30, 60)
@@ -130,3 +137,8 @@ def test_an_action_takes_the_longer_of_the_sums_of_device_and_host() -> None:
     assert (again.forward_ns, again.input_grad_ns, again.weight_grad_ns, again.backward_ns) == (28, 55, 30, 65)
     # The last layer alone: B 60 and 40, W 20 and 30; with its F repeated, B 70 and 90.
     assert (plain.gradient_done_ns, again.gradient_done_ns) == (((30, 15),), ((45, 15),))
+    # Of a stage that sends no gradient back, I is only the F of `second` again, and W all of B.
+    plain, again = cost(LayerTotals(), sends_gradient=False), cost(second, sends_gradient=False)
+    assert (plain.input_grad_ns, plain.weight_grad_ns, plain.backward_ns) == (0, 60, 60)
+    assert (again.input_grad_ns, again.weight_grad_ns, again.backward_ns) == (25, 60, 65)
+    assert (plain.gradient_done_ns, again.gradient_done_ns) == (((30, 30),), ((45, 30),))

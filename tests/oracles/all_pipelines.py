@@ -106,13 +106,24 @@ class _Costs:
         self.of: dict[str, Array] = {
             name: np.zeros(shape, dtype=np.int64) for name in (*names, "done_b", "done_w", "reduced")
         }
+        self.send, self.grad = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+        sends_back = np.zeros(count + 1, dtype=bool)  # a stage that begins at the cut
+        for i, (layer, measured) in enumerate(rows):
+            for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
+                last = max((j for j, (user, _) in enumerate(rows) if tensor in user.inputs), default=i)
+                self.send[i + 1 : last + 1] += num_bytes
+                if tensor not in layer.no_gradient:
+                    self.grad[i + 1 : last + 1] += num_bytes
+                    sends_back[i + 1 : last + 1] = True
         for d, device in enumerate(devices):
             for a, b in combinations(range(count + 1), 2):
                 layers = rows[a:b][::-1]
                 buckets = fill_buckets([layer.param_bytes for layer, _ in layers])
                 assert sum(layer.param_bytes for layer, _ in layers) < BUCKET_BYTES
                 ends = [end for end, _ in buckets]
-                cost = stage_cost(layers, device.speed, frozenset(), ends, TiedWeightCost())
+                cost = stage_cost(
+                    layers, device.speed, frozenset(), ends, TiedWeightCost(), sends_gradient=bool(sends_back[a])
+                )
                 done = cost.gradient_done_ns[0] if buckets else (0, 0)
                 values = (
                     *(cost.forward_ns, cost.backward_ns, cost.input_grad_ns, cost.weight_grad_ns, cost.update_ns),
@@ -121,12 +132,6 @@ class _Costs:
                 )
                 for array, value in zip(self.of.values(), values, strict=True):
                     array[d, a, b] = value
-        self.send, self.grad = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
-        for i, (layer, measured) in enumerate(rows):
-            for tensor, num_bytes in zip(layer.outputs, measured.output_bytes, strict=True):
-                last = max((j for j, (user, _) in enumerate(rows) if tensor in user.inputs), default=i)
-                self.send[i + 1 : last + 1] += num_bytes
-                self.grad[i + 1 : last + 1] += 0 if tensor in layer.no_gradient else num_bytes
 
     def least_again(
         self, a: int, b: int, states: Sequence[tuple[tuple[int, int, int], ...]], rooms: tuple[int, ...]

@@ -269,7 +269,7 @@ CASES["relay of a skip tensor"] = (
 # -- 6. I and W apart, nothing to send --------------------------------------------------------------------------------
 # Stage 0 on a: F 2, I 3, W 4. Stage 1 on b: F 5, I 6, W 7; the tensor has 0 bytes: there the instant F ends.
 # a: 0F0 0-2, 0F1 2-4. b: 1F0 2-7, 1I0 7-13, 1F1 13-18, 1I1 18-24, 1W0 24-31, 1W1 31-38.
-# a: 0I0 13-16, 0I1 24-27 (0W0 stands after it, so a idles 16-24), 0W0 27-31, 0W1 31-35.
+# a sends no gradient back: I 0, W 3 + 4 = 7. 0I0 13-13, 0I1 24-24 (0W0 stands after it), 0W0 24-31, 0W1 31-38.
 # Updates: a 1: 35-36; b 2: 38-40. Step 40. Memory: the stash lives until W: 2×10 + workspace 4 = 24 on a, 2×20 = 40 on b.
 CASES["I and W apart"] = (
     plan(
@@ -287,11 +287,11 @@ CASES["I and W apart"] = (
     },
     {
         "step_ns": 40,
-        "spans": spans("a", "0F0 0-2, 0F1 2-4, 0I0 13-16, 0I1 24-27, 0W0 27-31, 0W1 31-35")
+        "spans": spans("a", "0F0 0-2, 0F1 2-4, 0I0 13-13, 0I1 24-24, 0W0 24-31, 0W1 31-38")
         + spans("b", "1F0 2-7, 1I0 7-13, 1F1 13-18, 1I1 18-24, 1W0 24-31, 1W1 31-38"),
         "transfers": [],
         "syncs": [],
-        "updates": [("a", 0, 35, 36), ("b", 1, 38, 40)],
+        "updates": [("a", 0, 38, 39), ("b", 1, 38, 40)],
         "peak_bytes": {"a": 24, "b": 40},
     },
 )
@@ -299,8 +299,8 @@ CASES["I and W apart"] = (
 
 # -- 7. A replica without a micro-batch, W last, a layer without parameters in front -----------------------------------
 # One stage of x (no parameters; F 1, I 10, W 5) and y (100 bytes; F 3, I 1, W 2) on a and b; one micro-batch, on a.
-# a: 0F0 0-4, 0I0 4-15, 0W0 15-22. The one bucket is y's 100 bytes; y's own W is done at 15 + 2 = 17; b is ready at 0.
-# Half: 50 bytes, latency 3: 53; 2(2-1)×53 = 106: 17-123. Updates 9: 123-132 on both. Step 132.
+# a: 0F0 0-4, 0I0 4-4, 0W0 is all of B, 18: 4-22. The one bucket is y's 100 bytes; y's own B is done at 4 + 3 = 7; b is
+# ready at 0. Half: 50 bytes, latency 3: 53; 2(2-1)×53 = 106: 7-113. Updates 9: 113-122 on both. Step 122.
 # Memory: 2×100 + 100 = 300 on both; a: stash 5 + 6 and workspace max(7, 0): 318.
 CASES["idle replica, W last"] = (
     plan([device("a"), device("b")], [(["x", "y"], ["a", "b"], False)], ["0F0 0I0 0W0", ""], 1, link(10**9, 3)),
@@ -311,11 +311,11 @@ CASES["idle replica, W last"] = (
         )
     },
     {
-        "step_ns": 132,
-        "spans": spans("a", "0F0 0-4, 0I0 4-15, 0W0 15-22"),
+        "step_ns": 122,
+        "spans": spans("a", "0F0 0-4, 0I0 4-4, 0W0 4-22"),
         "transfers": [],
-        "syncs": [(0, 100, 17, 123)],
-        "updates": [("a", 0, 123, 132), ("b", 0, 123, 132)],
+        "syncs": [(0, 100, 7, 113)],
+        "updates": [("a", 0, 113, 122), ("b", 0, 113, 122)],
         "peak_bytes": {"a": 318, "b": 300},
     },
 )

@@ -118,6 +118,7 @@ class Case:
                 graph[layer["name"]] = {
                     "inputs": layer["inputs"],
                     "bytes": sizes,
+                    "with_gradient": set(sizes) - set(no_gradient),
                     "gradient_bytes": {t: 0 if t in no_gradient else b for t, b in sizes.items()},
                     "param_bytes": layer["param_bytes"],
                     "trained_bytes": layer.get("trained_bytes", layer["param_bytes"]),
@@ -285,6 +286,9 @@ class Case:
                 self.stage_ns(s, device, "host weight_grad_ns", last),
             ),
         }
+        if not self.sends_back(s):
+            times["I"] = (again, host_again)
+            times["W"] = (self.backward_ns(s, device, last), self.stage_ns(s, device, "host backward_ns", last))
         return max(times[phase])
 
     @remembered
@@ -323,6 +327,19 @@ class Case:
     def alone_ns(self, s, phase, device):
         """Rule 1, of the whole stage."""
         return self.whole_ns(s, phase, device)
+
+    @remembered
+    def sends_back(self, s):
+        """Rule 1: whether some tensor that comes into stage s has a gradient."""
+        coming = {name for name in self.graph if self.home[name] < s}
+        staying = set(self.graph) - coming
+        used = {tensor for name in staying for tensor in self.graph[name]["inputs"]}
+        return any(used & self.graph[name]["with_gradient"] for name in coming)
+
+    @remembered
+    def left_for_w(self, s, device):
+        """What the I of one micro-batch leaves for its W."""
+        return sum(self.figures(s, device, "gradient_stash_bytes")) if self.sends_back(s) else 0
 
     def again(self, s):
         """The layers of a stage that run once more before its backward."""
@@ -727,7 +744,7 @@ def peak(case, table, spans, device):
             last = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "W", m))
             kept, besides = case.held_bytes(s, device)
             if (s, "I", m) in actions and backward <= now <= last:
-                total += sum(case.figures(s, device, "gradient_stash_bytes"))
+                total += case.left_for_w(s, device)
             if first <= now <= last:
                 total += kept
             if backward <= now <= last:
@@ -757,6 +774,6 @@ def peak_of_lanes(case, actions, spans, device):
             total += kept if lives(forward) else 0
             total += besides if lives(backwards[0]) else 0
             if len(backwards) == 2 and lives(backwards[0]):
-                total += sum(case.figures(s, device, "gradient_stash_bytes"))
+                total += case.left_for_w(s, device)
         most = max(most, total)
     return most

@@ -69,6 +69,11 @@ def test_bounds_hold_for_every_schedule(schedule: str) -> None:
     bounds_hold()
 
 
+@pytest.mark.parametrize("schedule", ["zb-h2", "1f1b-2bp"])
+def test_bounds_hold_if_some_cuts_carry_no_gradients(schedule: str) -> None:
+    assert sum(check(random_problems(seed, [schedule], frozen=True), seed=seed)[2] > 0 for seed in range(12)) > 6
+
+
 @examples(40)
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=40), st.data())
 def test_range_min_is_the_minimum_of_a_window(values: list[int], data: st.DataObject) -> None:

@@ -9,14 +9,22 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import StagePlan
-from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.report.layer_diagram import layer_rows
 from bapipe.schedules.table import Phase
 from bapipe.simulator import allreduce, stage_cost
-from bapipe.simulator.interval_costs import IntArray, IntervalCosts, at_speed, cut_bytes, ring_ns, transfer_ns
+from bapipe.simulator.interval_costs import (
+    IntArray,
+    IntervalCosts,
+    at_speed,
+    cut_bytes,
+    gradient_crosses,
+    ring_ns,
+    transfer_ns,
+)
 from bapipe.simulator.stage_cost import StageCost
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.units import at_speed as scalar_at_speed
@@ -26,10 +34,18 @@ from tests.random_profiles import random_profile, with_host_times
 SPEEDS = [1.0, 0.3, 1.7, 2.5]
 
 
-def scalar_cost(profile: ModelProfile, layers: list[int], speed: float) -> StageCost:
+def sends_gradient(profile: ModelProfile, before: set[int]) -> bool:
+    """Whether a tensor with a gradient that some layers make is used by the other ones."""
+    used = {tensor for i, layer in enumerate(profile.layers) if i not in before for tensor in layer.inputs}
+    made = (set(profile.layers[i].outputs) - set(profile.layers[i].no_gradient) for i in before)
+    return any(map(used.intersection, made))
+
+
+def scalar_cost(profile: ModelProfile, before: list[int], layers: list[int], speed: float) -> StageCost:
     measured = profile.at(2)
     pairs = [(profile.layers[i], measured[i]) for i in reversed(layers)]
-    return stage_cost.stage_cost(pairs, speed, frozenset(), (), TiedWeightCost())
+    sends = sends_gradient(profile, set(before))
+    return stage_cost.stage_cost(pairs, speed, frozenset(), (), TiedWeightCost(), sends_gradient=sends)
 
 
 def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> None:
@@ -56,7 +72,7 @@ def test_costs_of_intervals_of_a_chain_equal_those_of_stages(speed: float) -> No
         costs = IntervalCosts(profile, 2, speed)
         for begin in range(6):
             for end in range(begin + 1, 7):
-                check_equal(costs, begin, end, scalar_cost(profile, list(range(begin, end)), speed))
+                check_equal(costs, begin, end, scalar_cost(profile, [*range(begin)], [*range(begin, end)], speed))
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
@@ -101,7 +117,8 @@ def test_costs_of_intervals_of_a_graph_equal_those_of_stages() -> None:
         for begin, smaller in enumerate(boundaries):
             for end, larger in enumerate(boundaries):
                 if smaller != larger and not smaller & ~larger:
-                    check_equal(costs, begin, end, scalar_cost(profile, members(larger & ~smaller), 1.7))
+                    want = scalar_cost(profile, members(smaller), members(larger & ~smaller), 1.7)
+                    check_equal(costs, begin, end, want)
 
 
 def test_long_times_are_exact_up_to_the_limit() -> None:
@@ -136,21 +153,23 @@ def test_ring_times_equal_the_simulator_s() -> None:
         assert ring_ns(np.array([0]), num_devices, [slow]).tolist() == [0]
 
 
-def test_every_count_of_the_bytes_at_a_cut_is_the_same() -> None:
+def test_every_count_of_what_crosses_a_cut_is_the_same() -> None:
     for seed in range(20):
         profile = random_profile(Random(seed), 7) if seed % 2 else branching_profile(Random(seed), 7)
         layers = list(zip(profile.layers, profile.at(2), strict=True))
-        names = [layer.name for layer in profile.layers]
-
-        def at_cut(before: set[str], layers: list[tuple[LayerProfile, LayerMeasurement]] = layers) -> tuple[int, int]:
-            return stage_cost.cut_bytes(layers, {layer.name: int(layer.name not in before) for layer, _ in layers})[0]
-
-        want = [at_cut(set(names[:cut])) for cut in range(len(names) + 1)]
-        assert list(zip(*(column.tolist() for column in cut_bytes(profile, 2)), strict=True)) == want
         boundaries = boundaries_of(profile)
-        want = [at_cut({names[i] for i in members(nodes)}) for nodes in boundaries]
-        send, grad = cut_bytes(profile, 2, inside_of(profile, boundaries))
-        assert list(zip(send.tolist(), grad.tolist(), strict=True)) == want
+        for sets, inside in (
+            ([2**cut - 1 for cut in range(len(layers) + 1)], None),
+            (boundaries, inside_of(profile, boundaries)),
+        ):
+            send, grad = cut_bytes(profile, 2, inside)
+            crosses = gradient_crosses(profile, inside)
+            for boundary, nodes in enumerate(sets):
+                stage_of = {layer.name: int(not nodes >> i & 1) for i, layer in enumerate(profile.layers)}
+                cut = stage_cost.find_cuts(layers, stage_of)[0]
+                assert (send[boundary], grad[boundary]) == (cut.send_bytes, cut.grad_bytes)
+                sends = sends_gradient(profile, set(members(nodes)))
+                assert (crosses[boundary], cut.num_gradients > 0) == (sends, sends)
 
 
 def test_the_drawing_of_the_layers_has_the_bytes_of_each_cut() -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import add, sub
 
 from bapipe.formats.profile import ModelProfile
-from bapipe.simulator.interval_costs import cut_bytes
+from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses
 from bapipe.simulator.layer_totals import LayerTotals, layer_totals, sum_totals
 from bapipe.simulator.stage_cost import (
     Stage,
@@ -45,6 +45,7 @@ class Chain:
         self._summed = [[layer.summed_bytes(has_replicas=any_) for layer in profile.layers] for any_ in (False, True)]
         self._has_group_sums = any(self._group_gradients)
         self.send_bytes, self.grad_bytes = (sums.tolist() for sums in cut_bytes(profile, microbatch_size))
+        self._sends_gradient = gradient_crosses(profile).tolist()  # a stage that begins at each cut; [layers + 1]
         self.legal = _legal(profile)
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
@@ -71,6 +72,7 @@ class Chain:
                 speed=self._speed,
                 recomputed=sum_totals(self._totals_of(i, i + 1) for i in recompute),
                 tied=self.tied_weight_cost(start, stop),
+                sends_gradient=self._sends_gradient[start],
             )
         return cost
 

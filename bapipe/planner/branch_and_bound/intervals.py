@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerProfile, ModelProfile, has_host_times, without_host_times
 from bapipe.simulator.in_flight import InFlight, in_flight_bytes
-from bapipe.simulator.interval_costs import IntervalCosts, prefix_sums, ring_ns
+from bapipe.simulator.interval_costs import IntervalCosts, gradient_crosses, prefix_sums, ring_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 from bapipe.simulator.tied_weights import TiedWeights
 
@@ -71,6 +71,11 @@ class IntervalIndex:
         rows = [np.maximum.accumulate(unit_maxima[begin:]) for begin in range(len(unit_maxima))]
         return np.concatenate(rows)
 
+    def sends_gradient(self, profile: ModelProfile) -> BoolArray:
+        """Returns whether a stage of each interval sends a gradient back to the stage before. [intervals]"""
+        sends: BoolArray = gradient_crosses(profile)[list(self.cuts)][self.begins]
+        return sends
+
     def min_per_begin(self, values: IntArray) -> IntArray:
         """Returns for each begin the minimum over its intervals; `INF` for the last. [intervals] -> [boundaries]"""
         return np.append(np.minimum.reduceat(values, self.row_offset[:-1]), INF)
@@ -82,7 +87,7 @@ class IntervalMemory:
     Attributes:
         static_bytes: parameters, gradients, optimizer state and workspace.
         stash_bytes: kept per micro-batch from F to the end of its backward.
-        gradient_stash_bytes: what I leaves for W, per micro-batch.
+        gradient_stash_bytes: what I leaves for W, per micro-batch; nothing if the stage sends no gradient back.
         input_bytes, output_grad_bytes: activations that come in per micro-batch, and gradients that come back.
     """
 
@@ -101,7 +106,8 @@ class IntervalMemory:
         self.static_bytes = intervals.sums(static_bytes) + intervals.maxima([m.workspace_bytes for m in measured])
         self.static_bytes += _tied_copy_bytes(intervals, profile)
         self.stash_bytes = intervals.sums([m.stash_bytes for m in measured])
-        self.gradient_stash_bytes = intervals.sums([m.left_by_input_grad_bytes for m in measured])
+        left_for_w = intervals.sums([m.left_by_input_grad_bytes for m in measured])
+        self.gradient_stash_bytes = np.where(intervals.sends_gradient(profile), left_for_w, 0)
         # [layers + 1] -> [boundaries]. Activations come in at the begin of a stage, gradients at its end.
         send, grad = (np.array([side[cut] for cut in intervals.cuts], dtype=np.int64) for side in cut_bytes)
         self.input_bytes, self.output_grad_bytes = send[intervals.begins], grad[intervals.ends]
@@ -165,6 +171,7 @@ class IntervalTimes:
         self.weight_grad_ns = costs.weight_grad_ns(first, stop)
         self.backward_ns = costs.backward_ns(first, stop)
         self.update_ns = costs.update_ns(first, stop)
+        self._sends_gradient = intervals.sends_gradient(profile)
 
     @cached_property
     def on_device(self) -> "IntervalTimes":
@@ -188,14 +195,32 @@ class IntervalTimes:
     ) -> IntArray:
         """Returns when the all-reduces of every interval are done, counted from the start of its last B, or W.
 
-        Buckets fill from the last layer, so one pass down the layers serves all intervals with the same begin. It
-        advances all ends at once. [intervals]
-
         Args:
             links: those among the devices; a ring is as slow as the slowest.
             full_backward: whether B is the last action, not W.
             overlapped: whether the links carry a bucket while B or W runs.
             member_links: of groups, those among their members.
+        """
+        after_b_ns = self._all_reduce_done_ns(num_devices, links, True, overlapped, member_links)
+        if full_backward:
+            return after_b_ns
+        # The W of a stage that sends no gradient back is all of its B.
+        after_w_ns = self._all_reduce_done_ns(num_devices, links, False, overlapped, member_links)
+        done_ns: IntArray = np.where(self._sends_gradient, after_w_ns, after_b_ns)
+        return done_ns
+
+    def _all_reduce_done_ns(
+        self,
+        num_devices: int,
+        links: Sequence[Bandwidth],
+        full_backward: bool,
+        overlapped: bool,
+        member_links: Sequence[Bandwidth],
+    ) -> IntArray:
+        """When they are done, if the W of every stage is without its I.
+
+        Buckets fill from the last layer, so one pass down the layers serves all intervals with the same begin. It
+        advances all ends at once. [intervals]
         """
         intervals = self.intervals
         key = full_backward, overlapped, num_devices > 1
@@ -238,7 +263,8 @@ class IntervalTimes:
     def _fill_buckets(self, full_backward: bool, overlapped: bool, has_replicas: bool) -> "_BucketFill":
         """How the buckets fill, which depends neither on the devices nor on the links."""
         intervals, stops = self.intervals, np.array(self.intervals.cuts)
-        last_action_ns = self._costs.backward_ns if full_backward else self._costs.weight_grad_ns
+        costs = self._costs
+        last_action_ns = costs.backward_ns if full_backward else costs.weight_grad_after_input_grad_ns
         # State of the bucket that is filling, for each end. [boundaries]
         num_bytes, group_bytes, ready_ns = (np.zeros(intervals.num_boundaries, dtype=np.int64) for _ in range(3))
         unfilled = np.zeros((3, intervals.num_boundaries, intervals.num_boundaries), dtype=np.int64)  # [3, begin, end]

@@ -3,7 +3,8 @@
 Notation, for stage s of a plan (docs/algorithm.md has the proofs):
 
     f, b    times of F and of the backward of a micro-batch, B or I + W
-    r       the part of the backward that must end before the stage before can begin its own: B, or I if it is split
+    r       the part of the backward that must end before the stage before can begin its own: B, or I if it is split (0
+            if the stage sends no gradient back, as the first one: its W is then all of its B)
     x, y    transfer times of a micro-batch's activations to stage s + 1 and of its gradients back
     e       what must follow the last r of the stage: W if it is separate, the all-reduces, the update
     M, n    micro-batches of the step, and of one replica

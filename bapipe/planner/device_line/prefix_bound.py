@@ -30,7 +30,7 @@ from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
 MAX_ALL_GROUPS = 32
@@ -117,6 +117,10 @@ class PrefixBound:
         )
         self.backward = self._backward_of_layers[self.line.cuts]
         self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self.backward
+        if splits and not gradient_crosses(profiles[0])[self.line.cuts[1:-1]].all():
+            # A stage that sends no gradient back has no I: the first one, whose W ends the way back instead, or any
+            # that begins at such a cut.
+            self._critical = np.zeros_like(self.backward)
         self._stash = least(lambda m: m.stash_bytes)
         layers = [profile.layers for profile in profiles]
         state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]

@@ -17,7 +17,7 @@ from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import StagePlacement, reachable
 from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
 from bapipe.simulator.in_flight import InFlight
-from bapipe.simulator.interval_costs import prefix_sums
+from bapipe.simulator.interval_costs import gradient_crosses, prefix_sums
 
 _MemoryKey = tuple[tuple[tuple[int, tuple[InFlight, ...], int], ...], bool, bool]
 """(class, memory peaks, micro-batches) of the replicas; whether the stage receives activations, and may recompute."""
@@ -76,6 +76,10 @@ class FeasibleIntervals:
         self._transfers: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._time_ends: dict[IntervalLimits, tuple[IntArray, IntArray]] = {}
         self._limit_ns = -1
+        # If I runs apart from W, a stage that sends no gradient back has none: the first one, or any that begins at a
+        # cut without gradients. If there are such cuts, no I counts.
+        crosses = gradient_crosses(costs.times[0].profile)[list(costs.intervals.cuts)]
+        self._counts_input_grad = bool(crosses[1:-1].all())
         # Suffix minima make memory grow with the end, so that the ends that fit are a range. [classes][intervals]
         self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory]
         # The layers before a boundary may be on any devices of any pipeline, not only on those of a first stage.
@@ -89,10 +93,12 @@ class FeasibleIntervals:
 
     def microbatch_sums(self, placement: StagePlacement) -> IntArray:
         """Returns prefix sums of F and r of one micro-batch: per layer, the minimum over the replicas. [boundaries]"""
-        sums = [
-            forward + backward for forward, backward in (self._sums_on(placement, c) for c in placement.device_classes)
-        ]
-        return sums[0] if len(set(placement.device_classes)) == 1 else _sums_of_min(sums)
+        on_each = [self._sums_on(placement, c) for c in placement.device_classes]
+        return _sums_of_min([forward + backward for forward, backward in on_each])
+
+    def forward_sums(self, placement: StagePlacement) -> IntArray:
+        """Returns the same of F alone. [boundaries]"""
+        return _sums_of_min([self._sums_on(placement, c)[0] for c in placement.device_classes])
 
     def bottleneck(self, placement: StagePlacement, lower_bound: LowerBound) -> BottleneckReplica:
         """Returns the replica of a placement that runs the most micro-batches."""
@@ -120,11 +126,12 @@ class FeasibleIntervals:
             k = placement.device_classes.index(c)
             replica = self.costs.replica_cost(placement, k, slice(None), on_device=True)  # these times add up
             units = self.intervals.row_offset[:-1]  # the intervals from each boundary to the next
+            counts = self._counts_input_grad or not placement.schedule.has_split_backward
             # The time of an interval is rounded as a whole, F and W each: its units may be half a nanosecond too long.
             slack = 0 if self.costs.classes[c].device.speed == 1.0 else 2
             self._layer_sums[key] = (
                 prefix_sums(np.maximum(replica.forward_ns[units] - slack, 0)),
-                prefix_sums(np.maximum(replica.critical_backward_ns[units] - slack, 0)),
+                prefix_sums(np.maximum(replica.critical_backward_ns[units] - slack, 0) * counts),
             )
         return self._layer_sums[key]
 
@@ -152,9 +159,10 @@ class FeasibleIntervals:
             # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
             # [intervals]
             again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute(placement) else {}
-            plain = [self._limit_ns_of(each, each.critical_backward_ns) for each in replicas]
+            is_split = schedule.has_split_backward
+            plain = [self._limit_ns_of(each, each.critical_backward_ns, is_split=is_split) for each in replicas]
             recomputed = [
-                self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME))
+                self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME), is_split=is_split)
                 for each in on_device
                 if (ns := again_ns.get(placement.device_classes[each.index])) is not None
             ] or plain
@@ -163,12 +171,15 @@ class FeasibleIntervals:
             )
         return self._limits[key]
 
-    def _limit_ns_of(self, replica: ReplicaCost, backward_ns: IntArray) -> IntArray:
+    def _limit_ns_of(self, replica: ReplicaCost, backward_ns: IntArray, *, is_split: bool) -> IntArray:
         """A lower bound of the step time if a replica holds each interval. [intervals]"""
         begins, num = self.intervals.begins, replica.num_microbatches
         critical = num * (replica.forward_ns + backward_ns)
         # All layers from the begin of the interval on, forwards and backwards, for one micro-batch.
         round_trip = (self.before_ns[-1] - self.before_ns)[begins]
+        if is_split:  # of the first stage, before its W: only what comes behind it runs backwards
+            first = self.intervals.row(0)
+            round_trip[first] = replica.forward_ns[first] + (self.before_ns[-1] - self.before_ns[1:])
         work = (
             np.maximum(critical + (num - 1) * replica.deferred_ns, round_trip) + replica.deferred_ns + replica.sync_ns
         )
@@ -257,4 +268,6 @@ class FeasibleIntervals:
 
 def _sums_of_min(sums: Sequence[IntArray]) -> IntArray:
     """Prefix sums of the minimum over several prefix sums, layer by layer. [boundaries]"""
+    if len(sums) == 1:
+        return sums[0]
     return prefix_sums(np.minimum.reduce([np.diff(values) for values in sums]))

@@ -48,6 +48,7 @@ class RelaxedStage:
 
     Attributes:
         microbatch_sums: F and r of one micro-batch, summed over the layers before each boundary. [boundaries]
+        forward_sums: the same of F alone. [boundaries]
         bottleneck: the replica with the most micro-batches.
         plain_ends, recompute_ends: per begin the last end that fits in memory, without and with recomputation.
             [boundaries]
@@ -57,6 +58,7 @@ class RelaxedStage:
 
     placement: StagePlacement
     microbatch_sums: IntArray
+    forward_sums: IntArray
     bottleneck: BottleneckReplica
     plain_ends: IntArray
     recompute_ends: IntArray
@@ -125,6 +127,7 @@ class Relaxation:
         return RelaxedStage(
             placement=placement,
             microbatch_sums=self.feasible.microbatch_sums(placement),
+            forward_sums=self.feasible.forward_sums(placement),
             bottleneck=self.feasible.bottleneck(placement, self.problem.lower_bound),
             plain_ends=plain_ends,
             recompute_ends=recompute_ends,
@@ -179,7 +182,12 @@ class Relaxation:
         # 3. The minimum over the ends of each begin; then bound "round trip", one round after another.
         path = range_min(from_start, last_end) - sums
         path[path > INF >> 1] = INF
-        path[before + stage.num_rounds * np.minimum(path, INF // stage.num_rounds) > limit_ns] = INF
+        rounds_ns = stage.num_rounds * np.minimum(path, INF // stage.num_rounds)
+        if stage.placement.schedule.has_split_backward:
+            # The W of the first stage, which has all of its B, follows the last round only.
+            forwards_ns = (stage.num_rounds - 1) * np.minimum(beyond + stage.forward_sums, INF // stage.num_rounds)
+            rounds_ns[0] = (from_start + forwards_ns)[1 : last_end[0] + 1].min(initial=INF)
+        path[before + rounds_ns > limit_ns] = INF
         path[-1] = INF  # a stage has at least one layer
         self._round_trip[number] = path
 
