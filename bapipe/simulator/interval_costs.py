@@ -179,9 +179,12 @@ class IntervalCosts:
 
     def input_grad_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns I of one micro-batch: nothing, if the stage sends no gradient back."""
-        apart = self._action_ns(self._ns(self._input_grad, begin, end), self._host_input_grad, begin, end)
-        found: IntArray = np.where(self._sends_gradient[begin], apart, 0)
+        found: IntArray = np.where(self._sends_gradient[begin], self.input_grad_if_sent_ns(begin, end), 0)
         return found
+
+    def input_grad_if_sent_ns(self, begin: Index, end: Index) -> IntArray:
+        """Returns I of layers if their stage sends a gradient back."""
+        return self._action_ns(self._ns(self._input_grad, begin, end), self._host_input_grad, begin, end)
 
     def weight_grad_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns W of one micro-batch: all of B, if the stage sends no gradient back."""

@@ -63,9 +63,10 @@ def profile() -> ModelProfile:
     return bapipe.profile(Tuned(), [words(2)], words(2), loss, microbatch_sizes=[2], settings=Settings(threads=1))
 
 
-def plan_of(profile: ModelProfile, cut: int) -> Plan:
+def plan_of(profile: ModelProfile, cut: int, *, is_split: bool = False) -> Plan:
     names = [layer.name for layer in profile.layers if layer.name != LOSS]
-    order = [action for m in range(3) for action in (f"0F{m}", f"1F{m}", f"1B{m}", f"0B{m}")]
+    backwards = ("1I", "0I", "1W", "0W") if is_split else ("1B", "0B")
+    order = [f"{action}{m}" for m in range(3) for action in ("0F", "1F", *backwards)]
     return make_plan(names, (cut,), (0, 0), [order], 2, 3)
 
 
@@ -97,12 +98,26 @@ def test_a_stage_is_charged_for_trained_parameters_only(profile: ModelProfile) -
     assert trained.param_bytes == matrices + 4 * 2 * (WIDTH * WIDTH + WIDTH) + 4 * WORDS * WIDTH
 
 
+def test_a_stage_behind_frozen_layers_alone_has_its_whole_backward_in_w(profile: ModelProfile) -> None:
+    plan = plan_of(profile, 4, is_split=True)
+    behind = build_stages(plan.stages, {"cpu": profile}, plan.cluster, 2)[1].costs[0]
+    assert (behind.input_grad_ns, behind.gradient_stash_bytes) == (0, 0)
+    assert behind.weight_grad_ns == behind.backward_ns > 0
+    first, sending = (
+        stage.costs[0] for stage in build_stages(plan_of(profile, 6).stages, {"cpu": profile}, plan.cluster, 2)
+    )
+    assert (first.input_grad_ns, first.weight_grad_ns) == (0, first.backward_ns)
+    assert sending.input_grad_ns > 0
+
+
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("cut", [2, 4, 6, 9])
-def test_a_run_holds_what_is_predicted_and_trains_as_the_whole_model(profile: ModelProfile, cut: int) -> None:
+@pytest.mark.parametrize(("cut", "is_split"), [(2, False), (4, False), (4, True), (6, False), (6, True), (9, False)])
+def test_a_run_holds_what_is_predicted_and_trains_as_the_whole_model(
+    profile: ModelProfile, cut: int, is_split: bool
+) -> None:
     torch.manual_seed(0)
     whole = Tuned().double()
-    plan = plan_of(profile, cut)
+    plan = plan_of(profile, cut, is_split=is_split)
     part = copy.deepcopy(whole)
     pipeline = Pipeline(part, plan, loss=loss, inputs=[words(1)], optimizer=sgd(0.1))
     optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.1, momentum=0.9)

@@ -173,6 +173,11 @@ class IntervalTimes:
         self.update_ns = costs.update_ns(first, stop)
         self._sends_gradient = intervals.sends_gradient(profile)
 
+    def unit_input_grad_ns(self) -> IntArray:
+        """Returns I from each boundary to the next, if that stage sends a gradient back. [boundaries - 1]"""
+        cuts = np.array(self.intervals.cuts)
+        return self._costs.input_grad_if_sent_ns(cuts[:-1], cuts[1:])
+
     @cached_property
     def on_device(self) -> "IntervalTimes":
         """The same without the host's times.

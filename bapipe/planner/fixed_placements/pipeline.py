@@ -159,8 +159,7 @@ class Pipeline:
         classes = sorted({c for placement in self.placements for c in placement.device_classes})
         units = self.intervals.row_offset[:-1]  # the shortest intervals; longer ones take as long or longer
         times = [self.costs.times[c] for c in classes]
-        sending = [ns[units] for t in times for ns in (t.forward_ns, t.backward_ns)]
-        sending += [t.input_grad_ns[units[1:]] for t in times]  # the first stage has nothing to send back
+        sending = [ns for t in times for ns in (t.forward_ns[units], t.backward_ns[units], t.unit_input_grad_ns())]
         if not all((ns > 0).all() for ns in sending):
             return [False] * len(self._compiled.channels)
         takes_time = {
