@@ -3,6 +3,9 @@
 import os
 import platform
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +27,9 @@ OPTIONAL = {
 
 MIN_SHARED_MEMORY = 2**28
 """Bytes of /dev/shm below which processes of one machine may fail to exchange tensors."""
+
+LOOPBACK_BYTES = 2**26
+"""How much is sent to see how fast the loopback interface is: a twentieth of a second or so."""
 
 MIN_DISK = 2**30
 """Bytes free for the cache below which profiles and plans may not be kept."""
@@ -51,6 +57,7 @@ def diagnose() -> Iterator[Finding]:
     yield _load()
     yield Finding(name="memory", value=f"{memory_bytes() / 2**30:.1f} GiB")
     yield _threads()
+    yield _loopback()
     if find_spec("torch") is not None:
         yield from _torch()
     yield from _disk()
@@ -80,6 +87,31 @@ def _threads() -> Finding:
         return Finding(name="OMP_NUM_THREADS", value=threads or "not set")
     advice = "each rank sets its own number of threads; the variable changes libraries that torch calls: unset it"
     return Finding(name="OMP_NUM_THREADS", value=threads, advice=advice)
+
+
+def loopback_bytes_per_s() -> float:
+    """Returns how fast a thread of this process receives from another one through TCP on the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            content, left = memoryview(bytearray(2**20)), LOOPBACK_BYTES
+            begin = time.perf_counter()
+            thread = threading.Thread(target=lambda: [sender.sendall(content) for _ in range(left // len(content))])
+            thread.start()
+            buffer = bytearray(2**20)
+            while left > 0 and (received := receiver.recv_into(buffer)):
+                left -= received
+            thread.join()
+            return LOOPBACK_BYTES / (time.perf_counter() - begin)
+
+
+def _loopback() -> Finding:
+    try:
+        value, advice = f"{loopback_bytes_per_s() / 1e9:.1f} GB/s through TCP, without a rank's own work", ""
+    except OSError as error:
+        value = f"cannot be used: {error.strerror}"
+        advice = "ranks of this machine cannot communicate: allow connections to 127.0.0.1"
+    return Finding(name="loopback", value=value, advice=advice)
 
 
 def _torch() -> Iterator[Finding]:

@@ -21,6 +21,7 @@ def test_every_fact_has_a_value_and_every_missing_package_a_purpose(
     assert "to improve searched orders" in found["ortools"].advice
     assert "unset it" in found["OMP_NUM_THREADS"].advice
     assert found["cache"].value.startswith(str(tmp_path))
+    assert "GB/s through TCP" in found["loopback"].value
     assert "gloo" not in found  # torch is not asked if it is not installed
 
 
