@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.estimates.exchange import Members, Part
-from bapipe.estimates.split_layers import MemberLayer, split_layers
+from bapipe.estimates.member_layer import MemberLayer
+from bapipe.estimates.split_layers import split_layers
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import (
     ESTIMATE,
