@@ -75,3 +75,12 @@ def test_too_little_data_is_refused() -> None:
     data = torch.utils.data.Subset(clusters(), range(15))
     with pytest.raises(BapipeError, match=r"^the data has 15 samples, less than a mini-batch of 16: give more data"):
         train(_plan((3,)), small, data, TrainConfig(steps=1))
+
+
+def test_a_plan_of_cpus_and_gpus_together_is_refused() -> None:
+    """So all ranks agree, by their kind of device, on the steps between two reports."""
+    plan = _plan((3,))
+    first, second = plan.cluster.devices
+    mixed = msgspec.structs.replace(plan.cluster, devices=(first, msgspec.structs.replace(second, kind="cuda")))
+    with pytest.raises(BapipeError, match=r"^the plan's devices are of kind cpu, cuda; torch can run a plan of cpu or"):
+        train(msgspec.structs.replace(plan, cluster=mixed), small, clusters(), TRAINING)
