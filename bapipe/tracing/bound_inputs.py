@@ -22,6 +22,11 @@ def tensor_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
 
 def check_inputs(inputs: Inputs) -> None:
     """Raises InvalidModel unless inputs are tensors, at least one, or constants."""
+    if isinstance(inputs, Tensor):
+        raise InvalidModel(
+            f"the example inputs are one tensor of shape {list(inputs.shape)}: put it in a tuple, as in (tensor,), or "
+            "its first dimension would be taken for the inputs"
+        )
     for name, value in _named(inputs):
         if not isinstance(value, Tensor | Constant):
             text = " ".join(repr(value).split())

@@ -95,3 +95,8 @@ def test_inputs_without_a_tensor_are_refused() -> None:
         check_inputs({"x": None, "gate": True})
     with pytest.raises(InvalidModel, match=r"^input 'x' is \[1, 2\] \(list\); examples must be tensors, batch first"):
         bapipe.profile(Gated(), {"x": [1, 2]}, TARGET, cross_entropy)
+
+
+def test_one_tensor_instead_of_a_tuple_is_refused() -> None:
+    with pytest.raises(InvalidModel, match=r"one tensor of shape \[1, 8\]: put it in a tuple, as in \(tensor,\)"):
+        check_inputs(torch.zeros(1, 8))  # type: ignore[arg-type]
