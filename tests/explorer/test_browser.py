@@ -139,7 +139,7 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
     other = replace(session.first, schedule="gpipe")
     page = tmp_path / "page.html"
     faster = replace(session.first, minibatch_size=6)
-    curve = {
+    curve: dict[str, object] = {
         "axis": "minibatch",
         "points": [
             {
