@@ -94,11 +94,9 @@ def loopback_bytes_per_s() -> float:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
-            content, left = memoryview(bytearray(2**20)), LOOPBACK_BYTES
-            begin = time.perf_counter()
-            thread = threading.Thread(target=lambda: [sender.sendall(content) for _ in range(left // len(content))])
+            begin, left, buffer = time.perf_counter(), LOOPBACK_BYTES, bytearray(2**20)
+            thread = threading.Thread(target=sender.sendall, args=(bytes(LOOPBACK_BYTES),))
             thread.start()
-            buffer = bytearray(2**20)
             while left > 0 and (received := receiver.recv_into(buffer)):
                 left -= received
             thread.join()
