@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.prefix_bound import MAX_PARTED, ROUNDING_NS, PrefixBound
+from bapipe.planner.device_line.prefix_bound import ROUNDING_NS, PrefixBound
+from bapipe.planner.device_line.replica_classes import MAX_PARTED
 
 NUM_LEVELS, LEVELS_OF_STEP = 8, 64
 """Levels of delays: so many, each as wide as a step divided by this, and one without end."""

@@ -30,30 +30,12 @@ from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
-MAX_ALL_GROUPS = 32
-"""Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
-
-GROUP_GROWTH = 1.03
-
-MAX_SPLIT = 16
-"""GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
-
-MAX_PARTED, PARTS, WHOLE = 6, (1, 2, 4, 8, 10**9), (10**9,)
-"""Replicas with at most so many micro-batches each are told apart at these parts of those that have as many."""
-
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Numbers of devices of a stage, in classes: fewest[g] to most[g] devices count as one choice. [groups]"""
-
-    fewest: IntArray
-    most: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +70,12 @@ class PrefixBound:
         self._rounded_stages = 0 if set(self._speeds.tolist()) == {1.0} else num_devices
         self._limit = max(line.limits[:num_devices])
         self._sum_layers()
-        self.groups = self._group_classes()
+        if only_replicas is not None:
+            self.groups = Groups(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
+        else:
+            every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
+            alike = len(set(self._speeds)) == 1
+            self.groups = replica_classes(every, self.num_microbatches, schedule, alike=alike)
         self._weigh_groups()
         self._transfers()
 
@@ -153,31 +140,6 @@ class PrefixBound:
         self.before_gradients = self._backward_of_layers[lowest]
         self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
         self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
-
-    def _group_classes(self) -> Groups:
-        """Alike devices: the fewest devices for each number of micro-batches of a replica."""
-        if self._only_replicas is not None:
-            return Groups(fewest=np.array([self._only_replicas]), most=np.array([self._only_replicas]))
-        every = min(self.num_devices, self.num_microbatches) if self.line.options.replicas else 1
-        if len(set(self._speeds)) == 1:
-            num = self.num_microbatches
-            fewest = sorted({-(-num // -(-num // replicas)) for replicas in range(1, every + 1)})
-            if self.schedule == "gpipe":  # those that divide the micro-batches have more forwards first
-                few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
-                fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
-            # The more replicas, the fewer of them have the most micro-batches.
-            classes = list(pairwise([*fewest, every + 1]))
-            fewest = sorted({few + (after - 1 - few) // part for few, after in classes for part in self._parts_of(few)})
-        else:
-            fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
-            while fewest[-1] < every:
-                fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * GROUP_GROWTH))))
-        most = [*(after - 1 for after in fewest[1:]), every]
-        return Groups(fewest=np.array(fewest), most=np.array(most))
-
-    def _parts_of(self, num_replicas: int) -> tuple[int, ...]:
-        """At which parts of its devices a class of alike devices is cut."""
-        return PARTS if num_replicas * MAX_PARTED >= self.num_microbatches else WHOLE
 
     def _weigh_groups(self) -> None:
         """For each position and class of groups: micro-batches per unit of speed of the busiest replica.

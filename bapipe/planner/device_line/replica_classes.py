@@ -1,0 +1,53 @@
+"""Numbers of devices of a stage, in classes that a lower bound does not tell apart."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from bapipe.planner.branch_and_bound.intervals import IntArray
+
+MAX_ALL_GROUPS = 32
+"""Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
+
+GROUP_GROWTH = 1.03
+
+MAX_SPLIT = 16
+"""GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
+
+MAX_PARTED, PARTS, WHOLE = 6, (1, 2, 4, 8, 10**9), (10**9,)
+"""Replicas with at most so many micro-batches each are told apart at these parts of those that have as many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Numbers of devices of a stage, in classes: fewest[g] to most[g] devices count as one choice. [groups]"""
+
+    fewest: IntArray
+    most: IntArray
+
+
+def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool) -> Groups:
+    """Returns classes of 1 to `every` devices; of alike ones, by the number of micro-batches of a replica."""
+    if alike:
+        fewest = _fewest_of_alike(every, num_microbatches, schedule)
+    else:
+        fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
+        while fewest[-1] < every:
+            fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * GROUP_GROWTH))))
+    most = [*(after - 1 for after in fewest[1:]), every]
+    return Groups(fewest=np.array(fewest), most=np.array(most))
+
+
+def _fewest_of_alike(every: int, num: int, schedule: str) -> list[int]:
+    fewest = sorted({-(-num // -(-num // replicas)) for replicas in range(1, every + 1)})
+    if schedule == "gpipe":  # those that divide the micro-batches have more forwards first
+        few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
+        fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
+    # The more replicas, the fewer of them have the most micro-batches.
+    # The more replicas, the fewer of them have the most micro-batches: classes of few micro-batches are cut finer.
+    cut: set[int] = set()
+    for few, after in pairwise([*fewest, every + 1]):
+        parts = PARTS if few * MAX_PARTED >= num else WHOLE
+        cut |= {few + (after - 1 - few) // part for part in parts}
+    return sorted(cut)
