@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from bapipe.formats.plan import Alternative, StagePlan
+import msgspec
+
+from bapipe.formats.plan import Alternative, Plan, StagePlan
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.solution import Solution
@@ -131,6 +133,24 @@ def _why_not(simulated: SimulatedCandidate, plan: Solution) -> str:
         return slowdown_text(simulated.step_ns, plan.prediction.step_ns)
     stopped = "" if simulated.step_ns < plan.lower_bound_ns else ", or not reached before the search ended"
     return f"{1 - simulated.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
+
+
+def compared_with(alternatives: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:
+    """Returns the alternatives of another plan of the same problem, with reasons that compare them with this one."""
+    peak_bytes = max(rank.peak_bytes for rank in plan.prediction.ranks)
+    return tuple(_compared_with(other, plan.prediction.step_ns, peak_bytes) for other in alternatives)
+
+
+def _compared_with(other: Alternative, step_ns: int, peak_bytes: int) -> Alternative:
+    if not other.feasible or (other.step_ns < step_ns and other.peak_bytes <= peak_bytes):
+        return other
+    if other.step_ns > step_ns:
+        why_not = slowdown_text(other.step_ns, step_ns)
+    elif other.step_ns == step_ns:
+        why_not = "as fast as this plan"
+    else:
+        why_not = f"{1 - other.step_ns / step_ns:.1%} faster, but needs more memory"
+    return msgspec.structs.replace(other, why_not=why_not)
 
 
 def slowdown_text(longer_ns: int, than_ns: int) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan, ReachedGoal, certify, with_certificate
+from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping, groupings
 from bapipe.planner.goal import Goal
@@ -192,7 +193,8 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
         range(peak + 1), fastest, ask, lambda plan, _: _peak_bytes(plan), first_stride=max(1, peak // 2)
     )
     best = within(value).fastest(best)
-    # Of all plans, not only of those within this memory.
+    # Bound and alternatives are of the devices' own memory, not only of what the plan was searched in.
+    best = msgspec.structs.replace(best, alternatives=compared_with(fastest.alternatives, best))
     proven = fastest.certificate
     best_ns = objective_ns(best)
     best = with_certificate(best, certify(best_ns, min(best_ns, proven.lower_bound_ns), proven.space))

@@ -89,7 +89,7 @@ def test_memory_and_devices_are_the_least_of_all_plans_that_are_fast_enough(seed
         assert (goal.value, goal.bound) == (least, least)
         assert goal.limit_ns is not msgspec.UNSET
         assert plan.prediction.step_ns == simulate(plan, profiles).step_ns <= goal.limit_ns
-    assert max(rank.peak_bytes for rank in light.prediction.ranks) == light.certificate.goal.value
+    assert peak_bytes(light) == light.certificate.goal.value
     assert light.prediction.step_ns == min(step for step, peak, _ in fast if peak == light.certificate.goal.value)
     assert light.certificate.lower_bound_ns <= min(plans)[0]
     assert len({name for stage in few.stages for name in stage.devices}) == few.certificate.goal.value
@@ -231,6 +231,22 @@ def test_memory_margins_are_left_free() -> None:
     goal = Goal(least="memory", within=0.5)
     free = bapipe.plan(profile, devices(2), minibatch_size=4, goal=goal).certificate.goal
     assert bapipe.plan(profile, devices(2), minibatch_size=4, goal=goal, memory_margin=0.3).certificate.goal == free
+
+
+def test_alternatives_to_the_least_memory_may_use_what_the_devices_have() -> None:
+    profile = chain([1, 2, 1, 3], param_bytes=100)
+    fastest = bapipe.plan(profile, devices(2), minibatch_size=4)
+    light = bapipe.plan(profile, devices(2), minibatch_size=4, goal=Goal(least="memory", within=4.0))
+    assert peak_bytes(light) < peak_bytes(fastest)
+    figures = [[(a.name, a.step_ns, a.peak_bytes, a.feasible) for a in p.alternatives] for p in (light, fastest)]
+    assert figures[0] == figures[1]
+    for other in light.alternatives:
+        is_faster = other.step_ns < light.prediction.step_ns
+        assert other.why_not.endswith("faster, but needs more memory") == is_faster
+
+
+def peak_bytes(plan: Plan) -> int:
+    return max(rank.peak_bytes for rank in plan.prediction.ranks)
 
 
 def test_the_command_line_says_what_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
