@@ -42,6 +42,8 @@ def show(
 ) -> None:
     """Show a profile, a cluster or a plan, or the difference of two."""
     content = read_any(file)
+    if profile and html is None:
+        raise BapipeError("--profile goes with --html: the page shows the times of its layers; add --html FILE")
     if as_json:
         if html is not None or trace:
             raise BapipeError("--json goes without --html and --trace")

@@ -23,6 +23,9 @@ KEEPS_HEADS_APART = {
 }  # fmt: skip
 
 
+TRANSPOSES = {torch.transpose, torch.permute, "transpose", "permute"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """An attention whose heads are apart from one another.
@@ -46,6 +49,8 @@ def find_attentions(module: fx.GraphModule, value_of: Mapping[fx.Node, object]) 
     for call in _calls(module):
         linears = tuple(dict.fromkeys(_sources(_operands(call), trained)))
         query = value_of[_operands(call)[0]]
+        if not all(_is_transposed(operand) for operand in _operands(call)):
+            continue  # then its second axis is not that of heads
         sizes = [None if node is None else linear_sizes(module.get_submodule(str(node.target))) for node in linears]
         if isinstance(query, Tensor) and query.dim() == 4 and None not in sizes:
             num_queries, width = query.shape[1], query.shape[3]
@@ -104,6 +109,15 @@ def _sources(nodes: Sequence[fx.Node], trained: Collection[fx.Node]) -> Iterator
             left += node.all_input_nodes
         else:
             yield None
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """Returns whether axes of what a module gave are swapped on the way to a node, as those of places and heads are."""
+    while node.op != "call_module" and node.all_input_nodes:
+        if node.target in TRANSPOSES:
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 def depending_on_parameters(module: fx.GraphModule) -> set[fx.Node]:

@@ -364,6 +364,7 @@ def test_every_command_has_help(folder: Path) -> None:
         (("simulate", "profile.json", "profile.json"), 1, "profile.json: this is a profile (profile/1), and a plan (plan/1) is wanted: make one with `bapipe plan PROFILE` - at `$.bapipe`"),
         (("show", "damaged.json"), 1, "damaged.json: not JSON: Input data was truncated - at `$`"),
         (("show", "cluster.json", "--html", "x.html"), 1, "--html goes with a plan or a profile; cluster.json is a cluster"),
+        (("show", "profile.json", "--profile", "profile.json"), 1, "--profile goes with --html: the page shows the times of its layers; add --html FILE"),
         (("show", "profile.json", "--trace", "t.json"), 1, "--trace goes with a plan; profile.json is a profile"),
         (("run", "none.json"), 1, "none.json: no such file"),
         (("plan", "vgg16", "--device", "cuda:99"), 1, "torch finds no device 'cuda:99' on this machine: choose --device cpu, or install torch for CUDA"),

@@ -1,5 +1,7 @@
 """Channels and planes of traced layers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers
@@ -95,23 +97,28 @@ def test_heads_of_attention_in_one_layer_and_in_three() -> None:
     assert found["model.layers.0.mlp.up_proj"].elementwise_inputs == ("model.layers.0.mlp.act_fn",)
 
 
-def test_heads_that_are_not_apart_are_not_shared() -> None:
-    class Talking(nn.Module):
-        """Attention whose heads are mixed before they attend."""
-
-        def __init__(self, mixes: bool) -> None:
+@pytest.mark.parametrize(
+    ("arranged", "heads"),
+    [
+        (lambda x: x.unflatten(2, (4, 2)).transpose(1, 2), 4),
+        (lambda x: x.unflatten(2, (4, 2)).transpose(1, 2).cumsum(1), None),  # sums over heads
+        (lambda x: x.unflatten(2, (4, 2)), None),  # attends to heads, at each place by itself
+        (lambda x: x.reshape(2, 4, 6, 2), None),  # its second axis has parts of places
+    ],
+)
+def test_heads_that_are_not_apart_are_not_shared(arranged: Callable[[Tensor], Tensor], heads: int | None) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.qkv, self.mixes = nn.Linear(8, 24), mixes
+            self.qkv = nn.Linear(8, 24)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(2, (3, 4, 2)).permute(2, 0, 3, 1, 4).unbind(0)
-            if self.mixes:
-                q = q.cumsum(1)
-            mixed: Tensor = nn.functional.scaled_dot_product_attention(q, k, v)
+            q, k, v = self.qkv(x).chunk(3, 2)
+            mixed: Tensor = nn.functional.scaled_dot_product_attention(arranged(q), arranged(k), arranged(v))
             return mixed.transpose(1, 2).flatten(2)
 
-    assert shapes(Talking(mixes=False), torch.zeros(2, 6, 8))["qkv"].heads == 4
-    assert shapes(Talking(mixes=True), torch.zeros(2, 6, 8)) == {}
+    found = shapes(Attention(), torch.zeros(2, 6, 8))
+    assert (found["qkv"].heads if found else None) == heads
 
 
 @pytest.mark.parametrize(
