@@ -33,12 +33,14 @@ class Attention:
     Attributes:
         call: the attention itself.
         linears: the calls of the linear layers that its queries, keys and values come from.
+        sizes: the input and output features of each of these.
         heads: its heads of keys and values; several of queries may read each.
         channels: its output channels, those of all heads of queries.
     """
 
     call: fx.Node
     linears: tuple[fx.Node, ...]
+    sizes: tuple[tuple[int, int], ...]
     heads: int
     channels: int
 
@@ -60,6 +62,7 @@ def find_attentions(module: fx.GraphModule, value_of: Mapping[fx.Node, object]) 
                 yield Attention(
                     call=call,
                     linears=tuple(node for node in linears if node is not None),
+                    sizes=tuple(size for size in sizes if size is not None),
                     heads=num_keys,
                     channels=num_queries * width,
                 )

@@ -50,7 +50,7 @@ def layer_shapes(training_pass: TrainingPass) -> dict[str, LayerShape]:
         values = dict(zip(nodes, meta_values(model.module, training_pass.inputs, 2, nodes), strict=True))
     except Exception:
         return {}
-    found = _with_heads(model, operators, values)
+    found = {name: shape for name, shape in _with_heads(model, operators, values).items() if name in calls}
     for name, call in calls.items():
         if name not in found and _are_elementwise(operators[name]):
             shape = _shape_of(model.module, call, values)
@@ -89,9 +89,8 @@ def _with_heads(
         others = {node for name in layers for node in operators[name] if node in trained and node not in known}
         if attention.heads == 1 or attending not in layers or any(n.target not in KEEPS_HEADS_APART for n in others):
             continue
-        for name, node in zip(layers, attention.linears, strict=True):
+        for name, (in_channels, out_channels) in zip(layers, attention.sizes, strict=True):
             attends = name == attending
-            in_channels, out_channels = linear_sizes(model.module.get_submodule(str(node.target))) or (1, 1)
             found[name] = LayerShape(
                 in_channels=in_channels,
                 out_channels=attention.channels if attends else out_channels,
