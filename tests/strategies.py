@@ -1,7 +1,8 @@
 """Hypothesis strategies for planning problems: a failure prints the smallest profile, cluster and problem that shows it.
 
 The builders draw from a `Random`; here every draw is a choice of hypothesis, so that it can make the case smaller.
-Examples are the same in every run (`derandomize`), and none is kept between runs.
+Examples are the same in every run (`derandomize`), and none is kept between runs; importing this module also keeps the
+constants of whatever modules are loaded out of them, which would let the tests before decide what a test tries.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
@@ -19,6 +22,9 @@ from tests.random_pipelines import Pipeline, random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 
 T = TypeVar("T")
+
+# Hypothesis has no setting for this.
+HypothesisProvider._local_constants = Constants()  # type: ignore[assignment]
 
 
 def examples(count: int) -> settings:

@@ -32,21 +32,29 @@ from tests.random_profiles import random_cluster, random_profile
 from tests.strategies import examples
 
 
-def assert_exact(problems: Sequence[Problem], name: object = None) -> bool:
+def assert_exact(problems: Sequence[Problem], name: object = None, *, may_miss: bool = False) -> bool:
+    """Compares the searches; returns whether a plan fits.
+
+    Args:
+        may_miss: whether better layers to recompute may exist than those of a layout; then the bound may stay below.
+    """
     want, found = exhaustive(problems), best_first(problems)
     assert (found and found.step_ns) == (want and want.step_ns), name
-    assert found is None or found.lower_bound_ns == found.step_ns, name
+    if found is not None and may_miss and not all(layout.is_best for each in problems for layout in layouts(each)):
+        assert found.lower_bound_ns <= found.step_ns, name
+    else:
+        assert found is None or found.lower_bound_ns == found.step_ns, name
     return want is not None
 
 
-def assert_all_exact(strategy: st.SearchStrategy[tuple[Problem, ...]], count: int) -> float:
+def assert_all_exact(strategy: st.SearchStrategy[tuple[Problem, ...]], count: int, *, may_miss: bool = False) -> float:
     """Compares the searches on so many cases; returns the share of them in which a plan fits."""
     feasible: list[bool] = []
 
     @examples(count)
     @given(strategy)
     def check(problems: tuple[Problem, ...]) -> None:
-        feasible.append(assert_exact(problems))
+        feasible.append(assert_exact(problems, may_miss=may_miss))
 
     check()
     return sum(feasible) / len(feasible)
@@ -73,7 +81,8 @@ def test_branch_and_bound_is_exact_if_some_parameters_are_not_trained() -> None:
 @pytest.mark.parametrize("schedules", [["1f1b", "gpipe"], ["zb-h1"], ["1f1b-2bp"]])
 def test_branch_and_bound_is_exact_if_the_host_can_be_slower_than_the_device(schedules: list[str]) -> None:
     strategy = problems_of(schedules, splits_badly=None, buckets=None, host_times=True, max_layers=5)
-    assert assert_all_exact(strategy, 25) > 0.5
+    # Which layers to recompute is chosen by the device's time; only without recomputation the proof is complete.
+    assert assert_all_exact(strategy, 25, may_miss=True) > 0.5
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
