@@ -33,6 +33,7 @@ def split_layers(
     held: dict[str, Held] = {}
     parts: dict[str, Fraction] = {}
     with_gradient: set[str] = set()
+    summed: set[str] = set()
     members = []
     for layer in layers:
         known = [tensor for tensor in layer.inputs if tensor in held]
@@ -45,11 +46,27 @@ def split_layers(
             with_gradient=frozenset(with_gradient),
         )
         member = computed_whole(inputs) if layer.name in whole else rule(layer, inputs, num_members)
+        member = replace(member, exchanges=_first_sums(member.exchanges, summed))
         members.append(member)
         held |= dict.fromkeys(layer.outputs, member.held)
         parts |= dict.fromkeys(layer.outputs, member.output_share)
         with_gradient |= set(layer.outputs) - set(layer.no_gradient)
     return members
+
+
+def _first_sums(exchanges: Sequence[Exchange], summed: set[str]) -> tuple[Exchange, ...]:
+    """Leaves out the sums of gradients that an earlier reader of the tensor makes, and adds the others to `summed`.
+
+    Each member adds its own parts of a gradient for all layers that read the tensor. The first of them, whose backward
+    is the last, sums over the members, as in Megatron-LM. A gradient sent from a later stage is still in parts.
+    """
+    found = []
+    for exchange in exchanges:
+        if exchange.part == "input_grad" and exchange.how == "sum" and exchange.tensors:
+            exchange = replace(exchange, tensors=tuple(name for name in exchange.tensors if name not in summed))
+            summed.update(exchange.tensors)
+        found.append(exchange)
+    return exchanges_of(*found)
 
 
 def tightest_limit(layers: Sequence[LayerProfile], split: Split, whole: Collection[str] = ()) -> CannotSplit | None:
