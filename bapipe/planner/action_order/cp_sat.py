@@ -12,6 +12,10 @@ a monotone problem the simulator attains the step time of every solution.
 timeline and start everything as early as the rounded times allow. The longest path of rounded times is no longer than
 that of the divided times, so the rounded step is at most step / unit. A rounded problem is an order problem like any
 other, so heads, tails and the evaluation of the hint are those of `bounds.py` and `evaluate.py`.
+
+*Backwards of no length.* What an action holds in memory counts only if it has a length. If a stage has a backward of
+no time, a unit is split into more parts than there are actions, and every action of no length has one part: all
+together stay below a unit, so the step in units, rounded down, is as before.
 """
 
 from dataclasses import dataclass, replace
@@ -69,9 +73,10 @@ def solve(
 
     # Scale the times, so that the solver's domains stay small.
     unit = _unit(problem, below_ns, max_units)
-    rounded = _rounded(problem, unit)
+    parts = _parts(problem)
+    rounded = _rounded(problem, unit, parts)
     # Only a step strictly below the incumbent is of interest.
-    model = _Model(rounded, (below_ns - 1) // unit)
+    model = _Model(rounded, (below_ns - 1) // unit * parts + parts - 1)
     model.build(hint)
     solver = cp_model.CpSolver()
     # One worker, a seed and deterministic time: the same result on every machine.
@@ -87,7 +92,7 @@ def solve(
     assert status != cp_model.MODEL_INVALID, model.cp.validate()
     has_solution = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     # The bound is an integer of at most 40 bits as a float, up to a tiny error.
-    bound_ns = floor(solver.best_objective_bound + 1e-6) * unit
+    bound_ns = floor(solver.best_objective_bound + 1e-6) // parts * unit
     return SolverResult(orders=model.orders(solver) if has_solution else None, lower_bound_ns=max(0, bound_ns))
 
 
@@ -98,13 +103,20 @@ def _unit(problem: OrderProblem, below_ns: int, max_units: int) -> int:
     return exact if below_ns // exact <= max_units else -(-below_ns // max_units)
 
 
-def _rounded(problem: OrderProblem, unit: int) -> OrderProblem:
+def _parts(problem: OrderProblem) -> int:
+    """Returns into how many parts a unit is split."""
+    backwards = zip(problem.action_ns[I::3], problem.action_ns[W::3], strict=True)
+    return 1 if all(map(any, backwards)) else problem.num_actions + 1
+
+
+def _rounded(problem: OrderProblem, unit: int, parts: int) -> OrderProblem:
+    shortest = 1 if parts > 1 else 0
     return replace(
         problem,
-        action_ns=tuple(ns // unit for ns in problem.action_ns),
-        send_ns=tuple(ns // unit for ns in problem.send_ns),
-        return_ns=tuple(ns // unit for ns in problem.return_ns),
-        update_ns=tuple(ns // unit for ns in problem.update_ns),
+        action_ns=tuple(ns // unit * parts or shortest for ns in problem.action_ns),
+        send_ns=tuple(ns // unit * parts for ns in problem.send_ns),
+        return_ns=tuple(ns // unit * parts for ns in problem.return_ns),
+        update_ns=tuple(ns // unit * parts for ns in problem.update_ns),
     )
 
 

@@ -12,6 +12,7 @@ from bapipe.schedules.table import Schedule, parse_action
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, StageCost
 from tests.builders import devices
+from tests.oracles.all_action_orders import fastest_ns
 from tests.random_pipelines import Pipeline, random_pipeline
 
 PLENTY = 10**9
@@ -99,6 +100,22 @@ def test_without_the_solver_the_bound_still_holds() -> None:
     assert without.lower_bound_ns is not None
     assert with_solver.step_ns is not None
     assert without.lower_bound_ns <= with_solver.step_ns <= without.step_ns
+
+
+def test_memory_counts_in_a_backward_of_no_length() -> None:
+    """Orders in which both micro-batches meet in the first stage's backward do not fit, however short it is."""
+    costs = (
+        StageCost(forward_ns=6, input_grad_ns=0, weight_grad_ns=0, update_ns=2, param_bytes=4, optimizer_bytes=1,
+                  stash_bytes=4),
+        StageCost(forward_ns=4, input_grad_ns=4, weight_grad_ns=7, param_bytes=1, optimizer_bytes=4, stash_bytes=7),
+        StageCost(forward_ns=6, input_grad_ns=8, weight_grad_ns=0, param_bytes=3, optimizer_bytes=1, stash_bytes=4,
+                  workspace_bytes=2),
+    )  # fmt: skip
+    stages = tuple(Stage(costs=(cost,), recompute=s == 0) for s, cost in enumerate(costs))
+    p = Pipeline(stages, ((0,), (1,), (0,)), devices(2, memory_bytes=0, latency_ns=0), 2, [22, 22])
+    best_ns = fastest_ns(p.stages, p.devices, p.cluster, p.num_microbatches, p.memory_bytes)
+    found = search(p)
+    assert (found.step_ns, found.lower_bound_ns) == (best_ns, best_ns) == (51, 51)
 
 
 def test_one_stash_is_enough_and_none_is_not() -> None:
