@@ -4,7 +4,7 @@ A *downset* is a set of nodes that contains every predecessor of its members: th
 Python's integers hold sets of any size, compare and hash fast, and need no library.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bapipe.graph.layer_graph import Graph
 
@@ -19,8 +19,10 @@ def members(nodes: int) -> list[int]:
     return ascending
 
 
-def downsets(graph: Graph, limit: int) -> list[int] | None:
+def downsets(graph: Graph, limit: int, check: Callable[[], None] = lambda: None) -> list[int] | None:
     """Returns every downset, smaller ones first, or None if there are more than `limit`.
+
+    `check` is called between two levels, and may end the search by an exception.
 
     Level by level: a downset of n + 1 nodes is one of n nodes and a node whose predecessors all are in it, which is
     called free. O(downsets * width) set operations. The graph must have no cycle: no node of a cycle, and none after
@@ -31,6 +33,7 @@ def downsets(graph: Graph, limit: int) -> list[int] | None:
     all_sets = [0]
     level = [0]
     while level:
+        check()
         next_level: list[int] = []
         for nodes in level:
             free = remaining = free_nodes.pop(nodes)

@@ -1,10 +1,11 @@
 """A lower bound on the step of every plan for a cluster and a mini-batch, from the work alone; no search is needed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 from math import floor
 
-from bapipe.formats.cluster import Cluster, Device
+from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import microbatch_sizes
@@ -30,26 +31,32 @@ def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
 
 def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, num_microbatches: int) -> Fraction:
     """Returns the bound for micro-batches of one size."""
-    devices = {(device.kind, device.speed): device for device in cluster.devices}  # the distinct ones
-    times_ns = {key: _layer_times_ns(profiles[d.kind], d, size, num_microbatches) for key, d in devices.items()}
-    price: dict[tuple[str, float], Fraction] = {
-        key: 1 / max(sum(times, start=Fraction(0)), Fraction(1)) for key, times in times_ns.items()
-    }
-    priced = [[price[key] * time_ns for time_ns in times] for key, times in times_ns.items()]
+    kinds = dict.fromkeys(device.kind for device in cluster.devices)
+    times_ns = {kind: _layer_times_ns(profiles[kind], size, num_microbatches) for kind in kinds}
+    # A device of speed v takes 1/v of the times at speed 1.
+    speed = {(device.kind, device.speed): Fraction(str(device.speed)) for device in cluster.devices}
+    price = {(kind, v): 1 / max(sum(times_ns[kind]) / speed[kind, v], Fraction(1)) for kind, v in speed}
+    # The least price of a nanosecond at speed 1 on a device of each kind.
+    least = {kind: min(price[key] / speed[key] for key in speed if key[0] == kind) for kind in kinds}
+    if len(kinds) == 1:
+        ((kind, times),) = times_ns.items()
+        work = sum(times) * least[kind]
+    else:
+        priced = [[least[kind] * time_ns for time_ns in times] for kind, times in times_ns.items()]
+        work = sum((min(of_layer) for of_layer in zip(*priced, strict=True)), start=Fraction(0))
     # Times are rounded once per stage and phase, so each action may be half a nanosecond shorter than its layers.
     lost_ns = Fraction(PHASES_PER_MICROBATCH * num_microbatches * len(next(iter(times_ns.values()))), 2)
-    rounded = max((price[key] for key, d in devices.items() if d.speed != 1.0), default=Fraction(0)) * lost_ns
-    total_price: Fraction = sum((price[device.kind, device.speed] for device in cluster.devices), start=Fraction(0))
-    work: Fraction = sum((min(of_layer) for of_layer in zip(*priced, strict=True)), start=Fraction(0))
+    rounded = max((price[kind, v] for kind, v in speed if v != 1.0), default=Fraction(0)) * lost_ns
+    num_alike = Counter((device.kind, device.speed) for device in cluster.devices)
+    total_price = sum((num * price[key] for key, num in num_alike.items()), start=Fraction(0))
     return (work - rounded) / total_price
 
 
-def _layer_times_ns(profile: ModelProfile, device: Device, size: int, num_microbatches: int) -> list[Fraction]:
-    """Returns the work of each layer in a step on a device: all micro-batches, and one update."""
+def _layer_times_ns(profile: ModelProfile, size: int, num_microbatches: int) -> list[int]:
+    """Returns the work of each layer in a step on a device of speed 1: all micro-batches, and one update."""
     measured = zip(profile.layers, profile.at(size), strict=True)
-    speed = Fraction(str(device.speed))
     return [
-        (num_microbatches * (m.forward_ns + min(m.whole_backward_ns, split_ns)) + layer.update_ns) / speed
+        num_microbatches * (m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
+        + layer.update_ns
         for layer, m in measured
-        for split_ns in [m.input_grad_ns + m.weight_grad_ns]
     ]

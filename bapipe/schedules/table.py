@@ -87,6 +87,15 @@ class Schedule:
         return replicas[microbatch % len(replicas)]
 
 
+def stages_of_ranks(schedule: Schedule) -> list[list[int]]:
+    """Returns the stages that each rank runs, ascending. [ranks]"""
+    stages: list[list[int]] = [[] for _ in schedule.order]
+    for stage, ranks in enumerate(schedule.devices):
+        for rank in ranks:
+            stages[rank].append(stage)
+    return stages
+
+
 @lru_cache(maxsize=1 << 14)
 def dependencies(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
     """Returns groups of actions; an action can start when one action of each group has ended.

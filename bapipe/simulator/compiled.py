@@ -14,6 +14,7 @@ a sequence of actions that run one at a time: a device has one lane, or two if i
 side. Lanes 0 to R - 1 are those of the ranks; behind them come the backward lanes of the ranks that have two.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,7 +23,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedules.table import Action, Phase, Schedule, check
+from bapipe.schedules.table import Action, Phase, Schedule, check, stages_of_ranks
 
 _PHASE_INDEX = {phase: i for i, phase in enumerate(Phase)}
 NUM_PHASES = len(_PHASE_INDEX)
@@ -110,7 +111,8 @@ class CompiledSchedule:
     @cached_property
     def channel_links(self) -> tuple[int, ...]:
         """The link of each channel, an index of `links`."""
-        return tuple(self.links.index((channel.source, channel.target)) for channel in self.channels)
+        number = {link: i for i, link in enumerate(self.links)}
+        return tuple(number[channel.source, channel.target] for channel in self.channels)
 
     @cached_property
     def may_queue(self) -> tuple[bool, ...]:
@@ -125,8 +127,8 @@ class CompiledSchedule:
             if channel >= 0 and message < latest.get(channel, 0):
                 descends.add(channel)
             latest[channel] = message
-        links = self.channel_links
-        return tuple(links.count(link) > 1 or channel in descends for channel, link in enumerate(links))
+        num_channels = Counter(self.channel_links)
+        return tuple(num_channels[link] > 1 or channel in descends for channel, link in enumerate(self.channel_links))
 
     @cached_property
     def durations_before_queues(self) -> frozenset[int]:
@@ -250,8 +252,9 @@ def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> 
     num_messages = 2 * schedule.num_stages * schedule.num_microbatches + NUM_SPECIAL_MESSAGES
     channels: dict[Channel, int] = {}
     lanes: list[list[_Row]] = [[] for _ in lane_ranks]
-    for rank in range(num_ranks):
-        for row in _rows(schedule, rank, backward_lanes.get(rank, rank), channels):
+    first_duration = list(accumulate((NUM_PHASES * len(ranks) for ranks in schedule.devices), initial=0))
+    for rank, own_stages in enumerate(stages_of_ranks(schedule)):
+        for row in _rows(schedule, rank, backward_lanes.get(rank, rank), own_stages, first_duration, channels):
             lanes[row[1]].append(row)
     rows = _in_sequence(lanes, lane_ranks, num_messages)
     columns = tuple(zip(*rows, strict=True)) if rows else ((),) * 6
@@ -270,7 +273,14 @@ def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> 
     )
 
 
-def _rows(schedule: Schedule, rank: int, backward_lane: int, channels: dict[Channel, int]) -> Iterator[_Row]:
+def _rows(
+    schedule: Schedule,
+    rank: int,
+    backward_lane: int,
+    own_stages: Sequence[int],
+    first_duration: Sequence[int],
+    channels: dict[Channel, int],
+) -> Iterator[_Row]:
     """Yields the actions of a rank, and numbers the channels that it meets.
 
     The compiled form of `bapipe.schedules.table.dependencies`: the message that an action consumes is what its
@@ -278,14 +288,11 @@ def _rows(schedule: Schedule, rank: int, backward_lane: int, channels: dict[Chan
     """
     num, last, devices = schedule.num_microbatches, schedule.num_stages - 1, schedule.devices
     available = 2 * num * (last + 1)
-    first_duration = list(accumulate((NUM_PHASES * len(ranks) for ranks in devices), initial=0))
     # Of each stage and phase: lane, duration, the messages of micro-batch 0, their steps from one micro-batch to the
     # next, the ranks that its messages go to, and the channels to these.
     rules: dict[tuple[int, Phase], tuple[int, int, int, int, int, int, tuple[int, ...], dict[int, int]]] = {}
-    for s, ranks in enumerate(devices):
-        if rank not in ranks:
-            continue
-        duration = first_duration[s] + NUM_PHASES * ranks.index(rank)
+    for s in own_stages:
+        duration = first_duration[s] + NUM_PHASES * devices[s].index(rank)
         after, before = devices[s + 1] if s < last else (), devices[s - 1] if s else ()
         consumes, step = ((2 * s - 2) * num, 1) if s else (available, 0)
         rules[s, Phase.FORWARD] = rank, duration, consumes, step, 2 * s * num, 1, after, {}

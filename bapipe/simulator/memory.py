@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from bapipe.formats.plan import Memory
-from bapipe.schedules.table import Phase, Schedule
+from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
 from bapipe.simulator.stage_cost import Stage, received_bytes
@@ -43,6 +43,7 @@ def rank_memory(
     """
     takes, workspaces, returns = _changes(stages)
     backward_lane = {compiled.lane_ranks[lane]: lane for lane in range(compiled.num_ranks, len(compiled.lane_ranks))}
+    own_stages = stages_of_ranks(schedule)
     memory = []
     for rank, durations in enumerate(compiled.lane_durations[: compiled.num_ranks]):
         # During an action live all that it and the actions before it took, less what those before it returned.
@@ -57,7 +58,7 @@ def rank_memory(
         totals = list(map(add, stashes, work))
         peak = totals.index(max(totals)) if totals else None
         at_peak = msgspec.structs.replace(
-            _constant_memory(rank, schedule, stages),
+            _constant_memory(rank, own_stages[rank], schedule, stages),
             stash=0 if peak is None else stashes[peak],
             workspace=0 if peak is None else work[peak],
         )
@@ -157,9 +158,9 @@ def _workspaces_at_starts(both: Sequence[_Timed], workspaces: Sequence[int]) -> 
     return total
 
 
-def _constant_memory(rank: int, schedule: Schedule, stages: Sequence[Stage]) -> Memory:
+def _constant_memory(rank: int, own_stages: Sequence[int], schedule: Schedule, stages: Sequence[Stage]) -> Memory:
     """Returns the memory of a rank that lives all through the step."""
-    costs = {s: stages[s].costs[ranks.index(rank)] for s, ranks in enumerate(schedule.devices) if rank in ranks}
+    costs = {s: stages[s].costs[schedule.devices[s].index(rank)] for s in own_stages}
     return Memory(
         params=sum(cost.param_bytes for cost in costs.values()),
         gradients=sum(cost.gradient_bytes for cost in costs.values()),

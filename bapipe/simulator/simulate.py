@@ -11,7 +11,7 @@ from typing import Any
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.schedules.table import Phase, Schedule
+from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.allreduce import LastBackward, reduce_buckets, sum_ns
 from bapipe.simulator.compiled import ActionTimes, CompiledSchedule, compile_schedule
 from bapipe.simulator.event_driven import run_event_driven
@@ -226,12 +226,9 @@ def _updates(
 ) -> list[Update]:
     """Returns the updates: after its actions, a device updates its stages one at a time, as they are synchronised."""
     updates = []
-    for rank, rank_spans in enumerate(spans):
+    for rank, (rank_spans, own_stages) in enumerate(zip(spans, stages_of_ranks(schedule), strict=True)):
         now = rank_spans.ends_ns[-1] if rank_spans.ends_ns else 0
-        ready = []
-        for s, ranks in enumerate(schedule.devices):
-            if rank in ranks:
-                ready.append((synced_ns[s] if s in synced_ns else _end_ns(rank_spans, s), s))
+        ready = [(synced_ns[s] if s in synced_ns else _end_ns(rank_spans, s), s) for s in own_stages]
         for ready_ns, s in sorted(ready):
             start_ns = max(now, ready_ns)
             now = start_ns + stages[s].costs[schedule.devices[s].index(rank)].update_ns

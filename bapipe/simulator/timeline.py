@@ -115,7 +115,10 @@ class StepColumns:
     def prediction(self, minibatch_size: int) -> Prediction:
         """Returns the step's figures as a plan stores them."""
         step_ns = self.step_ns
-        ranks = tuple(self._rank(rank, step_ns) for rank in range(len(self.devices)))
+        updates: list[list[Update]] = [[] for _ in self.devices]
+        for update in self.updates:
+            updates[update.rank].append(update)
+        ranks = tuple(self._rank(rank, step_ns, own) for rank, own in enumerate(updates))
         working = [rank for rank, spans in enumerate(self.spans) if spans.actions]
         idle_ns = sum(ranks[rank].idle_ns for rank in working)
         return Prediction(
@@ -125,8 +128,8 @@ class StepColumns:
             ranks=ranks,
         )
 
-    def _rank(self, rank: int, step_ns: int) -> RankPrediction:
-        spans, updates = self.spans[rank], [u for u in self.updates if u.rank == rank]
+    def _rank(self, rank: int, step_ns: int, updates: Sequence[Update]) -> RankPrediction:
+        spans = self.spans[rank]
         busy_ns = spans.running_ns + sum(u.end_ns - u.start_ns for u in updates)
         sync_ns = _waiting_ns(max(spans.ends_ns, default=0), updates)
         return RankPrediction(

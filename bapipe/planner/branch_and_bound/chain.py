@@ -4,6 +4,7 @@ One interval at a time, in Python's integers. `intervals.py` has the costs of al
 """
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import accumulate
 from operator import add, sub
 
@@ -52,6 +53,12 @@ class Chain:
         # Caches: the layouts that a search simulates share most of their intervals.
         self._costs: dict[tuple[int, int, frozenset[int], bool], StageCost] = {}
         self._buckets: dict[tuple[int, int, bool], tuple[tuple[int, int], ...]] = {}
+
+    def at_speed(self, speed: float) -> "Chain":
+        """Returns the same layers on devices of another speed."""
+        other = copy(self)
+        other._speed, other._costs = speed, {}
+        return other
 
     def cost(
         self, start: int, stop: int, *, recompute: frozenset[int] = frozenset(), has_replicas: bool = False

@@ -180,6 +180,7 @@ class PlacementGraph:
 
     def _any_order(self, remaining: ClassCounts, num_used: int, num_stages: int | None) -> tuple[StagePlacement, ...]:
         """The placements of the next stage on any subset of the devices that remain of the `num_used` ones."""
+        self._deadline.check()
         num_remaining = sum(remaining)
         # All that the future depends on, besides the devices: the orders of the table from here on, and the stages that
         # must follow. `num_used` is not part of it, so pipelines of different lengths share placements.
@@ -206,6 +207,7 @@ class PlacementGraph:
 
     def _in_order(self, remaining: ClassSequence, num_used: int, num_stages: int | None) -> tuple[StagePlacement, ...]:
         """The placements of the next stage on the first of the devices that remain."""
+        self._deadline.check()
         state = (self._suffix_id(num_used, num_used - len(remaining)), num_stages, "in order", remaining)
         placements = []
         for size in range(1, self._max_replicas(len(remaining)) + 1):

@@ -15,6 +15,7 @@ import numpy as np
 
 from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray, IntervalIndex
+from bapipe.planner.deadline import UNLIMITED, Deadline
 
 MAX_LABELS = 4_096
 """Points of a Pareto frontier that are kept; only beyond that a choice may miss the best one."""
@@ -62,7 +63,14 @@ class RecomputedLayers:
 class RecomputationBound:
     """Lower bounds of the forward time that recomputation repeats, for all intervals on one kind of device."""
 
-    def __init__(self, intervals: IntervalIndex, profile: ModelProfile, microbatch_size: int) -> None:
+    def __init__(
+        self,
+        intervals: IntervalIndex,
+        profile: ModelProfile,
+        microbatch_size: int,
+        deadline: Deadline = UNLIMITED,
+    ) -> None:
+        """`deadline` ends the making of the tables with OutOfTime."""
         measured = profile.at(microbatch_size)
         forward = np.array([m.forward_ns for m in measured], dtype=np.float64)
         stash = np.array([m.stash_bytes for m in measured], dtype=np.float64)
@@ -71,7 +79,10 @@ class RecomputationBound:
         self._multipliers = [float(densities[i]) for i in chosen]
         # What layers that save more than the multiplier asks for give away at it. [multipliers][intervals]
         surplus = [np.ceil(np.maximum(0, ns * stash * (1 + EPSILON) - forward)) for ns in self._multipliers]
-        self._surplus = [intervals.sums([int(value) for value in of_layers]) for of_layers in surplus]
+        self._surplus: list[IntArray] = []
+        for of_layers in surplus:
+            deadline.check()
+            self._surplus.append(intervals.sums([int(value) for value in of_layers]))
 
     def least_ns(self, saved_bytes: IntArray, rows: slice) -> IntArray:
         """Returns a lower bound of F of any layers of each interval whose stashes have so many bytes. [rows]"""

@@ -111,7 +111,7 @@ def build_space(
         chains = _chains(profiles, classes, size)
         intervals = intervals or IntervalIndex(constraints.allowed_cuts(next(iter(profiles.values())), chains[0].legal))
         forbidden = constraints.forbidden_intervals(next(iter(profiles.values())), intervals, classes)
-        costs = _stage_costs(profiles, classes, links, intervals, size, chains, options.recompute, forbidden)
+        costs = _stage_costs(profiles, classes, links, intervals, size, chains, options.recompute, forbidden, deadline)
         work_ns, num_microbatches = _min_work_ns(profiles, size), options.minibatch_size // size
         # All work spread evenly over all devices: the scale for the thresholds between sync classes.
         ideal_step_ns = int(num_microbatches * work_ns / total_rate([len(cls.ranks) for cls in classes], classes))
@@ -220,9 +220,9 @@ def _min_work_ns(profiles: Mapping[str, ModelProfile], size: int) -> int:
 
 def _chains(profiles: Mapping[str, ModelProfile], classes: Sequence[DeviceClass], size: int) -> list[Chain]:
     """The chain as each class runs it; classes of one kind and speed share it. [classes]"""
-    chains = {
-        (cls.device.kind, cls.device.speed): Chain(profiles[cls.device.kind], size, cls.device.speed) for cls in classes
-    }
+    at_speed_1 = {kind: Chain(profiles[kind], size, 1.0) for kind in {cls.device.kind for cls in classes}}
+    keys = dict.fromkeys((cls.device.kind, cls.device.speed) for cls in classes)
+    chains = {(kind, speed): at_speed_1[kind].at_speed(speed) for kind, speed in keys}
     return [chains[cls.device.kind, cls.device.speed] for cls in classes]
 
 
@@ -235,6 +235,7 @@ def _stage_costs(
     chains: Sequence[Chain],
     recompute: bool,
     forbidden: ForbiddenIntervals,
+    deadline: Deadline,
 ) -> StageCostTable:
     # Kinds of devices may disagree about the bytes at a cut: memory takes the maximum, transfers the minimum. Groups of
     # another size hold other bytes, so only those of one size are compared for memory.
@@ -248,9 +249,14 @@ def _stage_costs(
         kind, speed = cls.device.kind, cls.device.speed
         # Bytes depend on the kind of device, times also on its speed.
         if kind not in memory:
+            deadline.check()
             memory[kind] = IntervalMemory(intervals, profiles[kind], size, max_bytes[cls.device.num_members])
         if (kind, speed) not in times:
+            deadline.check()
             times[kind, speed] = IntervalTimes(intervals, profiles[kind], size, speed)
+    recomputation_bounds: dict[str, RecomputationBound] = {}
+    for kind, profile in profiles.items() if recompute else ():
+        recomputation_bounds[kind] = RecomputationBound(intervals, profile, size, deadline)
     return StageCostTable(
         intervals,
         classes,
@@ -260,7 +266,7 @@ def _stage_costs(
         min_send_bytes=_min_at_boundaries([chain.send_bytes for chain in chains], intervals),
         min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
         recompute=Recomputation(
-            bounds={kind: RecomputationBound(intervals, profile, size) for kind, profile in profiles.items()},
+            bounds=recomputation_bounds,
             choice=LayerChoice(profiles, size),
         )
         if recompute

@@ -85,7 +85,12 @@ class DeviceLine:
         device = self.cluster.devices[rank]
         key = device.kind, device.speed, microbatch_size
         if key not in self._chains:
-            self._chains[key] = Chain(self.profiles[device.kind], microbatch_size, device.speed)
+            alike = next((one for (kind, _, size), one in self._chains.items() if (kind, size) == key[::2]), None)
+            self._chains[key] = (
+                Chain(self.profiles[device.kind], microbatch_size, device.speed)
+                if alike is None
+                else alike.at_speed(device.speed)
+            )
         return self._chains[key]
 
     def time(self, plan: LinePlan) -> TimedPlan | None:

@@ -5,12 +5,13 @@ equal times or equal numbers of layers. A search that ends early may miss them.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
@@ -33,14 +34,16 @@ def improve(
     """
     budget = Budget(max_actions, deadline)
     best = found
-    for problem in problems:
-        for placements in _naive_pipelines(problem):
-            for cuts in naive_cuts(problem, placements):
-                if budget.is_over():
-                    break
-                budget.spend(2 * problem.num_microbatches * len(placements))
-                best = _better_of(best, problem, cuts, placements)
-    return _with_moved_cuts(best, budget)
+    with suppress(OutOfTime):  # of the tables of a pipeline
+        for problem in problems:
+            for placements in _naive_pipelines(problem):
+                for cuts in naive_cuts(problem, placements):
+                    if budget.is_over():
+                        break
+                    budget.spend(2 * problem.num_microbatches * len(placements))
+                    best = _better_of(best, problem, cuts, placements)
+        return _with_moved_cuts(best, budget)
+    return best
 
 
 def _naive_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
@@ -83,6 +86,8 @@ def _with_moved_cuts(best: SearchResult, budget: Budget) -> SearchResult:
     problem, placements = best.problem, best.layout.placements
     num_intervals = len(problem.lower_bound.costs.intervals.begins)
     if num_intervals * sum(placement.num_replicas for placement in placements) > MAX_ENTRIES:
+        return best
+    if budget.is_over():
         return best
     game = PathBound(Pipeline(problem, placements), {})
     own = tuple(problem.cuts.index(cut) for cut in best.layout.cuts)

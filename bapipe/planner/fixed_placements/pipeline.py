@@ -88,6 +88,7 @@ class Pipeline:
             buffers = placement.receives_activations, placement.receives_gradients
             key = (placement.device_classes, placement.schedule, buffers)
             if key not in shared:
+                self.problem.deadline.check()
                 shared[key] = self._stage_times(placement)
             stages.append(shared[key])
         return stages

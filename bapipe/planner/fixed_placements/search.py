@@ -7,6 +7,7 @@ changed cuts. All work is counted, so that the result does not depend on the spe
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from random import Random
@@ -14,7 +15,7 @@ from random import Random
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend, perturbed
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
@@ -57,9 +58,10 @@ def search_fixed_placements(
         incumbent: a layout to begin with, maybe of another problem.
     """
     search = _Search(problems, Budget(max_actions, deadline), progress)
-    if incumbent is not None:
-        search.begin_with(incumbent)
-    search.run()
+    with suppress(OutOfTime):  # of the tables of a pipeline
+        if incumbent is not None:
+            search.begin_with(incumbent)
+        search.run()
     return search.raised_problems(), search.result()
 
 
@@ -205,7 +207,7 @@ class _Search:
             game.pipeline.forbid_slow(self.best_ns)
         for _ in range(ROUNDS_PER_TURN):
             self.budget.spend(game.improve())
-            if game.is_solved or game.bound_ns >= self.best_ns:
+            if game.is_solved or game.bound_ns >= self.best_ns or self.budget.is_out_of_time:
                 return
 
     def _start(self, orders: _Orders, entry: _Entry) -> None:

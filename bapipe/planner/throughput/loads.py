@@ -22,7 +22,7 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
-from bapipe.graph.downsets import members
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.simulator.interval_costs import IntervalCosts, cut_bytes, ring_ns, transfer_ns
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 INFEASIBLE_LOAD = np.int64(1 << 61)
 """The load of a stage that does not fit its devices, or whose boundaries are not nested."""
 
+ROWS_PER_BLOCK = 256
+"""Boundaries that are compared with all others between two looks at a deadline."""
+
 
 class Boundaries:
     """The boundaries that stages may lie between, which of them contain which others, and the layers in each.
@@ -45,18 +48,29 @@ class Boundaries:
         nested: whether the second boundary contains the first and comes later; [boundaries, boundaries].
     """
 
-    def __init__(self, node_sets: Sequence[int], layers_of_node: Sequence[Sequence[int]], num_layers: int) -> None:
+    def __init__(
+        self,
+        node_sets: Sequence[int],
+        layers_of_node: Sequence[Sequence[int]],
+        num_layers: int,
+        deadline: Deadline = UNLIMITED,
+    ) -> None:
+        """`deadline` ends the making of the tables with OutOfTime."""
         self.node_sets = tuple(node_sets)
         inside = np.zeros((len(node_sets), num_layers), dtype=np.int64)
-        for row, nodes in enumerate(node_sets):
-            inside[row, [layer for node in members(nodes) for layer in layers_of_node[node]]] = 1
+        has_node = _has_node(node_sets, len(layers_of_node))
+        for node, layers in enumerate(layers_of_node):
+            inside[:, list(layers)] = has_node[:, [node]]
         self.inside: IntArray = inside
         num_inside = inside.sum(axis=1)
         self.nested: BoolArray = np.triu(np.ones((len(node_sets),) * 2, dtype=bool), 1)
         if any(smaller & ~larger for smaller, larger in pairwise(node_sets)):  # else a chain: all are nested
             # a is a subset of b if and only if they have |a| layers in common; a product of floats uses BLAS.
-            floats = inside.astype(np.float64)
-            self.nested &= floats @ floats.T == num_inside[:, None]
+            floats = inside.astype(np.float32)  # exact up to 2^24 layers
+            for begin in range(0, len(node_sets), ROWS_PER_BLOCK):
+                deadline.check()
+                rows = slice(begin, begin + ROWS_PER_BLOCK)
+                self.nested[rows] &= floats[rows] @ floats.T == num_inside[rows, None]
 
     @property
     def num_boundaries(self) -> int:
@@ -69,6 +83,15 @@ class Boundaries:
     def layers(self, begin: int, end: int) -> list[int]:
         """Returns the layers between two boundaries, ascending."""
         return [int(i) for i in np.nonzero(self.inside[end] - self.inside[begin])[0]]
+
+
+def _has_node(node_sets: Sequence[int], num_nodes: int) -> "BoolArray":
+    """Returns whether each set has each node. [sets, nodes]"""
+    num_bytes = num_nodes // 8 + 1
+    rows = np.frombuffer(b"".join(nodes.to_bytes(num_bytes, "little") for nodes in node_sets), dtype=np.uint8)
+    bits = np.unpackbits(rows.reshape(len(node_sets), num_bytes), axis=1, bitorder="little")
+    has_node: BoolArray = bits[:, :num_nodes].astype(bool)
+    return has_node
 
 
 class StageCostSums:
@@ -97,6 +120,7 @@ class StageCostSums:
         without_replicas = np.array([not layer.allows_replicas for layer in profile.layers], dtype=np.int64)  # [layers]
         self._num_without_replicas = inside @ without_replicas  # [boundaries]
         self._workspaces: IntArray = np.array([m.workspace_bytes for m in measured])  # [layers]; a maximum, not a sum
+        self._max_workspace = int(self._workspaces.max())
         self.send_bytes, self.grad_bytes = cut_bytes(profile, microbatch_size, inside)
 
     def microbatch_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
@@ -128,7 +152,7 @@ class StageCostSums:
         """Returns an upper bound on the memory of any device of any plan."""
         costs = self._costs
         constant = costs.param_bytes(0, -1) + costs.gradient_bytes(0, -1) + costs.optimizer_bytes(0, -1)
-        needed = constant + max_in_flight * costs.stash_bytes(0, -1) + self._workspaces.max()
+        needed = constant + max_in_flight * costs.stash_bytes(0, -1) + self._max_workspace
         return int(needed + num_microbatches * (self.send_bytes.max() + self.grad_bytes.max()))
 
     def fits(
@@ -148,7 +172,7 @@ class StageCostSums:
         free_bytes: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))
         # The largest workspace of a stage is a range maximum, which differences cannot give. It is computed only for
         # the few stages whose free memory lies between zero and the largest workspace of all layers.
-        fits: BoolArray = free_bytes >= self._workspaces.max()
+        fits: BoolArray = free_bytes >= self._max_workspace
         undecided = np.nonzero((free_bytes >= 0) & ~fits)
         if undecided[0].size:
             begins, ends = np.broadcast_arrays(begin, end)

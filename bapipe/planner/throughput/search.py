@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import Graph, contract, depth_first_order, of_layers, topological_order
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ThroughputSpace
 from bapipe.planner.solution import Solution
@@ -97,21 +97,25 @@ def explore_throughput(
     index = {layer.name: i for i, layer in enumerate(first.layers)}
     tied = [(i, *(index[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
     contracted, layers_of_node = contract(graph, tied)
-    every = downsets(contracted, max(max_downsets, MAX_LISTED))
-    has_all_downsets = every is not None and len(every) <= max_downsets
-    node_sets = every if every is not None and has_all_downsets else _prefixes_of_orders(contracted)
-    search = LoadSearch(
+    coarse = LoadSearch(
         profiles=profiles,
         cluster=cluster,
-        boundaries=Boundaries(node_sets, layers_of_node, graph.num_nodes),
-        has_all_downsets=has_all_downsets,
+        boundaries=_coarse(contracted, layers_of_node, graph.num_nodes),
+        has_all_downsets=False,
         minibatch_size=minibatch_size,
     )
+    every: list[int] | None = None
+    try:
+        every = downsets(contracted, max(max_downsets, MAX_LISTED), deadline.check)
+        has_all_downsets = every is not None and len(every) <= max_downsets
+        node_sets = every if every is not None and has_all_downsets else _prefixes_of_orders(contracted)
+        boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes, deadline)
+        search = replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets)
+    except OutOfTime:
+        search, has_all_downsets = coarse, False
     solutions = [search.solve(size, limits, progress, deadline) for size in microbatch_sizes]
     feasible = [solution for solution in solutions if solution.stages]
     if not feasible and deadline.is_over:
-        few = _coarse(contracted, layers_of_node, graph.num_nodes)
-        coarse = replace(search, boundaries=few, has_all_downsets=False)
         sizes = dict.fromkeys((microbatch_sizes[0], microbatch_sizes[-1]))
         feasible = [found for found in (coarse.solve(size, limits, None) for size in sizes) if found.stages]
     if not feasible:
@@ -135,7 +139,7 @@ def explore_throughput(
         ]
     bound_ns = min(best.load_ns, *bounds_ns)
     space = _searched_space(search, limits, microbatch_sizes, max_downsets)
-    return solution_of(search, best, bound_ns, space, limits)
+    return solution_of(coarse, best, bound_ns, space, limits)  # the tables of few boundaries do for the alternatives
 
 
 def _coarse(graph: Graph, layers_of_node: Sequence[Sequence[int]], num_layers: int) -> Boundaries:
