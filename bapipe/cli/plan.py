@@ -52,7 +52,7 @@ from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.compare import compare as compare_schedules
-from bapipe.planner.deadline import Deadline, deadline_of
+from bapipe.planner.deadline import UNLIMITED, Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.make import judge
@@ -66,6 +66,9 @@ from bapipe.schedules import ALL
 
 if TYPE_CHECKING:
     from bapipe.planner.analysis.pareto import ParetoPoint
+
+REMARKS_S = 0.5
+"""How long near-ties of a plan are looked for after a time limit."""
 
 
 def plan(
@@ -194,7 +197,8 @@ def plan(
 
 def _remarks(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
     """Returns what a reader of the plan should know besides its figures."""
-    ties = near_ties(made, profiles, options.schedules) if options.goal is None else ()
+    deadline = UNLIMITED if options.time_limit_s is None else Deadline(REMARKS_S)
+    ties = near_ties(made, profiles, options.schedules, deadline) if options.goal is None else ()
     return tuple(with_flags(words) for words in plan_remarks(made, profiles, options.schedules, ties))
 
 

@@ -306,10 +306,11 @@ def stage_cost(
     """
     totals = [layer_totals(layer, measured) for layer, measured in layers]
     again = [of for (layer, _), of in zip(layers, totals, strict=True) if layer.name in recomputed]
+    in_buckets = [sum_totals(totals[begin:end]) for begin, end in pairwise([0, *bucket_ends])]
     return cost_of_totals(
         sum_totals(totals),
         max(measured.workspace_bytes for _, measured in layers),
-        [sum_totals(totals[:end]) for end in bucket_ends],
+        accumulate(in_buckets, lambda before, bucket: sum_totals((before, bucket))),
         speed=speed,
         recomputed=sum_totals(again),
         tied=tied,

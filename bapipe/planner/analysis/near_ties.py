@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.edit import edit
 from bapipe.planner.inputs import Profiles
 from bapipe.schedules import ALL
@@ -34,15 +35,18 @@ class NearTie:
     peak_bytes: int
 
 
-def near_ties(plan: Plan, profiles: Profiles, schedules: Sequence[str]) -> tuple[NearTie, ...]:
+def near_ties(
+    plan: Plan, profiles: Profiles, schedules: Sequence[str], deadline: Deadline = UNLIMITED
+) -> tuple[NearTie, ...]:
     """Returns the near-tie with the least memory among the plan's stages in other schedules, and a single device.
 
     Args:
         schedules: names of those to try.
+        deadline: those for which no time is left are left out.
     """
     peak_bytes = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
     limit_ns = plan.prediction.step_ns * (1 + MAX_SLOWDOWN)
-    others = [tie for tie in _rescheduled(plan, profiles, schedules) if tie.step_ns <= limit_ns]
+    others = [tie for tie in _rescheduled(plan, profiles, schedules, deadline) if tie.step_ns <= limit_ns]
     light = [tie for tie in others if tie.peak_bytes <= MAX_MEMORY * peak_bytes]
     used = {device for stage in plan.stages for device in stage.devices}
     alone = [
@@ -53,11 +57,13 @@ def near_ties(plan: Plan, profiles: Profiles, schedules: Sequence[str]) -> tuple
     return (*sorted(light, key=lambda tie: (tie.peak_bytes, tie.step_ns, tie.name))[:1], *alone)
 
 
-def _rescheduled(plan: Plan, profiles: Profiles, schedules: Sequence[str]) -> list[NearTie]:
+def _rescheduled(plan: Plan, profiles: Profiles, schedules: Sequence[str], deadline: Deadline) -> list[NearTie]:
     found = []
     for name in schedules:
         if name == plan.schedule or name not in ALL or plan.num_microbatches * len(plan.stages) > MAX_ACTIONS:
             continue
+        if deadline.is_over:
+            break
         try:
             other = edit(plan, profiles, schedule=name)
         except BapipeError:  # such as a schedule that places stages otherwise, or one that does not fit

@@ -46,13 +46,16 @@ class HeterogeneousDevices:
         *,
         num_microbatches: int,
         memory_bytes: Sequence[int],
+        has_equal_groups: bool = False,
     ) -> None:
+        """With `has_equal_groups`, all stages have the same number of devices: for a first plan in little time."""
         self._boundaries, self._cluster, self._num_microbatches = boundaries, cluster, num_microbatches
         self._memory_bytes = memory_bytes
         self.num_boundaries = boundaries.num_boundaries
         # By rank; devices of one kind and speed share one object.
         self._sums = [sums[device.kind, device.speed] for device in cluster.devices]  # by rank
-        self._groups_after = _groups_after(len(cluster.devices), num_microbatches)
+        groups_after = _equal_groups_after if has_equal_groups else _groups_after
+        self._groups_after = groups_after(len(cluster.devices), num_microbatches)
         # O(groups**3) states in the worst case: that is why large clusters restrict their groups.
         states = [
             (before, group, after)
@@ -226,4 +229,15 @@ def _groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[G
     for group in groups:
         stop = sum(group)
         after[group] = [other for other in groups if (other[0] >= stop if has_gaps else other[0] == stop)]
+    return after
+
+
+def _equal_groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[Group]]:
+    """Returns the same if all stages have as many devices: 1, 2, 4 ..., or all; O(devices) groups."""
+    most = min(num_devices, num_microbatches)
+    counts = sorted({1 << power for power in range(most.bit_length())} | {most})
+    groups = [(start, count) for count in counts for start in range(0, num_devices - count + 1, count)]
+    after: dict[Group, list[Group]] = {NO_GROUP: [(0, count) for count in counts]}
+    for start, count in groups:
+        after[start, count] = [(start + count, count)] if start + 2 * count <= num_devices else []
     return after

@@ -17,6 +17,7 @@ from bapipe.planner.throughput.min_max_dp import min_max_load
 from bapipe.planner.throughput.problem import MinMaxLoad
 from bapipe.planner.throughput.window_bound import WindowBound
 from bapipe.progress import LoadProgress
+from bapipe.simulator.interval_costs import cut_bytes
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import IntArray
@@ -37,13 +38,19 @@ class LoadSolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSearch:
-    """What is searched. `has_all_downsets` says whether the boundaries are all downsets, so that bounds are proofs."""
+    """What is searched.
+
+    Attributes:
+        has_all_downsets: whether the boundaries are all downsets, so that bounds are proofs.
+        has_equal_groups: whether unlike devices are in groups of one size only.
+    """
 
     profiles: Mapping[str, ModelProfile]
     cluster: Cluster
     boundaries: Boundaries
     has_all_downsets: bool
     minibatch_size: int
+    has_equal_groups: bool = False
 
     def solve(
         self,
@@ -141,17 +148,25 @@ class LoadSearch:
     def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:
         """Returns the problem for any devices."""
         first_of = {(device.kind, device.speed): rank for rank, device in reversed([*enumerate(self.cluster.devices)])}
+        kinds = sorted({device.kind for device in self.cluster.devices})
+        crossing = {kind: cut_bytes(self.profiles[kind], microbatch_size, self.boundaries.inside) for kind in kinds}
         return HeterogeneousDevices(
             self.boundaries,
             {
                 (kind, speed): StageCostSums(
-                    self.boundaries, self.profiles[kind], microbatch_size, speed, self.cluster.member_links(rank)
+                    self.boundaries,
+                    self.profiles[kind],
+                    microbatch_size,
+                    speed,
+                    self.cluster.member_links(rank),
+                    crossing[kind],
                 )
                 for (kind, speed), rank in sorted(first_of.items())
             },
             self.cluster,
             num_microbatches=self.minibatch_size // microbatch_size,
             memory_bytes=limits,
+            has_equal_groups=self.has_equal_groups,
         )
 
 

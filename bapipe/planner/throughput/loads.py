@@ -111,8 +111,9 @@ class StageCostSums:
         microbatch_size: int,
         speed: float,
         member_links: Sequence[Bandwidth] = (),
+        crossing_bytes: "tuple[IntArray, IntArray] | None" = None,
     ) -> None:
-        """`member_links` are those among the members of a group."""
+        """`member_links` are those among the members of a group, `crossing_bytes` those of `cut_bytes` if known."""
         measured, inside = profile.at(microbatch_size), boundaries.inside
         self._costs = IntervalCosts(profile, microbatch_size, speed, inside=inside)
         self._num_members, self._member_links = profile.device.num_members, tuple(member_links)
@@ -121,7 +122,7 @@ class StageCostSums:
         self._num_without_replicas = inside @ without_replicas  # [boundaries]
         self._workspaces: IntArray = np.array([m.workspace_bytes for m in measured])  # [layers]; a maximum, not a sum
         self._max_workspace = int(self._workspaces.max())
-        self.send_bytes, self.grad_bytes = cut_bytes(profile, microbatch_size, inside)
+        self.send_bytes, self.grad_bytes = crossing_bytes or cut_bytes(profile, microbatch_size, inside)
 
     def microbatch_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
         """Returns F + B of one micro-batch, rounded as the simulator rounds them."""

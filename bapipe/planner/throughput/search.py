@@ -103,6 +103,7 @@ def explore_throughput(
         boundaries=_coarse(contracted, layers_of_node, graph.num_nodes),
         has_all_downsets=False,
         minibatch_size=minibatch_size,
+        has_equal_groups=True,
     )
     every: list[int] | None = None
     try:
@@ -110,7 +111,7 @@ def explore_throughput(
         has_all_downsets = every is not None and len(every) <= max_downsets
         node_sets = every if every is not None and has_all_downsets else _prefixes_of_orders(contracted)
         boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes, deadline)
-        search = replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets)
+        search = replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets, has_equal_groups=False)
     except OutOfTime:
         search, has_all_downsets = coarse, False
     solutions = [search.solve(size, limits, progress, deadline) for size in microbatch_sizes]
@@ -120,7 +121,7 @@ def explore_throughput(
         feasible = [found for found in (coarse.solve(size, limits, None) for size in sizes) if found.stages]
     if not feasible:
         deadline.check()
-        raise Infeasible(_shortfall(search, microbatch_sizes, limits))
+        raise Infeasible(_shortfall(search, microbatch_sizes, limits, deadline))
     # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
     best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
     bounds_ns = [solution.bound_ns for solution in solutions]
@@ -197,20 +198,27 @@ def _searched_space(
     )
 
 
-def _shortfall(search: LoadSearch, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> str:
+def _shortfall(search: LoadSearch, microbatch_sizes: Sequence[int], limits: Sequence[int], deadline: Deadline) -> str:
     """Returns a sentence about the memory per device with which a plan would fit, found by bisection."""
     size = microbatch_sizes[0]
     enough, short = max(limits), 0
-    while not search.solve(size, [limit + enough for limit in limits], None).stages:
+
+    def fits(more: int) -> bool:
+        return bool(search.solve(size, [limit + more for limit in limits], None, deadline).stages)
+
+    hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(limits)))}"
+    remedy = "Try more devices, smaller micro-batches, or a smaller mini-batch"
+    while not fits(enough):
+        if deadline.is_over:
+            return f"no plan for throughput fits in the memory of {hold}. {remedy}"
         short, enough = enough, 2 * enough
-    while enough - short > max(1, enough // 1000):
+    while enough - short > max(1, enough // 1000) and not deadline.is_over:
         middle = (enough + short) // 2
-        if search.solve(size, [limit + middle for limit in limits], None).stages:
+        if fits(middle):
             enough = middle
-        else:
+        elif not deadline.is_over:
             short = middle
     return (
         f"no plan for throughput fits in memory; the closest, with micro-batches of {size}, lacks {enough:,} bytes on "
-        f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(limits)))}. Try more devices, "
-        "smaller micro-batches, or a smaller mini-batch"
+        f"{hold}. {remedy}"
     )

@@ -1,0 +1,83 @@
+"""How much work happens between two looks at a deadline, in calls of functions that are slow on large inputs."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.planner.branch_and_bound.intervals import IntervalIndex
+from bapipe.planner.branch_and_bound.placements import PlacementGraph
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan
+from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
+from tests.builders import chain, devices
+
+
+class Looks:
+    """A clock that counts calls of functions since it was last read.
+
+    Attributes:
+        most: the largest count so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch, self._since, self.most, self.num = monkeypatch, 0, 0, 0
+
+    def __call__(self) -> float:
+        self._since, self.num = 0, self.num + 1
+        return self.num
+
+    def count(self, owner: type, name: str) -> None:
+        """Counts the calls of a method from now on."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def counted(*args: Any, **keywords: Any) -> Any:
+            self._since += 1
+            self.most = max(self.most, self._since)
+            return method(*args, **keywords)
+
+        self._monkeypatch.setattr(owner, name, counted)
+
+
+def random_chain(num_layers: int) -> Any:
+    random = Random(0)
+    return chain([random.randint(1, 9) for _ in range(num_layers)], param_bytes=10**4, output_bytes=10**4)
+
+
+def test_tables_of_several_stages_a_device_are_made_one_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.count(Pipeline, "_stage_times_on")
+    options = PlanOptions(minibatch_size=8, schedules=["looped-bfs"])
+    plan(random_chain(120), devices(6), options, deadline=Deadline(60, clock=looks))
+    assert looks.most == 1
+
+
+def test_sums_over_all_intervals_are_made_a_few_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.count(IntervalIndex, "sums")
+    options = PlanOptions(minibatch_size=8)
+    plan(random_chain(40), devices(3), options, deadline=Deadline(400, clock=looks))
+    assert 1 <= looks.most <= 20
+
+
+def test_placements_are_made_one_by_one_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.count(PlacementGraph, "_any_order")
+    options = PlanOptions(minibatch_size=8)
+    plan(random_chain(310), devices(8), options, deadline=Deadline(400, clock=looks))
+    assert looks.most == 1
+
+
+def test_a_first_plan_of_many_unlike_devices_for_throughput_takes_few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    looks.count(HeterogeneousDevices, "load")
+    cluster = devices(48)
+    unlike = tuple(replace(device, speed=1 - i / 100) for i, device in enumerate(cluster.devices))
+    options = PlanOptions(minibatch_size=32, objective="throughput")
+    made = plan(random_chain(60), replace(cluster, devices=unlike), options, deadline=Deadline(1, clock=looks))
+    assert len({device for stage in made.stages for device in stage.devices}) > 24
+    assert looks.most < 1000
