@@ -97,6 +97,7 @@ def explore_throughput(
     index = {layer.name: i for i, layer in enumerate(first.layers)}
     tied = [(i, *(index[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
     contracted, layers_of_node = contract(graph, tied)
+    # Few boundaries and equal groups: for a first plan where no time is left for more.
     coarse = LoadSearch(
         profiles=profiles,
         cluster=cluster,
@@ -208,6 +209,8 @@ def _shortfall(search: LoadSearch, microbatch_sizes: Sequence[int], limits: Sequ
 
     hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(limits)))}"
     remedy = "Try more devices, smaller micro-batches, or a smaller mini-batch"
+    # Twice as much memory until something fits, then bisection. Whatever fits is an upper bound of the shortfall, so
+    # that the sentence holds wherever the deadline passes.
     while not fits(enough):
         if deadline.is_over:
             return f"no plan for throughput fits in the memory of {hold}. {remedy}"
