@@ -1,7 +1,10 @@
 """The optimizers that profiles support: their classes in `torch.optim`, and the size of their state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from bapipe.errors import BapipeError
 
 MOMENTUM = 0.9
 """Momentum of `sgd-momentum`, and the default of SGD."""
@@ -39,3 +42,11 @@ def rule_of(torch_class: str, momentum: object) -> str | None:
     if torch_class.lower() == "sgd":
         return "sgd-momentum" if momentum else "sgd"
     return next((name for name, rule in OPTIMIZERS.items() if rule.torch_class.lower() == torch_class.lower()), None)
+
+
+def unknown_optimizer(name: str, known: Iterable[str]) -> BapipeError:
+    """Returns the error for a name that is none of the known ones, with the one that it resembles."""
+    names = [*known]
+    close = get_close_matches(name.lower(), names, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return BapipeError(f"unknown optimizer '{name}'; want one of {', '.join(names)}{hint}")

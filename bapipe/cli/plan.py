@@ -199,7 +199,8 @@ def _remarks(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions
     """Returns what a reader of the plan should know besides its figures."""
     deadline = UNLIMITED if options.time_limit_s is None else Deadline(REMARKS_S)
     ties = near_ties(made, profiles, options.schedules, deadline) if options.goal is None else ()
-    return tuple(with_flags(words) for words in plan_remarks(made, profiles, options.schedules, ties))
+    told = plan_remarks(made, profiles, options.schedules, ties, options.num_stages)
+    return tuple(map(with_flags, told))
 
 
 def _names(schedules: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from bapipe.formats.codec import decode_as, encode
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.formats.strict_json import decode_json, naming_file, read_limited
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
+from bapipe.optimizers import unknown_optimizer
 
 MAX_SECONDS = 10**6
 """Longest time of a layer that is read."""
@@ -164,7 +165,7 @@ def group_profile(times: Times, models: Models, metadata: ImportMetadata, member
     """
     layers = layers_of(models, metadata.model, members)
     if metadata.optimizer not in NUM_OPTIMIZER_STATES:
-        raise BapipeError(f"unknown optimizer '{metadata.optimizer}'; want one of {', '.join(NUM_OPTIMIZER_STATES)}")
+        raise unknown_optimizer(metadata.optimizer, NUM_OPTIMIZER_STATES)
     by_size = _selected(times, metadata, members)
     for size, found in by_size.items():
         _check_model(len(found.forward_ns), len(layers), models, metadata.model, size)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bapipe.errors import BapipeError
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
+from bapipe.optimizers import unknown_optimizer
 from bapipe.units import round_half_up
 
 
@@ -40,7 +40,7 @@ def to_profile(layers: Sequence[ImportedLayer], metadata: ImportMetadata) -> Mod
     all I without parameters. Updates and workspaces are unknown, and 0 in the profile.
     """
     if metadata.optimizer not in NUM_OPTIMIZER_STATES:
-        raise BapipeError(f"unknown optimizer '{metadata.optimizer}'; want one of {', '.join(NUM_OPTIMIZER_STATES)}")
+        raise unknown_optimizer(metadata.optimizer, NUM_OPTIMIZER_STATES)
     layer_outputs = {name for layer in layers for name in layer.outputs}
     scaled = [size for size in metadata.sizes if size != metadata.batch_size]
     return ModelProfile(

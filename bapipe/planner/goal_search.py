@@ -13,7 +13,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan, ReachedGoal, certify, with_certificate
+from bapipe.formats.plan import Alternative, Plan, ReachedGoal, certify, with_certificate
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping, groupings
@@ -21,6 +21,7 @@ from bapipe.planner.goal import Goal
 from bapipe.planner.inputs import Profiles, listed
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.repeat_block import block_layers, repeat_block
+from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import SearchProgress
@@ -194,11 +195,28 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     )
     best = within(value).fastest(best)
     # Bound and alternatives are of the devices' own memory, not only of what the plan was searched in.
-    best = msgspec.structs.replace(best, alternatives=compared_with(fastest.alternatives, best))
+    alternatives = _with_fastest(best, fastest, fastest.alternatives)
+    best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best))
     proven = fastest.certificate
     best_ns = objective_ns(best)
     best = with_certificate(best, certify(best_ns, min(best_ns, proven.lower_bound_ns), proven.space))
     return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
+
+
+def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
+    """Returns alternatives and the fastest plan, if it is another one: it shows what the saving costs."""
+    if fastest.stages == best.stages and fastest.prediction.step_ns == best.prediction.step_ns:
+        return others
+    step_ns, num_devices = fastest.prediction.step_ns, len(_used_ranks(fastest))
+    on = f", on {num_devices} device{'s' * (num_devices > 1)}" if num_devices != len(_used_ranks(best)) else ""
+    itself = Alternative(
+        name="fastest",
+        step_ns=step_ns,
+        peak_bytes=_peak_bytes(fastest),
+        feasible=True,
+        why_not=f"{1 - step_ns / max(best.prediction.step_ns, 1):.1%} faster{on}",
+    )
+    return sort_alternatives((itself, *others))
 
 
 def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
@@ -223,6 +241,7 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     )
     used = with_devices(best.cluster, _used_ranks(best))
     best = replace(setting, cluster=used).fastest(best)
+    best = msgspec.structs.replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
     has_all = bound == wanted[0] or sub_clusters(setting.cluster, bound - 1, times_ns).has_all
     reached = ReachedGoal(quantity="devices", value=value, bound=bound, of="" if has_all else "the fastest devices")
     return _with_goal(best, setting, reached)

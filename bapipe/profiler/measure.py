@@ -19,7 +19,7 @@ from bapipe.formats.profile import (
     ModelProfile,
 )
 from bapipe.formats.settings import Settings
-from bapipe.optimizers import OPTIMIZERS
+from bapipe.optimizers import OPTIMIZERS, unknown_optimizer
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
@@ -96,7 +96,7 @@ def measure_model(
     """
     sizes = _checked_sizes(microbatch_sizes)
     if settings.optimizer not in OPTIMIZERS:
-        raise BapipeError(f"unknown optimizer '{settings.optimizer}'; want one of {', '.join(OPTIMIZERS)}")
+        raise unknown_optimizer(settings.optimizer, OPTIMIZERS)
     report = progress or (lambda done, total, next_part: None)
     check_inputs(inputs)
     check_examples(tensor_inputs(inputs), target)

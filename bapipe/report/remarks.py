@@ -10,6 +10,7 @@ from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.options import RUNNABLE
 from bapipe.printable import printable
 from bapipe.report.formatting import mib
+from bapipe.schedules import LOOPED
 
 MAX_HOST_OVER_DEVICE = 1.05
 """Up to this ratio the GPU is the limit."""
@@ -19,13 +20,20 @@ SCALED = "scaled_in_proportion"
 
 
 def plan_remarks(
-    plan: Plan, profiles: Mapping[str, ModelProfile], schedules: Sequence[str], ties: Sequence[NearTie]
+    plan: Plan,
+    profiles: Mapping[str, ModelProfile],
+    schedules: Sequence[str],
+    ties: Sequence[NearTie],
+    num_stages: int | None = None,
 ) -> Iterator[str]:
     """Yields sentences about a plan that was searched for; arguments that they name are in backticks.
 
     Args:
         schedules: those that were searched.
+        num_stages: if the user fixed it.
     """
+    if num_stages is not None:
+        yield from _unused_words(plan)
     for tie in ties:
         yield _tie_words(plan, tie)
     for say in (_scaled_words, _host_words):
@@ -34,6 +42,19 @@ def plan_remarks(
     if others and len(plan.cluster.devices) > 1:
         names = ", ".join(others)
         yield f"not searched: {names}; `schedules` all searches every schedule that torch can run"
+
+
+def _unused_words(plan: Plan) -> Iterator[str]:
+    """Yields why the number of stages that was asked for leaves devices unused, if its schedule is the reason."""
+    used, num_devices = {name for stage in plan.stages for name in stage.devices}, len(plan.cluster.devices)
+    if plan.schedule not in LOOPED or len(used) == num_devices:
+        return
+    on_each = len(plan.stages) // len(used)
+    devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
+    yield (
+        f"{plan.schedule} runs {on_each} stages on each device, so {len(plan.stages)} stages use {devices} of "
+        f"{num_devices}: `num_stages` {on_each * num_devices} uses all of them"
+    )
 
 
 def _host_words(plan: Plan, profile: ModelProfile) -> str:

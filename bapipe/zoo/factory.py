@@ -6,15 +6,20 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import extract_tb
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.zoo.example import Example
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of bapipe."""
 
 Factory = str | Callable[..., object]
 """A function that returns an `Example`, or its name as `module.path:function`."""
@@ -36,7 +41,7 @@ def build(factory: Factory, arguments: Mapping[str, object]) -> Example:
         except BapipeError:
             raise
         except Exception as error:  # any error in the factory's code
-            raise InvalidModel(f"factory '{name}' failed: {type(error).__name__}: {error}") from error
+            raise InvalidModel(f"factory '{name}' failed: {_with_place(error)}") from error
     if not isinstance(example, Example):
         raise InvalidModel(
             f"factory '{name}' returned a {type(example).__name__}; want a bapipe.zoo.example.Example with the "
@@ -80,13 +85,31 @@ def find(function_path: str, what: str) -> Callable[..., object]:
             if path.endswith(".py"):
                 reason = f"write the module without '.py': '{path.removesuffix('.py').replace('/', '.')}:{name}'"
             raise InvalidModel(f"no module '{path}' for {what} '{function_path}': {reason}") from None
-        raise InvalidModel(f"module '{path}' cannot be imported: {type(error).__name__}: {error}") from error
+        raise InvalidModel(f"module '{path}' cannot be imported: {_with_place(error)}") from error
     function: Callable[..., object] | None = getattr(module, name, None)
     if callable(function):
         return function
     close = get_close_matches(name, [key for key in vars(module) if callable(getattr(module, key))], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise InvalidModel(f"module '{path}' has no function '{name}'{hint}")
+
+
+def _with_place(error: Exception) -> str:
+    """Returns an error in words, after the file and line of the user's own code that it came from, if there is one."""
+    text = f"{type(error).__name__}: {error}"
+    own = [frame for frame in extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not own:
+        return text
+    path = Path(own[-1].filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{own[-1].lineno}: {text}"
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither of this package, nor of Python or an installed one."""
+    paths = sysconfig.get_paths()
+    installed = [str(PACKAGE), *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
+    return not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in installed)
 
 
 def _check_arguments(factory: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:

@@ -238,11 +238,22 @@ def test_alternatives_to_the_least_memory_may_use_what_the_devices_have() -> Non
     fastest = bapipe.plan(profile, devices(2), minibatch_size=4)
     light = bapipe.plan(profile, devices(2), minibatch_size=4, goal=Goal(least="memory", within=4.0))
     assert peak_bytes(light) < peak_bytes(fastest)
-    figures = [[(a.name, a.step_ns, a.peak_bytes, a.feasible) for a in p.alternatives] for p in (light, fastest)]
-    assert figures[0] == figures[1]
+    figures = [{(a.name, a.step_ns, a.peak_bytes, a.feasible) for a in p.alternatives} for p in (light, fastest)]
+    assert figures[0] == figures[1] | {("fastest", fastest.prediction.step_ns, peak_bytes(fastest), True)}
     for other in light.alternatives:
         is_faster = other.step_ns < light.prediction.step_ns
         assert other.why_not.endswith("faster, but needs more memory") == is_faster
+
+
+def test_the_fastest_plan_is_listed_beside_one_that_saves_devices_if_it_is_another() -> None:
+    profile = chain([1, 2, 1, 3], param_bytes=100)
+    fastest = bapipe.plan(profile, devices(2), minibatch_size=4)
+    saving = bapipe.plan(profile, devices(2), minibatch_size=4, goal=Goal(least="devices", within=4.0))
+    (listed,) = [other for other in saving.alternatives if other.name == "fastest"]
+    assert listed.step_ns == fastest.prediction.step_ns
+    assert listed.why_not.endswith("faster, on 2 devices")
+    exact = bapipe.plan(profile, devices(2), minibatch_size=4, goal=Goal(least="devices", within=0.0))
+    assert "fastest" not in {other.name for other in exact.alternatives}
 
 
 def peak_bytes(plan: Plan) -> int:

@@ -147,6 +147,7 @@ def test_an_error_in_a_backward_names_the_layer() -> None:
         ((), "sgd-momentum", "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
         ((2, 0), "sgd-momentum", "micro-batch size 0 cannot be measured: want 1 or more"),
         ((1,), "lion", "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw"),
+        ((1,), "AdamW", "unknown optimizer 'AdamW'; want one of sgd, sgd-momentum, adam, adamw; did you mean 'adamw'?"),
     ],
 )
 def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -> None:

@@ -102,3 +102,11 @@ def test_schedules_that_were_not_searched_are_named() -> None:
     assert text.startswith("not searched: 1f1b+1, ")
     assert "gpipe-2bp" in text
     assert "fbp-as" not in text
+
+
+def test_a_number_of_stages_that_leaves_devices_unused_is_told_with_the_schedule() -> None:
+    plan = bapipe.plan(chain([1, 1, 1, 1]), devices(2), minibatch_size=4, schedules="zb-v", num_stages=2)
+    told = [text for text in plan_remarks(plan, {}, RUNNABLE, (), num_stages=2) if "zb-v" in text]
+    assert told == ["zb-v runs 2 stages on each device, so 2 stages use 1 device of 2: `num_stages` 4 uses all of them"]
+    whole = bapipe.plan(chain([1, 1, 1, 1]), devices(2), minibatch_size=4, schedules="zb-v", num_stages=4)
+    assert not [text for text in plan_remarks(whole, {}, RUNNABLE, (), num_stages=4) if "zb-v" in text]

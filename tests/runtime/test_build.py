@@ -227,7 +227,9 @@ def test_a_transformer_of_hugging_face_computes_what_the_original_does() -> None
 
 
 def test_an_error_of_the_factory_is_reported_once_and_as_it_is() -> None:
-    with pytest.raises(InvalidModel, match=rf"^factory '{HERE}:fails' failed: ValueError: no such size$"):
+    with pytest.raises(
+        InvalidModel, match=rf"^factory '{HERE}:fails' failed: \S*test_build.py:\d+: ValueError: no such size$"
+    ):
         build_of("fails")
 
 

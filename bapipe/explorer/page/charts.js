@@ -7,6 +7,9 @@ explorer.ticksBetween = (low, high, most) => {
   return found;
 };
 
+// Bytes are written in MiB: round numbers of these.
+explorer.ticksOf = (axis, low, high, most) => explorer.ticksBetween(low / (axis.unit || 1), high / (axis.unit || 1), most).map((value) => value * (axis.unit || 1));
+
 explorer.Chart = class {
   // `choose(point)` is called when a point is clicked.
   constructor(name, choose) {
@@ -24,7 +27,7 @@ explorer.Chart = class {
     });
     this.series = [];
   }
-  // series: [{ points: [{ x, y, text, label, canBeChosen }], line, dash, colour, name }]; axes: { x: {name, words, log}, y }
+  // series: [{ points: [{ x, y, text, label, canBeChosen }], line, dash, colour, name }]; axes: { x: {name, words, unit, log}, y }
   update(series, axes, summary) {
     this.series = series;
     this.axes = axes;
@@ -51,7 +54,7 @@ explorer.Chart = class {
     if (!this.points.length || width < 120) return;
     const context = explorer.context(this.canvas, width, height), { box, left, right, low, high, px, py } = this.place(width, height), { colour } = explorer, { x, y } = this.axes;
     context.fillStyle = colour("line");
-    const across = x.values || explorer.ticksBetween(left, right, Math.max(2, (box.right - box.left) / 90)), up = explorer.ticksBetween(low, high, 5);
+    const across = x.values || explorer.ticksOf(x, left, right, Math.max(2, (box.right - box.left) / 90)), up = explorer.ticksOf(y, low, high, 5);
     for (const value of up) context.fillRect(box.left, py(value), box.right - box.left, 0.6);
     context.fillStyle = colour("faint");
     context.textAlign = "right";

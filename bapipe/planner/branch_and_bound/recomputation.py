@@ -106,7 +106,11 @@ class Recomputation:
 class LayerChoice:
     """Chooses the recomputed layers of stages, at one micro-batch size."""
 
-    def __init__(self, profiles: Mapping[str, ModelProfile], microbatch_size: int) -> None:
+    def __init__(
+        self, profiles: Mapping[str, ModelProfile], microbatch_size: int, deadline: Deadline = UNLIMITED
+    ) -> None:
+        """After `deadline` stages recompute all of their layers, which may not be the best choice."""
+        self.deadline = deadline
         first = next(iter(profiles.values()))
         self._names = [layer.name for layer in first.layers]
         self._inputs = [layer.inputs for layer in first.layers]
@@ -145,7 +149,8 @@ class LayerChoice:
             knapsack = _Knapsack(self, begin, end, key[3], first_kind, forward_ns)
             upper_bound_ns = sum(forward_ns) if whole_fits else INF
             first = knapsack.solve(upper_bound_ns, FEW_LABELS)
-            found = first if first.is_best else knapsack.solve(min(first.total_ns, upper_bound_ns), MAX_LABELS)
+            is_last = first.is_best or self.deadline.is_over
+            found = first if is_last else knapsack.solve(min(first.total_ns, upper_bound_ns), MAX_LABELS)
             better = min((found, first), key=lambda solution: solution.total_ns)
             # The least F on the device need not be the least if the host is slower.
             is_best = found.is_best and len(kinds) == 1 and not self._has_host_times
@@ -227,16 +232,22 @@ class _Knapsack:
         room = np.array([limit.room_bytes for limit in limits])
         self._needed = self._kept * np.array([int(of.sum()) for of in stash]) - room  # [limits]
         self._tensors = choice.tensors(begin, end, first_kind)
+        self._deadline = choice.deadline
         self._suffix = [self._fractional(i) for i in range(len(forward_ns) + 1)]
 
     def solve(self, upper_bound_ns: int, max_labels: int) -> _Solution:
-        """Returns a choice faster than a bound, of time `INF` if none was found; `is_best` if there is none faster."""
+        """Returns a choice faster than a bound, of time `INF` if none was found; `is_best` if there is none faster.
+
+        None is found if the deadline passes before.
+        """
         self._history: list[tuple[IntArray, int]] = []  # parents of labels, and the layer they recompute or -1
         self._num_labels, is_best = 1, True
         start = frozenset((t, False) for t, (producer, _, _) in enumerate(self._tensors) if producer < 0)
         zeros = np.zeros((1, len(self._kept)), dtype=np.int64)
         states = {(True, start): _Labels(np.zeros(1, dtype=np.int64), zeros, np.zeros(1, dtype=np.int64))}
         for layer in range(len(self._forward_ns)):
+            if self._deadline.is_over:
+                return _Solution(layers=frozenset(), total_ns=INF, is_best=False)
             groups: dict[_State, list[_Labels]] = {}
             for state, labels in states.items():
                 for again in (False, True) if self._may[layer] else (False,):

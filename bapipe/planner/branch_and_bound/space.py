@@ -267,7 +267,7 @@ def _stage_costs(
         min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
         recompute=Recomputation(
             bounds=recomputation_bounds,
-            choice=LayerChoice(profiles, size),
+            choice=LayerChoice(profiles, size, deadline),
         )
         if recompute
         else None,

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.branch_and_bound.intervals import IntervalIndex
 from bapipe.planner.branch_and_bound.recomputation import LayerChoice, MemoryLimit, RecomputationBound
+from bapipe.planner.deadline import Deadline
 from bapipe.simulator.stage_cost import kept_tensor_bytes
 from tests.random_profiles import random_profile
 
@@ -119,3 +120,17 @@ def test_a_long_stage_with_many_tensors_in_use_at_once_recomputes_all() -> None:
     some = choice.best(0, 10, [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=room)], "a", whole_fits=True)
     assert some is not None
     assert some.is_best
+
+
+def test_after_the_deadline_a_stage_recomputes_all_of_its_layers() -> None:
+    profile = random_profile(Random(0), 12, (1,))
+    room = 3 * sum(m.stash_bytes for m in profile.at(1))
+    limits = [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=room)]
+    found = LayerChoice({"a": profile}, 1, Deadline(0.0)).best(0, 12, limits, "a", whole_fits=True)
+    assert found is not None
+    assert found.layers == frozenset(range(12))
+    assert not found.is_best
+    ahead = LayerChoice({"a": profile}, 1).best(0, 12, limits, "a", whole_fits=True)
+    assert ahead is not None
+    assert ahead.is_best
+    assert ahead.layers < found.layers
