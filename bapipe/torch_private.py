@@ -2,7 +2,7 @@
 
 torch promises nothing about names with a leading underscore (and nothing about the pipelining runtime's insides), so
 when a new release breaks bapipe, this is the file to look at. A test holds that no other file uses such names.
-Works with torch 2.11 to 2.13.
+Works with torch 2.11 to 2.13; what it takes before 2.13 is in `older_torch_private`.
 
 `torch.distributed.pipelining` is imported inside the functions that need it: that takes as long as torch itself, and
 tracing, which only needs nested structures, should not wait for it.
@@ -51,10 +51,10 @@ __all__ = [
     "forget_unfinished_groups",
     "get_param_groups",
     "has_hooks",
+    "is_before_2_13",
     "is_compiled",
     "is_functorch_wrapped",
     "is_view",
-    "needs_gradient_for_every_input",
     "needs_values",
     "occupy_gpu",
     "parameter_hooks",
@@ -67,6 +67,7 @@ __all__ = [
     "skip_warmup",
     "stage_backward_input",
     "stage_backward_weight",
+    "stage_class",
     "storage_key",
     "support_replicas",
     "tree_flatten",
@@ -200,6 +201,10 @@ def stage_backward_input(
     outputs: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterable[nn.Parameter]
 ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
     """Runs I; returns the gradients of the inputs, and the groups of weights for `stage_backward_weight`."""
+    if is_before_2_13():
+        from bapipe import older_torch_private
+
+        return older_torch_private.stage_backward_input(outputs, grads, inputs, weights)
     from torch.distributed.pipelining import _backward
 
     return _backward.stage_backward_input(outputs, grads, inputs, iter(weights))
@@ -207,9 +212,14 @@ def stage_backward_input(
 
 def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
     """Runs W of the groups that I has left, which it empties."""
-    from torch.distributed.pipelining import _backward
+    if is_before_2_13():
+        from bapipe import older_torch_private
 
-    _backward.stage_backward_weight(iter(weights), groups)
+        older_torch_private.stage_backward_weight(weights, groups)
+    else:
+        from torch.distributed.pipelining import _backward
+
+        _backward.stage_backward_weight(iter(weights), groups)
 
 
 def construct_reverse_graph(roots: list[Node]) -> Any:
@@ -230,15 +240,22 @@ def get_param_groups(inputs: list[Node], weights: list[Node], reverse_graph: Any
 
 
 @cache
-def needs_gradient_for_every_input() -> bool:
-    """Whether a stage must send back a gradient for each tensor that it received: so before torch 2.13.
-
-    Then stages can only receive floats. Also, W is wrong there if it starts at an operator with several outputs, as it
-    may in a stage that loads inputs of the model.
-    """
+def is_before_2_13() -> bool:
+    """Whether torch's stages lack what `older_torch_private` adds."""
     from torch.distributed.pipelining.stage import _RecvInfo
 
     return "tensor_meta" not in inspect.signature(_RecvInfo).parameters
+
+
+def stage_class() -> "type[PipelineStage]":
+    """Returns the class of a stage for torch's runtime."""
+    if is_before_2_13():
+        from bapipe.older_torch_private import OlderStage
+
+        return OlderStage
+    from torch.distributed.pipelining import PipelineStage
+
+    return PipelineStage
 
 
 def pipeline_runtime(stages: "Sequence[PipelineStage]", num_microbatches: int, loss: Callable[..., Tensor]) -> Any:

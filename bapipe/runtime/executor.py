@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.processes import one_line
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs, check_stages
+from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import finished_sends, lower_for
 from bapipe.runtime.model_errors import model_errors, without_torch_log
@@ -29,11 +29,11 @@ from bapipe.runtime.transfers import Channels, Transfers
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
-    needs_gradient_for_every_input,
     pipeline_runtime,
     replace_losses,
     set_lowered_order,
     skip_warmup,
+    stage_class,
     support_replicas,
 )
 
@@ -76,7 +76,6 @@ class ScheduleExecutor:
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # the whole backwards that W runs
         last = self._schedule.num_stages - 1
         self._recomputes_loss = any(stage.recompute and stage.index == last for stage in stages)
-        check_stages(self._schedule, stages)
         own_order = self._schedule.order[layout.rank]
         self._final_backward = _final_backwards(own_order)
         self._transfers = Transfers(channels, finished_sends(self._schedule, layout.rank))
@@ -133,7 +132,7 @@ class ScheduleExecutor:
 
     def _torch_stage(self, stage: LocalStage) -> PipelineStage:
         num_stages, device, group = self._schedule.num_stages, self._layout.device, self._layout.group
-        torch_stage = PipelineStage(
+        torch_stage = stage_class()(
             RecomputedStage(stage.module, device) if stage.recompute else stage.module,
             stage.index,
             max(num_stages, dist.get_world_size(group)),  # torch refuses more ranks than stages; replicas are such
@@ -265,8 +264,6 @@ class ScheduleExecutor:
             else:
                 original(microbatch, loss=loss, full_backward=not is_split, last_backward=last_backward)
             grads = torch_stage.bwd_cache[microbatch]
-            if needs_gradient_for_every_input() and not torch_stage.is_first:
-                grads = _zeros_for_none(grads, [info.buffer for info in torch_stage.args_recv_info[microbatch]])
             # gloo and NCCL send contiguous tensors only.
             contiguous = tuple(grad if grad is None else grad.contiguous() for grad in grads)
             torch_stage.bwd_cache[microbatch] = contiguous
@@ -360,9 +357,3 @@ def _range(target: Tensor) -> str:
 def _final_backwards(order: Sequence[Action]) -> dict[int, Action]:
     """Returns the action after which each stage's gradients on a rank are final."""
     return {action.stage: action for action in order if action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD)}
-
-
-def _zeros_for_none(grads: Sequence[Tensor | None], received: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Returns the gradients of the tensors that a stage received, zeros for None."""
-    pairs = zip(grads[: len(received)], received, strict=True)
-    return tuple(torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs)

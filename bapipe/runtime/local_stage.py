@@ -5,13 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from bapipe.errors import BapipeError, InvalidModel
-from bapipe.schedules.table import Phase, Schedule
+from bapipe.errors import InvalidModel
 from bapipe.torch_device import dtype_name
-from bapipe.torch_private import needs_gradient_for_every_input
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(what the last stage returns, target) -> mean loss over the micro-batch, a scalar."""
@@ -41,32 +38,6 @@ class LocalStage:
     recompute: bool = False
     before_backward: Callable[[], None] | None = None
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-def check_stages(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
-    """Raises BapipeError if the installed torch cannot run one of the stages by the schedule."""
-    _check_types(stages)
-    _check_input_grads(schedule, stages)
-
-
-def _check_types(stages: Sequence[LocalStage]) -> None:
-    for stage in stages:
-        for tensor in stage.received if needs_gradient_for_every_input() and stage.index else ():
-            if not tensor.is_floating_point():
-                raise BapipeError(
-                    f"stage {stage.index} receives a tensor of {dtype_name(tensor.dtype)}, which torch "
-                    f"{torch.__version__} cannot pass between stages: use torch 2.13 or later, or plan another cut"
-                )
-
-
-def _check_input_grads(schedule: Schedule, stages: Sequence[LocalStage]) -> None:
-    split = {action.stage for actions in schedule.order for action in actions if action.phase is Phase.INPUT_GRAD}
-    for stage in stages:
-        if stage.index and stage.index in split and needs_gradient_for_every_input() and stage.arguments:
-            raise BapipeError(
-                f"stage {stage.index} loads inputs of the model, for which torch {torch.__version__} is wrong, so its "
-                "backward cannot be split into I and W: plan with a schedule of whole backwards, such as 1f1b"
-            )
 
 
 def check_outputs(stage: LocalStage, outputs: Sequence[Tensor]) -> None:
