@@ -4,6 +4,7 @@ Before torch 2.13
 
 - I kept only those nodes' gradients of which W added up all outputs, and W counted a gradient twice if one of its first
   nodes leads to another: wrong gradients, without an error;
+- W could not begin at a node of an `autograd.Function` (`torch_private.can_begin_at`);
 - a stage had to receive floats, and sent a gradient back for each;
 - tensors had to have the strides with which the stage was described.
 """
@@ -36,11 +37,10 @@ def stage_backward_input(
     """
     used = [i for i, output in enumerate(outputs) if output.requires_grad]
     given = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
-    edges = [get_gradient_edge(outputs[i]) for i in used]
     groups = get_param_groups(
         [get_gradient_edge(inputs[i]).node for i in given],
         [get_gradient_edge(weight).node for weight in weights if weight.requires_grad],
-        construct_reverse_graph([edge.node for edge in edges]),
+        construct_reverse_graph([get_gradient_edge(outputs[i]).node for i in used]),
     )
     input_grads: list[Tensor | None] = [None] * len(inputs)
     with ExitStack() as hooks:
@@ -52,7 +52,7 @@ def stage_backward_input(
                 hooks.callback(node.register_prehook(_keep(kept, index)).remove)
         if used and given:
             found = torch.autograd.grad(
-                edges,
+                [outputs[i] for i in used],
                 [inputs[i] for i in given],
                 [torch.ones_like(outputs[i]) if grads is None else grads[i] for i in used],
                 retain_graph=True,
@@ -123,17 +123,20 @@ class OlderStage(PipelineStage):
         output_args: tuple[Tensor, ...],
         group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group)
+        super().__init__(
+            submodule, stage_index, num_stages, device, input_args=input_args, output_args=output_args, group=group
+        )
         self._input_requires_grad = [tensor.requires_grad for tensor in input_args]
         self._output_requires_grad = [tensor.requires_grad for tensor in output_args]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         """Allocates the tensors to receive; those without a gradient need none, and may be of any type."""
         has_backward, self.has_backward = self.has_backward, False
-        outputs = super()._prepare_forward_infra(*args, **kwargs)  # type: ignore[no-untyped-call]
+        outputs = super()._prepare_forward_infra(*args, **kwargs)
         self.has_backward = has_backward
         if has_backward and not self.is_first:
-            for infos in self.args_recv_info.values():
+            received: Any = self.args_recv_info
+            for infos in received.values():
                 for info, requires_grad in zip(infos, self._input_requires_grad, strict=True):
                     info.buffer.requires_grad_(requires_grad)
         return outputs
@@ -157,13 +160,13 @@ class OlderStage(PipelineStage):
         infos = self.grad_recv_info[mb_index]
         for info, grad in zip(infos, next_stage_bwd_outputs, strict=False):  # some of model inputs loaded there follow
             is_zero = grad is None and info.buffer is not None
-            info.buffer = torch.zeros_like(info.buffer) if is_zero else grad  # type: ignore[arg-type]
+            info.buffer = torch.zeros_like(info.buffer) if is_zero else grad
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends the gradients that the stage before waits for, zeros for those that its outputs do not need."""
         if self.is_first:
             return []
-        received = self.args_recv_info[bwd_chunk_id]
+        received: Any = self.args_recv_info[bwd_chunk_id]
         grads = self.bwd_cache[bwd_chunk_id][: len(received)]  # those of model inputs that are loaded here follow
         sent = tuple(
             torch.zeros_like(info.buffer) if grad is None else grad

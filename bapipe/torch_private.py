@@ -46,6 +46,7 @@ __all__ = [
     "TreeSpec",
     "argument_schemas",
     "backend_name",
+    "can_begin_at",
     "construct_reverse_graph",
     "default_group_timeout",
     "forget_unfinished_groups",
@@ -234,6 +235,11 @@ def get_param_groups(inputs: list[Node], weights: list[Node], reverse_graph: Any
     from torch.distributed.pipelining import _backward
 
     return _backward.get_param_groups(inputs, weights, reverse_graph)
+
+
+def can_begin_at(node: Node) -> bool:
+    """Whether W can begin at a node of the autograd graph: before torch 2.13 not at one of an `autograd.Function`."""
+    return not is_before_2_13() or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 # torch's pipeline runtime; the executor explains what each change is for

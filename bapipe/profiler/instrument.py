@@ -113,7 +113,7 @@ class InstrumentedModel:
         """Runs I and returns the groups for W; the search of torch for these is reported as `num_layers` + 1."""
         self._enter(self.num_layers + 1)
         groups = find_weight_groups(loss, self.roots, self.training_pass.model.module.parameters())
-        self.shared |= {id(parameter) for g in groups if g.shares_nodes for parameter in g.parameters}
+        self.shared |= {id(parameter) for g in groups if g.is_whole for parameter in g.parameters}
         self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
         return groups
 

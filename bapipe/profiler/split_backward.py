@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from bapipe.torch_private import construct_reverse_graph, get_param_groups, stage_backward_weight
+from bapipe.torch_private import can_begin_at, construct_reverse_graph, get_param_groups, stage_backward_weight
 from bapipe.tracing.weight_nodes import weight_nodes
 
 
@@ -24,15 +24,15 @@ class WeightGroup:
 
     Attributes:
         starts_at_root: whether W begins at nodes at which I ends, which I does not run.
-        shares_nodes: whether W runs a node that the W of another group runs too, as where several layers use a bias
-            that one layer makes: see `bapipe.tracing.weight_nodes`.
+        is_whole: whether torch cannot run this W apart: it runs a node that the W of another group runs too, as where
+            several layers use a bias that one layer makes (see `bapipe.tracing.weight_nodes`), or cannot begin.
         param_group: torch's own record: the nodes as "intermediates", and after I the gradients that arrived there as
             "grads". W empties it.
     """
 
     parameters: tuple[nn.Parameter, ...]
     starts_at_root: bool
-    shares_nodes: bool
+    is_whole: bool
     param_group: dict[str, Any]
 
     @property
@@ -58,20 +58,20 @@ def find_weight_groups(
     num_uses = Counter(node for nodes in nodes_of_groups for node in nodes)
     shared = {node for node, count in num_uses.items() if count > 1}
     return tuple(
-        _weight_group(group, parameter_of, set(root_nodes), shares_nodes=not shared.isdisjoint(nodes))
+        _weight_group(group, parameter_of, set(root_nodes), shares=not shared.isdisjoint(nodes))
         for group, nodes in zip(groups, nodes_of_groups, strict=True)
     )
 
 
 def _weight_group(
-    param_group: dict[str, Any], parameter_of: Mapping[Node, nn.Parameter], roots: set[Node], *, shares_nodes: bool
+    param_group: dict[str, Any], parameter_of: Mapping[Node, nn.Parameter], roots: set[Node], *, shares: bool
 ) -> WeightGroup:
     nodes = list(param_group["intermediates"])
     param_group |= {"intermediates": nodes, "grads": [()] * len(nodes)}
     return WeightGroup(
         parameters=tuple(parameter_of[node] for node in param_group["params"]),
         starts_at_root=roots.issuperset(nodes),
-        shares_nodes=shares_nodes,
+        is_whole=shares or not all(map(can_begin_at, nodes)),
         param_group=param_group,
     )
 

@@ -4,6 +4,7 @@ A backward is run whole, in I, and its W does nothing, if
 
 - the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`): a
   layer is called several times, as the cell of an unrolled recurrent network;
+- its W would begin where the installed torch cannot begin (`bapipe.torch_private.can_begin_at`);
 - a parameter has hooks of the model's own, which W would call for parts of a gradient, or not at all.
 
 It is run whole, in W, and its I does nothing, if the stage receives nothing that needs a gradient: no gradient leaves a
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from bapipe.torch_private import construct_reverse_graph, get_param_groups, parameter_hooks
+from bapipe.torch_private import can_begin_at, construct_reverse_graph, get_param_groups, parameter_hooks
 from bapipe.tracing.weight_nodes import weight_nodes
 
 
@@ -36,7 +37,7 @@ def can_split(outputs: Iterable[Tensor], inputs: Iterable[Any], parameters: Iter
     seen: set[Node] = set()
     for group in get_param_groups(starts, weights, reverse):
         nodes = weight_nodes(group, reverse)
-        if seen & nodes:
+        if seen & nodes or not all(map(can_begin_at, group["intermediates"])):
             return False
         seen |= nodes
     return True
