@@ -63,6 +63,7 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.Mon
     at_wait, after = waits[0][1], pipeline.state_dict()
     changed = {name for name in before if not torch.equal(before[name], at_wait[name])}
     assert changed == buffers
-    assert {name for name in before if not torch.equal(at_wait[name], after[name])} - buffers == {
-        "0.weight", "0.bias", "1.weight", "1.bias", "2.weight",
+    # The batch norm takes away what the bias before it adds: its gradient is zero but for rounding.
+    assert {name for name in before if not torch.equal(at_wait[name], after[name])} - buffers - {"0.bias"} == {
+        "0.weight", "1.weight", "1.bias", "2.weight",
     }  # fmt: skip
