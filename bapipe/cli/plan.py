@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from bapipe.planner.analysis.pareto import ParetoPoint
 
 REMARKS_S = 0.5
-"""How long near-ties of a plan are looked for after a time limit."""
+"""How long near-ties of a plan are looked for after a time limit, or after a search that was ended."""
 
 
 def plan(
@@ -181,7 +181,7 @@ def plan(
     for profile in profiles.values():
         if is_estimate(profile):
             note(f"the profile of {profile.device.kind} is {profile.environment[ESTIMATE]}")
-    remarks = () if objective != "step" or pinned is not None else _remarks(made, profiles, options)
+    remarks = () if objective != "step" or pinned is not None else _remarks(made, profiles, options, first)
     if as_json:
         show_json(report.plan_json(made, sentences, front, remarks))
         return
@@ -195,9 +195,11 @@ def plan(
     show_written(output)
 
 
-def _remarks(made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions) -> tuple[str, ...]:
+def _remarks(
+    made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, searched_until: Deadline
+) -> tuple[str, ...]:
     """Returns what a reader of the plan should know besides its figures."""
-    deadline = UNLIMITED if options.time_limit_s is None else Deadline(REMARKS_S)
+    deadline = Deadline(REMARKS_S) if searched_until.is_given or searched_until.is_over else UNLIMITED
     ties = near_ties(made, profiles, options.schedules, deadline) if options.goal is None else ()
     told = plan_remarks(made, profiles, options.schedules, ties, options.num_stages)
     return tuple(map(with_flags, told))

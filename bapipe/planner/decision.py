@@ -131,12 +131,13 @@ def check_decision(decision: Decision, profiles: Mapping[str, ModelProfile], clu
 
 def check_devices(groups: Sequence[Sequence[str]], cluster: Cluster) -> None:
     """Raises BapipeError unless every stage has devices of the cluster, each once."""
+    known = cluster.index
     for s, group in enumerate(groups):
         if not group or len(set(group)) < len(group):
             raise BapipeError(f"stage {s} has {'a device twice' if group else 'no device'}: name each device once")
         for name in group:
-            if name not in cluster.index:
-                raise BapipeError(f"stage {s}: the cluster has no device '{name}'; it has {', '.join(cluster.index)}")
+            if name not in known:
+                raise BapipeError(f"stage {s}: the cluster has no device '{name}'; it has {', '.join(known)}")
 
 
 def _check_inseparable(decision: Decision, layers: Sequence[LayerProfile]) -> None:

@@ -10,10 +10,12 @@ from msgspec.structs import replace
 from bapipe.planner.branch_and_bound.intervals import IntervalIndex
 from bapipe.planner.branch_and_bound.placements import PlacementGraph
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
+from bapipe.schedules import LOOPED, SCHEDULES
 from tests.builders import chain, devices
 
 
@@ -81,3 +83,19 @@ def test_a_first_plan_of_many_unlike_devices_for_throughput_takes_few_loads(monk
     made = plan(random_chain(60), replace(cluster, devices=unlike), options, deadline=Deadline(1, clock=looks))
     assert len({device for stage in made.stages for device in stage.devices}) > 24
     assert looks.most < 1000
+
+
+def test_after_the_deadline_plans_of_one_stage_a_device_are_timed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+    time = DeviceLine.time
+
+    def noted(line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
+        timed.append(plan.schedule)
+        return time(line, plan)
+
+    monkeypatch.setattr(DeviceLine, "time", noted)
+    options = PlanOptions(minibatch_size=8, schedules="all")
+    made = plan(random_chain(20), devices(4), options, deadline=Deadline(0, clock=Looks(monkeypatch)))
+    assert timed
+    assert not {*timed} & {*LOOPED}
+    assert made.schedule in SCHEDULES

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -43,10 +44,13 @@ def best_naive(
         below_ns: plans that are no faster are of no use.
     """
     best: TimedPlan | None = None
-    for number, (bound_ns, plan) in enumerate(naive_plans(line, schedules, sizes)):
+    plans = naive_plans(line, schedules, sizes)
+    if deadline.is_over:  # tables of several stages per device take long to make: these come last
+        plans.sort(key=lambda each: each[1].schedule not in SCHEDULES)
+    for number, (bound_ns, plan) in enumerate(plans):
         limit_ns = below_ns if best is None else best.step_ns
         if limit_ns is not None and bound_ns >= limit_ns:
-            break
+            continue
         if deadline.is_over and number >= (MAX_LATE if best is None else MIN_TRIED):
             break
         timed = line.time(plan)
@@ -121,7 +125,7 @@ class _LayerSums:
 
     def bound_ns(self, plan: LinePlan) -> int:
         """Returns a time that the plan's step does not beat: the bounds work and, of a ring, all-reduce."""
-        stages = ALL[plan.schedule](len(plan.counts), 1).devices if plan.schedule not in SCHEDULES else None
+        stages = None if plan.schedule in SCHEDULES else _devices_of_stages(plan.schedule, len(plan.counts))
         begins, ends = np.array(plan.cuts[:-1]), np.array(plan.cuts[1:])
         groups = np.arange(sum(plan.counts)).reshape(len(plan.counts), -1)  # [groups, replicas]
         if stages is not None:
@@ -167,7 +171,13 @@ def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
 def _num_stages(shape: NaiveShape) -> int:
     if shape.schedule in SCHEDULES:
         return shape.num_devices // shape.num_replicas
-    return ALL[shape.schedule](shape.num_devices, 1).num_stages
+    return len(_devices_of_stages(shape.schedule, shape.num_devices))
+
+
+@cache
+def _devices_of_stages(schedule: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage of a schedule with several stages per device."""
+    return ALL[schedule](num_devices, 1).devices
 
 
 def _shares(line: DeviceLine, shape: NaiveShape, num_stages: int) -> IntArray:
