@@ -6,6 +6,7 @@ from dataclasses import replace
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
 from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
 from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
@@ -77,8 +78,12 @@ def _search(
     progress: SearchProgress | None,
     incumbent: SearchResult | None,
 ) -> SearchResult | None:
-    """The search for the length of the chain; what it leaves open is held against naive plans."""
+    """The searches for few pipelines and for long or short chains; what they leave open is held against naive plans."""
     max_actions = ACTIONS_PER_NODE * max_nodes
+    known = _search_few_pipelines(problems, max_nodes, deadline, progress, incumbent)
+    if known is not None and known.lower_bound_ns == known.step_ns:
+        return known
+    incumbent = known or incumbent
     found: SearchResult | None
     if is_long_chain(problems):
         try:
@@ -89,6 +94,43 @@ def _search(
             return replace(incumbent, lower_bound_ns=min(incumbent.step_ns, error.lower_bound_ns))
     else:
         found = best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=incumbent)
+    found = _best_of(found, known)
     if found is None or found.lower_bound_ns == found.step_ns:
         return found
     return improve(problems, found, max_actions=min(max_actions, MAX_IMPROVING_ACTIONS), deadline=deadline)
+
+
+def _search_few_pipelines(
+    problems: Sequence[Problem],
+    max_nodes: int,
+    deadline: Deadline,
+    progress: SearchProgress | None,
+    incumbent: SearchResult | None,
+) -> SearchResult | None:
+    """The branch and bound until it has solved small problems, then the search of cuts; None with many pipelines."""
+    pipelines = few_pipelines(problems)
+    if not pipelines:
+        return None
+    first: SearchResult | None = None
+    if not is_long_chain(problems) and not all(has_fixed_placements(problem) for problem in problems):
+        nodes = min(max_nodes, MAX_PROOF_NODES)
+        first = best_first(problems, max_nodes=nodes, deadline=deadline, progress=progress, incumbent=incumbent)
+        if first is not None and first.lower_bound_ns == first.step_ns:
+            return first
+    found = search_cuts(
+        pipelines,
+        max_actions=ACTIONS_PER_NODE * max_nodes,
+        deadline=deadline.share(2),
+        progress=progress,
+        incumbent=first or incumbent,
+    )
+    return _best_of(found, first)
+
+
+def _best_of(one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:
+    """Returns the faster of two results for the same problems, with the larger of their bounds."""
+    if one is None or other is None:
+        return one or other
+    fastest = min(one, other, key=lambda result: result.step_ns)
+    bound_ns = max(one.lower_bound_ns, other.lower_bound_ns)
+    return replace(fastest, lower_bound_ns=min(bound_ns, fastest.step_ns))

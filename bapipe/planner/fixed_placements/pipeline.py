@@ -152,22 +152,23 @@ class Pipeline:
         ]
 
     def _queues(self) -> list[bool]:
-        """Whether transfers of each channel take time at every cut, and so queue; the same for all orders of devices.
+        """Whether transfers of each channel wait for those before them on their link; the same for all device orders.
 
-        If some action before a transfer may take no time, transfers may become ready at once; then none counts as
-        queueing, which only makes paths shorter.
+        Those of a channel that has its link alone do, as none overtakes another. Where channels share a link, transfers
+        must not become ready at once: that is so if they and all actions before them take time at every cut.
         """
         classes = sorted({c for placement in self.placements for c in placement.device_classes})
         units = self.intervals.row_offset[:-1]  # the shortest intervals; longer ones take as long or longer
         times = [self.costs.times[c] for c in classes]
         sending = [ns for t in times for ns in (t.forward_ns[units], t.backward_ns[units], t.unit_input_grad_ns())]
-        if not all((ns > 0).all() for ns in sending):
-            return [False] * len(self._compiled.channels)
+        all_take_time = all((ns > 0).all() for ns in sending)
+        channels = self._compiled.channels
         takes_time = {
-            forward: bool((self.costs.min_transfer_ns(classes, classes, forward)[1:-1] > 0).all())
-            for forward in {channel.forward for channel in self._compiled.channels}
+            forward: all_take_time and bool((self.costs.min_transfer_ns(classes, classes, forward)[1:-1] > 0).all())
+            for forward in {channel.forward for channel in channels}
         }
-        return [takes_time[channel.forward] for channel in self._compiled.channels]
+        may_overtake = self._compiled.may_queue
+        return [takes_time[channel.forward] or not may_overtake[c] for c, channel in enumerate(channels)]
 
     def time_vectors(self, cuts: Sequence[Cuts] | IntArray) -> tuple[IntArray, BoolArray]:
         """Returns the time vectors of several cuts, and which of them fit by the bounds' count. [n, entries], [n]"""
@@ -181,6 +182,21 @@ class Pipeline:
         ]
         fits = np.logical_and.reduce([stage.fits[at[:, s]] for s, stage in enumerate(self._stages)])
         return np.concatenate(columns, axis=1), fits
+
+    def stage_fits(self, s: int) -> BoolArray:
+        """Returns which intervals a stage can hold. [intervals]"""
+        return self._stages[s].fits
+
+    def stage_entries(self, s: int) -> tuple[IntArray, slice]:
+        """Returns the entries of a stage in time vectors, with each interval, and where. [entries, intervals]"""
+        return self._stages[s].entries, slice(self._first[s], self._first[s + 1])
+
+    def transfers_after(self, s: int) -> tuple[IntArray, IntArray]:
+        """Returns the entries of the transfers at each end of a stage, and where. [channels, boundaries], [channels]"""
+        channels = self._channels_after[s]
+        times = [self._transfers[channel] for channel in channels]
+        none = np.zeros((0, self.intervals.num_boundaries), dtype=np.int64)
+        return np.stack(times) if times else none, self._first[-1] + np.array(channels, dtype=np.int64)
 
     def longest_path(self, times: IntArray) -> tuple[int, IntArray]:
         """Returns the length of the longest path, and its weights. [entries] -> [entries]"""
