@@ -41,7 +41,7 @@ def build(factory: Factory, arguments: Mapping[str, object]) -> Example:
         except BapipeError:
             raise
         except Exception as error:  # any error in the factory's code
-            raise InvalidModel(f"factory '{name}' failed: {_with_place(error)}") from error
+            raise InvalidModel(f"factory '{name}' failed: {with_place(error)}") from error
     if not isinstance(example, Example):
         raise InvalidModel(
             f"factory '{name}' returned a {type(example).__name__}; want a bapipe.zoo.example.Example with the "
@@ -85,7 +85,7 @@ def find(function_path: str, what: str) -> Callable[..., object]:
             if path.endswith(".py"):
                 reason = f"write the module without '.py': '{path.removesuffix('.py').replace('/', '.')}:{name}'"
             raise InvalidModel(f"no module '{path}' for {what} '{function_path}': {reason}") from None
-        raise InvalidModel(f"module '{path}' cannot be imported: {_with_place(error)}") from error
+        raise InvalidModel(f"module '{path}' cannot be imported: {with_place(error)}") from error
     function: Callable[..., object] | None = getattr(module, name, None)
     if callable(function):
         return function
@@ -94,7 +94,7 @@ def find(function_path: str, what: str) -> Callable[..., object]:
     raise InvalidModel(f"module '{path}' has no function '{name}'{hint}")
 
 
-def _with_place(error: Exception) -> str:
+def with_place(error: Exception) -> str:
     """Returns an error in words, after the file and line of the user's own code that it came from, if there is one."""
     text = f"{type(error).__name__}: {error}"
     own = [frame for frame in extract_tb(error.__traceback__) if _is_users(frame.filename)]

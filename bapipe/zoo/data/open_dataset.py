@@ -12,7 +12,7 @@ from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.data.like_example import like_example
 from bapipe.zoo.data.translation import LOCALE, Translations
 from bapipe.zoo.example import Example
-from bapipe.zoo.factory import current_folder_importable, find, is_path
+from bapipe.zoo.factory import current_folder_importable, find, is_path, with_place
 
 SYNTHETIC = "synthetic"
 """The name of made-up data, which every model has."""
@@ -126,7 +126,7 @@ def _called(spec: str) -> Dataset[Any]:
         except BapipeError:
             raise
         except Exception as error:  # any error in the function's code
-            raise BapipeError(f"data '{spec}' failed: {type(error).__name__}: {error}") from error
+            raise BapipeError(f"data '{spec}' failed: {with_place(error)}") from error
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BapipeError(
             f"data '{spec}' returned a {type(data).__name__}; want a data set with a length and items by number, "
