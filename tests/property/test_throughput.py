@@ -170,6 +170,11 @@ def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None
         if plan:
             assert plan.certificate.proven_optimal
             assert plan.certificate.lower_bound_ns == want
+        if same:
+            as_large = plan_of(profile, cluster, num_microbatches, 2, max_downsets=1)
+            assert (as_large and (as_large.prediction.load_ns, as_large.certificate.lower_bound_ns)) == (
+                plan and (want, want)
+            ), seed
     assert found > fitted > 80
 
 

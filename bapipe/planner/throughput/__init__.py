@@ -16,8 +16,9 @@ Begin with `search.explore_throughput`. The algorithm:
    - devices that differ: Bellman's equation over (boundary, devices of a stage and of its two neighbours)
      (`min_max_dp`, with `heterogeneous`).
    Both start with limits just above a lower bound and prove the optimum.
-4. If not all downsets were searched, repeat step 3 on those next to the best cuts until that no longer helps
-   (`neighbourhood`); the bound is then the initial one of step 3, which holds for every cut.
+4. If not all downsets were searched, raise the bound and improve the plan (`large_graph`): along all downsets if they
+   can be listed (`downset_bound`, `downset_covers`), else by minimum cuts (`window_bound`, `cut_windows`). Then repeat
+   step 3 on the downsets next to the best cuts until that no longer helps (`neighbourhood`).
 5. Build 1F1B with one micro-batch in flight per device of the stage and later ones, and simulate it (`load_solution`).
 
 `problem` defines the two problems and their results. docs/algorithm.md, "Throughput", has the statements and proofs.

@@ -15,12 +15,11 @@ from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
 from bapipe.planner.throughput.min_max_dp import min_max_load
 from bapipe.planner.throughput.problem import MinMaxLoad
-from bapipe.planner.throughput.window_bound import WindowBound
 from bapipe.progress import LoadProgress
 from bapipe.simulator.interval_costs import cut_bytes
 
 if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IntArray
+    from bapipe.planner.throughput.homogeneous import DevicesAround
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers, and ranks of the devices."""
@@ -86,16 +85,11 @@ class LoadSearch:
         limit_bytes: int,
         bound_ns: float,
         ceiling_ns: float,
-        windows: WindowBound,
-        work_ns: "IntArray",
+        devices_around: "DevicesAround",
         deadline: Deadline,
     ) -> LoadSolution:
-        """Returns the best stages on equal devices with a load between a bound and a ceiling, none if there are none.
-
-        Args:
-            work_ns: before each boundary, as in the windows.
-        """
-        problem = self.homogeneous(microbatch_size, limit_bytes, windows, work_ns)
+        """Returns the best stages on equal devices with a load from a bound to a ceiling, if there are any."""
+        problem = self.homogeneous(microbatch_size, limit_bytes, devices_around)
         best = find_plan_below(problem, ceiling_ns, deadline)
         result = MinMaxLoad(best=best, bound=bound_ns if best is not None else ceiling_ns)
         if best is not None:
@@ -122,8 +116,7 @@ class LoadSearch:
         self,
         microbatch_size: int,
         limit_bytes: int,
-        windows: WindowBound | None = None,
-        work_ns: "IntArray | None" = None,
+        devices_around: "DevicesAround | None" = None,
     ) -> HomogeneousDevices:
         """Returns the problem if all devices are the same."""
         device = self.cluster.devices[0]
@@ -141,8 +134,7 @@ class LoadSearch:
             link=self.cluster.link(0, len(self.cluster.devices) - 1),
             overlaps=device.overlaps_transfers,
             memory_bytes=limit_bytes,
-            window_bound=windows,
-            work_ns=work_ns,
+            devices_around=devices_around,
         )
 
     def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:

@@ -146,8 +146,18 @@ class StageCostSums:
         """Returns the loads of stages, `INFEASIBLE_LOAD` where several devices would run a layer without replicas."""
         if not self._num_without_replicas[-1]:
             return loads
-        has_any = self._num_without_replicas[end] > self._num_without_replicas[begin]
+        has_any = self.num_without_replicas(begin, end) > 0
         return np.where(has_any & (np.asarray(devices) > 1), INFEASIBLE_LOAD, loads)
+
+    def num_without_replicas(self, begin: "Positions", end: "Positions") -> "IntArray":
+        """Returns how many layers several devices cannot run."""
+        found: IntArray = self._num_without_replicas[end] - self._num_without_replicas[begin]
+        return found
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether times are divided by a speed, and each phase of a stage rounded."""
+        return self._costs.speed != 1.0
 
     def max_bytes(self, max_in_flight: int, num_microbatches: int) -> int:
         """Returns an upper bound on the memory of any device of any plan."""

@@ -133,12 +133,12 @@ def explore_throughput(
         best = large.improved(search, limits, best)
         if best.bound_ns < best.load_ns:
             best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress, deadline)
-        bounds_ns = [
-            best.bound_ns
-            if size == best.microbatch_size
-            else large.raised_bound_ns(search, limits, size, solution.bound_ns, best.load_ns)
-            for size, solution in zip(microbatch_sizes, solutions, strict=True)
-        ]
+        bounds_ns, size = [best.bound_ns], best.microbatch_size
+        for solution in solutions:
+            if solution.microbatch_size != size:
+                other = large.below(search, limits, solution, best.load_ns)
+                best = other if other.stages else best
+                bounds_ns.append(other.bound_ns)
     bound_ns = min(best.load_ns, *bounds_ns)
     space = _searched_space(search, limits, microbatch_sizes, max_downsets)
     return solution_of(coarse, best, bound_ns, space, limits)  # the tables of few boundaries do for the alternatives

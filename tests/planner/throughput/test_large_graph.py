@@ -1,14 +1,20 @@
 """Bounds and plans of graphs whose downsets are too many, on small graphs where all of them can be tried."""
 
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
+import msgspec
 import numpy as np
+import pytest
 
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import Graph, contract, of_layers
 from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.throughput import downset_bound
 from bapipe.planner.throughput.cut_windows import crossing_tensors, cut_windows, work_of_nodes
+from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.large_graph import LargeGraph
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.loads import Boundaries
@@ -83,12 +89,95 @@ def test_no_plan_is_below_the_bound_of_the_windows() -> None:
         search, large, best = random_search(seed)
         limits = [2**40] * len(search.cluster.devices)
         plain_ns = int(search.homogeneous(1, 2**40).bound_ns)
-        bound_ns = large.raised_bound_ns(search, limits, 1, plain_ns, best.load_ns)
+        unlisted = replace(large, listed=None)
+        bound_ns = unlisted.below(search, limits, replace(best, bound_ns=plain_ns), best.load_ns).bound_ns
         assert bound_ns <= best.load_ns
         raised += bound_ns > plain_ns + 2
         exact += bound_ns >= 0.99 * best.load_ns
     assert raised > 10
     assert exact > 0
+
+
+def variant(search: LoadSearch, seed: int) -> LoadSearch:
+    """The search with layers that have no replicas and devices that are groups, in some cases."""
+    random, profile, cluster = Random(seed), search.profiles["a"], search.cluster
+    if seed % 4 == 1:
+        layers = tuple(msgspec.structs.replace(layer, no_replicas=random.random() < 0.4) for layer in profile.layers)
+        profile = msgspec.structs.replace(profile, layers=layers)
+    if seed % 4 == 2:
+        layers = tuple(
+            msgspec.structs.replace(layer, group_sum_bytes=random.randrange(layer.param_bytes + 1))
+            for layer in profile.layers
+        )
+        kind = msgspec.structs.replace(profile.device, members=2, split="filter")
+        profile = msgspec.structs.replace(profile, layers=layers, device=kind)
+        devices = tuple(
+            msgspec.structs.replace(device, members=(f"{device.name}a", f"{device.name}b"))
+            for device in cluster.devices
+        )
+        cluster = msgspec.structs.replace(cluster, devices=devices)
+    return replace(search, profiles={"a": profile}, cluster=cluster)
+
+
+def least_devices(problem: HomogeneousDevices, limit_ns: int) -> list[list[int]]:
+    """The fewest devices before, and after, each downset in a chain of stages within a limit, from every pair of them."""
+    count, many = problem.num_boundaries, problem.num_devices + 1
+    every = np.arange(count)
+    needed = problem.min_devices(
+        every, every, np.zeros(count, dtype=np.int64), np.full((count, count), problem.num_devices), limit_ns + 1
+    )
+    before, after = [0] + [many] * (count - 1), [many] * (count - 1) + [0]
+    for end in range(1, count):
+        before[end] = min(many, *(before[begin] + int(needed[begin, end]) for begin in range(end)))
+    for begin in reversed(range(count - 1)):
+        after[begin] = min(many, *(after[end] + int(needed[begin, end]) for end in range(begin + 1, count)))
+    return [before, after]
+
+
+def test_the_bound_of_all_downsets_never_says_more_devices_than_are_needed() -> None:
+    equal = total = 0
+    for seed in range(48):
+        search, large, _ = random_search(seed)
+        search = variant(search, seed)
+        best = search.solve(1, [2**40] * len(search.cluster.devices), None)
+        problem = search.homogeneous(1, 2**40)
+        assert large.listed is not None
+        bound = large.downset_bound(search, [2**40], 1)
+        assert bound is not None
+        for limit_ns in (best.load_ns - 1, best.load_ns, int(1.3 * best.load_ns)):
+            before = bound.before(limit_ns, UNLIMITED)
+            after = bound.after(limit_ns, before, UNLIMITED)
+            least = np.array(least_devices(problem, limit_ns))
+            used = least.sum(axis=0) <= problem.num_devices  # where a plan can be cut
+            assert (before <= least[0]).all()
+            assert (after[used] <= least[1][used]).all()
+            equal, total = equal + int((before == least[0]).sum()), total + len(before)
+            if before[-1] <= problem.num_devices:
+                path = bound.path(limit_ns, before)
+                sets = [large.listed[i] for i in path]
+                assert (path[0], path[-1]) == (0, len(before) - 1)
+                assert all(a != b and a & ~b == 0 for a, b in pairwise(sets))
+    assert equal > 0.85 * total  # less where times are rounded, or all-reduces have a latency
+
+
+def test_a_search_along_relaxed_plans_finds_and_proves_the_best_load() -> None:
+    for seed in range(24):
+        search, large, _ = random_search(seed)
+        search = variant(search, seed)
+        limits = [2**40] * len(search.cluster.devices)
+        best = search.solve(1, limits, None)
+        rough = replace(best, load_ns=2 * best.load_ns + 1, bound_ns=int(search.homogeneous(1, 2**40).bound_ns))
+        improved = large.improved(search, limits, rough)
+        assert (improved.load_ns, improved.bound_ns) == (best.load_ns, best.load_ns), seed
+
+
+def test_too_many_values_leave_the_bound_of_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downset_bound, "MAX_VALUES", 1)
+    for seed in range(10):
+        search, large, best = random_search(seed)
+        assert large.downset_bound(search, [2**40], 1) is None
+        limits = [2**40] * len(search.cluster.devices)
+        assert large.below(search, limits, replace(best, bound_ns=0), best.load_ns).bound_ns <= best.load_ns
 
 
 def test_every_cut_of_the_best_plan_is_possible_within_its_load() -> None:
