@@ -83,9 +83,10 @@ class DownsetBound:
         while path[-1]:
             end = path[-1]
             inside = ~(self.covers.packed & ~self.covers.packed[end]).any(axis=1)
-            inside[end] = False
+            inside[end] = False  # a stage is not empty
             loads = self.compute_ns[end] - self.compute_ns
             loads += (self.crossing_ns[end] + self.crossing_ns)[:, None] * self.times - self.rounding_ns
+            # The devices before the stage and its own are no more than those that reach its end.
             good = inside[:, None] & possible & possible[end] & (loads <= limit_ns)
             good &= before[:, None] + counts <= before[end]
             best = np.where(good, loads, np.iinfo(np.int64).max).min(axis=1)
@@ -103,6 +104,7 @@ class DownsetBound:
         Args:
             most: devices up to which another stage can follow; [downsets].
         """
+        # From the end backwards, the stage [b, e) has -p(b) - (-p(e)): the same problem with the signs changed.
         steps = self.covers.growing if is_growing else self.covers.shrinking
         start = 0 if is_growing else len(self.longest_ns) - 1
         potential = self.compute_ns if is_growing else -self.compute_ns
@@ -124,6 +126,7 @@ class DownsetBound:
             too_few = (largest < needed[own, None, :]).sum(axis=1)  # more devices reach more: [downsets, counts]
             total = np.where((too_few < self.num_devices) & possible[own], too_few + counts, self.num_devices + 1)
             fewest[own] = np.minimum(total.min(axis=1), self.num_devices + 1)
+            # Only now the next stage can begin at these downsets themselves.
             begins = (fewest[own, None, None] <= used) & (fewest[own] <= most[own])[:, None, None]
             largest = np.maximum(largest, np.where(begins, stage_begins[own, None, :], NOWHERE))
         return fewest
@@ -153,6 +156,7 @@ def downset_bound(
         if num_values * sum(len(step.near) for step in covers.growing) > MAX_VALUES:
             return None
     compute_ns, longest_ns, crossing_ns = (np.concatenate(column) for column in zip(*blocks, strict=True))
+    # Differences and sums of these must have 63 bits.
     if max(int(compute_ns.max()), int(longest_ns.max()) * some.num_microbatches) > MAX_LOAD_NS:
         return None
     return DownsetBound(

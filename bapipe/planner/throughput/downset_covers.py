@@ -90,6 +90,7 @@ def covers_of(graph: Graph, listed: Sequence[int]) -> Covers:
 
 
 def _steps(levels: Sequence[tuple[int, int]], of: "IntArray", near: "IntArray") -> tuple[Step, ...]:
+    # By the downset of the next size, so that the neighbours of each are consecutive.
     order = np.lexsort((near, of))
     of, near = of[order], near[order]
     steps = []

@@ -134,6 +134,7 @@ class LargeGraph:
                     least_ns = limit_ns + 1
                     continue
                 most_ns = limit_ns
+                # The relaxed plan may not fit, or have a slightly larger load: the best plan with its cuts is real.
                 along = [self.listed[i] for i in bound.path(limit_ns, before)]
                 found = self._along(search, along).solve(solution.microbatch_size, limits, None, self.deadline)
                 if found.stages and found.load_ns < solution.load_ns:
@@ -161,6 +162,7 @@ class LargeGraph:
             # All cuts of a plan below the limit were searched: its bound, or without a plan the limit, holds for all.
             if cuts.has_all:
                 solution = replace(solution, bound_ns=max(solution.bound_ns, found.bound_ns))
+            # The exact search has found the best plan below the limit.
             if found.stages:
                 return replace(found, bound_ns=solution.bound_ns)
             # No plan is faster than the known one.
@@ -225,6 +227,7 @@ class LargeGraph:
         """Returns the relaxation over all downsets at a micro-batch size, None if they are too many or out of time."""
         if self.listed is None:
             return None
+        # The same for every micro-batch size.
         if not self._covers:
             self._covers.append(covers_of(self.graph, self.listed))
 
