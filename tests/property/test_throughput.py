@@ -1,5 +1,8 @@
 """Plans for throughput against every assignment of layers to stages and of devices to stages."""
 
+import re
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from math import ceil
 from random import Random
@@ -266,6 +269,25 @@ def test_too_many_downsets_leave_a_bound_that_holds(monkeypatch: pytest.MonkeyPa
         assert load_ns(rough) >= load_ns(exact) >= rough.certificate.lower_bound_ns
         gaps += not rough.certificate.proven_optimal
     assert gaps > 10
+
+
+def test_a_plan_that_just_fits_is_found_next_to_those_that_lack_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MAX_LISTED", 5)
+    found_later = 0
+    for seed in range(60):
+        random = Random(seed)
+        profile, cluster = branching_profile(random, 8), same_devices(random, 3)
+        explore = partial(explore_throughput, {"a": profile}, cluster, minibatch_size=4, microbatch_sizes=[1])
+        with pytest.raises(Infeasible, match="no plan for throughput fits in memory") as caught:
+            explore(limits=[0] * 3)
+        (lacking,) = re.findall(r"lacks ([\d,]+) bytes", str(caught.value))
+        just_enough = [int(lacking.replace(",", ""))] * 3
+        assert explore(limits=just_enough, max_downsets=5).stages
+        with suppress(Infeasible):
+            explore(limits=just_enough, max_downsets=5, max_neighbours=0)
+            continue
+        found_later += 1
+    assert found_later > 3
 
 
 def test_missing_memory_is_named_if_nothing_fits() -> None:

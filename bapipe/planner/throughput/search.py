@@ -1,7 +1,8 @@
 """Plans for throughput: the smallest maximum load of a device once the pipeline is full."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 from bapipe.errors import Infeasible
@@ -21,6 +22,7 @@ from bapipe.planner.throughput.large_graph import MAX_LISTED, LargeGraph
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution, is_homogeneous
 from bapipe.planner.throughput.load_solution import solution_of
 from bapipe.planner.throughput.loads import Boundaries
+from bapipe.planner.throughput.memory_shortfall import least_shortfall, reduced
 from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.progress import LoadProgress
@@ -122,7 +124,8 @@ def explore_throughput(
         feasible = [found for found in (coarse.solve(size, limits, None) for size in sizes) if found.stages]
     if not feasible:
         deadline.check()
-        raise Infeasible(_shortfall(search, microbatch_sizes, limits, deadline))
+        near = None if has_all_downsets else partial(_boundaries_near, contracted, layers_of_node, max_neighbours)
+        feasible = [_fitting(search, microbatch_sizes[0], limits, near, deadline)]
     # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
     best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
     bounds_ns = [solution.bound_ns for solution in solutions]
@@ -170,13 +173,8 @@ def _improve(
     deadline: Deadline,
 ) -> LoadSolution:
     """Returns a local optimum: the exact search repeated among the downsets next to the best cuts so far."""
-    node_of = {layer: node for node, layers in enumerate(layers_of_node) for layer in layers}
     while not deadline.is_over:
-        node_sets = (sum({1 << node_of[layer] for layer in layers}) for layers, _ in solution.stages)
-        cuts = list(accumulate(node_sets, initial=0))  # the downset before the first stage, and after each stage
-        near = Boundaries(
-            neighbouring_downsets(graph, cuts, max_neighbours), layers_of_node, search.boundaries.num_layers
-        )
+        near = _boundaries_near(graph, layers_of_node, max_neighbours, solution)
         better = replace(search, boundaries=near).solve(solution.microbatch_size, limits, progress, deadline)
         if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
             return solution
@@ -199,29 +197,44 @@ def _searched_space(
     )
 
 
-def _shortfall(search: LoadSearch, microbatch_sizes: Sequence[int], limits: Sequence[int], deadline: Deadline) -> str:
-    """Returns a sentence about the memory per device with which a plan would fit, found by bisection."""
-    size = microbatch_sizes[0]
-    enough, short = max(limits), 0
+def _fitting(
+    search: LoadSearch,
+    microbatch_size: int,
+    limits: Sequence[int],
+    boundaries_near: Callable[[LoadSolution], Boundaries] | None,
+    deadline: Deadline,
+) -> LoadSolution:
+    """Returns a plan that fits where the first search has found none.
 
-    def fits(more: int) -> bool:
-        return bool(search.solve(size, [limit + more for limit in limits], None, deadline).stages)
+    Args:
+        boundaries_near: gives the downsets next to a plan's cuts; None if all have been searched.
 
+    Raises:
+        Infeasible: no plan was found; the message says how much memory the closest one lacks.
+    """
+    closest = least_shortfall(search, microbatch_size, limits, deadline)
+    if closest is not None and boundaries_near is not None:
+        closest = reduced(search, limits, closest, boundaries_near, deadline)
+    if closest is not None and not closest.num_bytes:
+        return closest.solution
     hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(limits)))}"
     remedy = "Try more devices, smaller micro-batches, or a smaller mini-batch"
-    # Twice as much memory until something fits, then bisection. Whatever fits is an upper bound of the shortfall, so
-    # that the sentence holds wherever the deadline passes.
-    while not fits(enough):
-        if deadline.is_over:
-            return f"no plan for throughput fits in the memory of {hold}. {remedy}"
-        short, enough = enough, 2 * enough
-    while enough - short > max(1, enough // 1000) and not deadline.is_over:
-        middle = (enough + short) // 2
-        if fits(middle):
-            enough = middle
-        elif not deadline.is_over:
-            short = middle
-    return (
-        f"no plan for throughput fits in memory; the closest, with micro-batches of {size}, lacks {enough:,} bytes on "
-        f"{hold}. {remedy}"
+    none_fits = (
+        "no plan for throughput fits" if boundaries_near is None else "no plan for throughput was found that fits"
     )
+    if closest is None:
+        raise Infeasible(f"{none_fits} in the memory of {hold}. {remedy}")
+    raise Infeasible(
+        f"{none_fits} in memory; the closest, with micro-batches of {microbatch_size}, lacks {closest.num_bytes:,} "
+        f"bytes on {hold}. {remedy}"
+    )
+
+
+def _boundaries_near(
+    graph: Graph, layers_of_node: Sequence[Sequence[int]], max_neighbours: int, solution: LoadSolution
+) -> Boundaries:
+    """Returns the downsets next to the cuts of a plan."""
+    node_of = {layer: node for node, layers in enumerate(layers_of_node) for layer in layers}
+    node_sets = (sum({1 << node_of[layer] for layer in layers}) for layers, _ in solution.stages)
+    cuts = list(accumulate(node_sets, initial=0))  # the downset before the first stage, and after each stage
+    return Boundaries(neighbouring_downsets(graph, cuts, max_neighbours), layers_of_node, len(node_of))

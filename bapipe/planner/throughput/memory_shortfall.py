@@ -1,0 +1,79 @@
+"""The plan for throughput that lacks the least memory, where none was found that fits.
+
+It is found by bisection of the memory that is added to every device. If not all downsets are boundaries, a plan next to
+it may lack less: the search is repeated among the downsets next to its cuts until that no longer helps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
+from bapipe.planner.throughput.loads import Boundaries
+
+PRECISION = 1000
+"""Bisection ends within this part of the shortfall."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """A plan that would fit if every device had `num_bytes` more; 0 if it fits."""
+
+    num_bytes: int
+    solution: LoadSolution
+
+
+def least_shortfall(
+    search: LoadSearch, microbatch_size: int, limits: Sequence[int], deadline: Deadline
+) -> Shortfall | None:
+    """Returns the plan that lacks the least memory; None if the deadline passed before any was found.
+
+    Whatever fits gives an upper bound of the shortfall, so that what is returned holds wherever the deadline passes.
+    """
+    more = max(1, *limits)
+    while True:
+        found = _with_more(search, microbatch_size, limits, more, deadline)
+        if found is not None:
+            return _bisected(search, microbatch_size, limits, found, deadline)
+        if deadline.is_over:
+            return None
+        more *= 2
+
+
+def reduced(
+    search: LoadSearch,
+    limits: Sequence[int],
+    shortfall: Shortfall,
+    boundaries_near: Callable[[LoadSolution], Boundaries],
+    deadline: Deadline,
+) -> Shortfall:
+    """Returns a plan that lacks less, or the same, by searches among the downsets next to its cuts."""
+    while shortfall.num_bytes and not deadline.is_over:
+        near = replace(search, boundaries=boundaries_near(shortfall.solution), has_all_downsets=False)
+        size = shortfall.solution.microbatch_size
+        found = _with_more(near, size, limits, 0, deadline) or _bisected(near, size, limits, shortfall, deadline)
+        if found.num_bytes > shortfall.num_bytes - max(1, shortfall.num_bytes // PRECISION):
+            break
+        shortfall = found
+    return shortfall
+
+
+def _bisected(
+    search: LoadSearch, microbatch_size: int, limits: Sequence[int], known: Shortfall, deadline: Deadline
+) -> Shortfall:
+    short = 0
+    while known.num_bytes - short > max(1, known.num_bytes // PRECISION) and not deadline.is_over:
+        middle = (known.num_bytes + short) // 2
+        found = _with_more(search, microbatch_size, limits, middle, deadline)
+        if found is not None:
+            known = found
+        elif not deadline.is_over:
+            short = middle
+    return known
+
+
+def _with_more(
+    search: LoadSearch, microbatch_size: int, limits: Sequence[int], more: int, deadline: Deadline
+) -> Shortfall | None:
+    solution = search.solve(microbatch_size, [limit + more for limit in limits], None, deadline)
+    return Shortfall(num_bytes=more, solution=solution) if solution.stages else None
