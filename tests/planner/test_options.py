@@ -68,6 +68,17 @@ def test_the_error_that_nothing_fits_names_remedies() -> None:
     )
 
 
+def test_nothing_fits_where_fewer_stages_than_devices_were_asked_for() -> None:
+    """Of three devices that differ, two stages of one device each leave one over."""
+    profile = chain([1, 1, 1], stash_bytes=100, output_bytes=1)
+    unlike = tuple(replace(d, speed=speed) for d, speed in zip(devices(3).devices, (1.0, 1.5, 2.0), strict=True))
+    options = PlanOptions(
+        minibatch_size=4, replicas=False, num_stages=2, schedules=("eager-1f1b",), memory_limit_bytes=100
+    )
+    with pytest.raises(Infeasible, match="no plan fits in memory; the closest is eager-1f1b with 2 stages"):
+        plan_step_time({"a": profile}, replace(devices(3), devices=unlike), options)
+
+
 def test_the_warm_up_is_as_deep_as_memory_allows() -> None:
     """Stage 0 of 3 stashes 3 x 100 bytes in 1F1B, one more in 1f1b+1, two in eager 1F1B; a transfer takes 1 ms."""
     profile = chain([1, 1, 1], stash_bytes=100, output_bytes=1)

@@ -117,10 +117,10 @@ class _ShortfallDP:
 
     def _solve(self, placement: StagePlacement) -> _ShortfallToGo:
         intervals = self.costs.intervals
+        following = np.full((1, intervals.num_boundaries), INF, dtype=np.int64)
         if placement.is_last:
-            following = np.full((1, intervals.num_boundaries), INF, dtype=np.int64)
             following[0, -1] = -INF  # no stage follows the last boundary
-        else:
+        elif placement.successors:  # else the devices that remain cannot make the stages that must follow
             following = np.array([self._solved[other].shortfall_bytes for other in placement.successors])
         # The choice of the successor depends on the end of the stage alone. [successors, boundaries] -> [boundaries]
         best_successor = np.argmin(following, axis=0)  # [boundaries]
