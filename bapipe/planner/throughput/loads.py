@@ -23,6 +23,7 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.throughput.downset_covers import packed_bits
 from bapipe.simulator.interval_costs import IntervalCosts, cut_bytes, ring_ns, transfer_ns
 
 if TYPE_CHECKING:
@@ -87,9 +88,7 @@ class Boundaries:
 
 def _has_node(node_sets: Sequence[int], num_nodes: int) -> "BoolArray":
     """Returns whether each set has each node. [sets, nodes]"""
-    num_bytes = num_nodes // 8 + 1
-    rows = np.frombuffer(b"".join(nodes.to_bytes(num_bytes, "little") for nodes in node_sets), dtype=np.uint8)
-    bits = np.unpackbits(rows.reshape(len(node_sets), num_bytes), axis=1, bitorder="little")
+    bits = np.unpackbits(packed_bits(node_sets, num_nodes), axis=1, bitorder="little")
     has_node: BoolArray = bits[:, :num_nodes].astype(bool)
     return has_node
 
