@@ -53,17 +53,27 @@ def search_layouts(
     is_branched = all(len(problem.cuts) <= MAX_BRANCHED_BOUNDARIES for problem in fixed)
     if is_branched:
         best = best_first(problems, max_nodes=min(max_nodes, MAX_PROOF_NODES), deadline=deadline, progress=progress)
-        if best is not None and best.lower_bound_ns == best.step_ns:
+        if best is not None and best.is_exhausted:
             return best
-    nodes = min(max_nodes, MAX_CUT_NODES) if is_branched or others else max_nodes
-    max_actions = ACTIONS_PER_NODE * nodes
+    is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
+    nodes = min(max_nodes, MAX_CUT_NODES) if is_followed else max_nodes
     raised, best = search_fixed_placements(
-        fixed, max_actions=max_actions, deadline=deadline, progress=progress, incumbent=best
+        fixed, max_actions=ACTIONS_PER_NODE * nodes, deadline=deadline, progress=progress, incumbent=best
     )
     if best is None or is_branched:
         # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.
         raised_of = dict(zip(fixed, raised, strict=True))
         return _search([raised_of.get(each, each) for each in problems], max_nodes, deadline, progress, best)
+    pipelines = few_pipelines(raised)
+    if pipelines and best.lower_bound_ns < best.step_ns:
+        best = search_cuts(
+            pipelines,
+            max_actions=ACTIONS_PER_NODE * max_nodes,
+            deadline=deadline.share(2) if others else deadline,
+            progress=progress,
+            incumbent=best,
+        )
+        assert best is not None
     found = _search(others, max_nodes, deadline, progress, best) if others else None
     if found is None:
         return best

@@ -79,7 +79,7 @@ def simulate_columns(schedule: Schedule, stages: Sequence[Stage], cluster: Clust
         InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
     """
     compiled = compile_for_cluster(schedule, cluster)
-    duration_ns, transfer_ns = _durations(stages), _transfer_times(compiled, stages, cluster)
+    duration_ns, transfer_ns = stage_durations(stages), transfer_times(compiled, stages, cluster)
     times = _run(compiled, duration_ns, transfer_ns, cluster)
     lanes = _lanes(compiled, duration_ns, times)
     spans = _by_rank(compiled, lanes)
@@ -111,7 +111,7 @@ def finish_ns(compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Clus
 
     For searches, which compile a schedule once and time it with the costs of many stages.
     """
-    times = _run(compiled, _durations(stages), _transfer_times(compiled, stages, cluster), cluster)
+    times = _run(compiled, stage_durations(stages), transfer_times(compiled, stages, cluster), cluster)
     return times.rank_ends_ns(compiled)
 
 
@@ -127,12 +127,12 @@ def _run(
     return run_event_driven(compiled, duration_ns, transfer_ns, overlaps)
 
 
-def _durations(stages: Sequence[Stage]) -> list[int]:
+def stage_durations(stages: Sequence[Stage]) -> list[int]:
     """Returns the time of every phase on every replica of every stage, in that order."""
     return [cost.ns(phase) for stage in stages for cost in stage.costs for phase in Phase]
 
 
-def _transfer_times(compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
+def transfer_times(compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> list[int]:
     """Returns the time of one transfer of each channel."""
     times = []
     for channel in compiled.channels:

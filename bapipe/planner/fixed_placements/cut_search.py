@@ -5,10 +5,14 @@ paths (`path_bound.py`), played on these cuts alone (`cut_game.py`). Each path a
 the intervals that no cuts faster than the best step have. The node with the smallest bound is next; it is divided at
 the cut whose position the mixed strategy of the cuts leaves most open. A node with few cuts is searched to its end:
 the longest known path is a lower bound of each, and those below the best step are simulated.
+
+The nearer the best step to the bound, the more intervals are removed. So the search asks first whether any cuts are
+faster than a limit between the two. If no node of this limit is left, it is a bound, and the next limit is farther up;
+else the next one is nearer to the bound.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -37,17 +41,26 @@ from bapipe.progress import SearchProgress
 MAX_PIPELINES = 64
 """The search takes problems with at most so many pipelines."""
 
-MAX_ENTRIES = 4_000_000
+MAX_ENTRIES = 20_000_000
 """And with at most so many times of replicas with all intervals."""
 
 MAX_ENUMERATED = 4_000
 """Up to so many cuts of a node are searched one by one."""
+
+FIRST_ACTIONS = 3_000_000
+"""The budget of the first attempt, in simulated actions; it doubles with each that fails."""
 
 MAX_FILTERS, MAX_FILTER_SUMS = 300, 3_000_000
 """How many of the known paths remove intervals when a node is opened: at most so many, and so many sums in all."""
 
 MAX_FIRST_ROUNDS, MAX_ROUNDS = 30, 6
 """Rounds of the game of a pipeline's first node, and of the others."""
+
+FIRST_SHARE = 1 / 4
+"""How much of the gap between the bound and the best step lies below the first limit."""
+
+MIN_GAP = 1_000
+"""No limit is set between a bound and a best step that differ by less than one part in so many."""
 
 MIN_RISE, MAX_STALLED = 1.002, 2
 """The game of a node ends after so many rounds that raise its bound by less than this factor."""
@@ -83,7 +96,7 @@ def search_cuts(
     """Returns the fastest layout of some pipelines and a lower bound of all; None if it found none that fits.
 
     Args:
-        pipelines: all of the problems, from `few_pipelines`.
+        pipelines: all of the problems, from `few_pipelines`; at least one.
         max_actions: how much work it may do, in simulated actions.
         deadline: ends it with the best layout so far.
         incumbent: a layout to begin with.
@@ -101,12 +114,17 @@ class _Tree:
     Attributes:
         pipeline: None before its first node is opened.
         paths: those known.
+        bound_ns: of all its cuts.
+        first_paths, first_simulated: what the game of its first node found.
     """
 
     problem: Problem
     placements: tuple[StagePlacement, ...]
     paths: Paths
+    bound_ns: int
     pipeline: Pipeline | None = None
+    first_paths: Paths = field(default_factory=dict)
+    first_simulated: Simulated = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,44 +141,74 @@ class _CutSearch:
     def __init__(self, budget: Budget, progress: SearchProgress | None, incumbent: SearchResult | None) -> None:
         self.budget, self.progress, self.incumbent = budget, progress, incumbent
         self.best_ns = INF if incumbent is None else incumbent.step_ns
-        self.not_best_ns = INF
+        self.not_best_ns = self.limit_ns = INF
+        self.proven_ns = 0
         self.num_simulated = self._num_pushed = 0
+        self.trees: list[_Tree] = []
         self.queue: list[tuple[int, int, _Node]] = []
+        self._attempt_end = FIRST_ACTIONS
 
     def add(self, problem: Problem, root: Root, placements: tuple[StagePlacement, ...]) -> None:
-        self._push(root.bound_ns, _Node(_Tree(problem, placements, {}), None, {}, {}))
+        self.trees.append(_Tree(problem, placements, {}, root.bound_ns))
 
     def _push(self, bound_ns: int, node: _Node) -> None:
         self._num_pushed += 1
         heappush(self.queue, (bound_ns, -self._num_pushed, node))
 
+    @property
+    def below_ns(self) -> int:
+        """Cuts that are no faster than this are of no interest: the best step, or the limit of an attempt."""
+        return min(self.best_ns, self.limit_ns)
+
     def run(self) -> SearchResult | None:
-        """Opens the node with the smallest bound until none is below the best step, or the budget is spent."""
-        proven_ns = 0
-        while self.queue and self.queue[0][0] < self.best_ns and not self.budget.is_over():
+        """Proves that no cuts are faster than the best step or, step by step, than limits below it."""
+        self.proven_ns = min((tree.bound_ns for tree in self.trees), default=INF)
+        share, actions = FIRST_SHARE, FIRST_ACTIONS
+        while self.proven_ns < self.best_ns and not self.budget.is_over():
+            gap_ns = self.best_ns - self.proven_ns
+            is_small = self.best_ns < INF and gap_ns * MIN_GAP < self.best_ns
+            self.limit_ns = INF if share == 1 or is_small else self.proven_ns + max(1, int(share * gap_ns))
+            self._attempt_end = self.budget.spent + actions
+            self._attempt()
+            is_done = not self.queue
+            share, actions = (min(1.0, 2 * share), actions) if is_done else (share / 2, 2 * actions)
+        if self.incumbent is None:
+            return None
+        return replace(self.incumbent, lower_bound_ns=min(self.proven_ns, self.best_ns, self.not_best_ns))
+
+    def _attempt(self) -> None:
+        """Opens the node with the smallest bound until none is below the limit, or the attempt's budget is spent."""
+        self.queue.clear()
+        for tree in self.trees:
+            if tree.bound_ns < self.below_ns:
+                self._push(tree.bound_ns, _Node(tree, None, tree.first_paths, tree.first_simulated))
+        while self.queue and self.queue[0][0] < self.below_ns and not self._is_over():
             entry = heappop(self.queue)
-            proven_ns = max(proven_ns, entry[0])
+            self.proven_ns = max(self.proven_ns, entry[0])
             try:
                 self._open(entry[0], entry[2])
             except OutOfTime:
                 heappush(self.queue, entry)
                 break
             if self.progress and self.best_ns < INF:
-                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, proven_ns))
-        if self.incumbent is None:
-            return None
-        open_ns = min(self.best_ns, self.queue[0][0]) if self.queue else self.best_ns
-        return replace(self.incumbent, lower_bound_ns=min(max(proven_ns, open_ns), self.best_ns, self.not_best_ns))
+                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.proven_ns))
+        if self.queue and self.queue[0][0] >= self.below_ns:
+            self.queue.clear()
+        self.proven_ns = max(self.proven_ns, min(self.below_ns, self.queue[0][0]) if self.queue else self.below_ns)
+
+    def _is_over(self) -> bool:
+        """Whether the attempt ends; without a plan that fits only the search's own budget ends it."""
+        return self.budget.is_over() or (self.best_ns < INF and self.budget.spent >= self._attempt_end)
 
     def _check(self) -> None:
-        if self.budget.is_over():
+        if self._is_over():
             raise OutOfTime("the search of cuts ended before it was done")
 
     def _open(self, bound_ns: int, node: _Node) -> None:
         """Raises the bound of a node; then searches its cuts one by one, or divides them."""
         possible, paths, simulated = self._begin(node)
         bound_ns, possible = self._filter(node.tree, bound_ns, possible, paths)
-        if bound_ns >= self.best_ns or possible.is_empty:
+        if bound_ns >= self.below_ns or possible.is_empty:
             return
         if possible.count() <= MAX_ENUMERATED:
             self._try_every(node.tree, possible)
@@ -169,7 +217,11 @@ class _CutSearch:
         assert node.tree.pipeline is not None
         game = CutGame(node.tree.pipeline, possible, bound_ns, paths, simulated)
         self._play(node.tree, game, MAX_FIRST_ROUNDS if node.possible is None else MAX_ROUNDS)
-        if game.bound_ns >= self.best_ns or game.possible.is_empty:
+        if node.possible is None:
+            tree = node.tree
+            tree.first_paths, tree.first_simulated = dict(game.paths), dict(game.simulated)
+            tree.bound_ns = max(tree.bound_ns, min(game.bound_ns, self.below_ns))
+        if game.bound_ns >= self.below_ns or game.possible.is_empty:
             return
         if game.possible.count() <= MAX_ENUMERATED:
             self._try_every(node.tree, game.possible)
@@ -185,7 +237,7 @@ class _CutSearch:
             self._check()
             before = game.bound_ns
             self.budget.spend(game.cost)
-            cuts = game.improve(self.best_ns)
+            cuts = game.improve(self.below_ns)
             if cuts is None or cuts in game.simulated:
                 return
             stalled = stalled + 1 if game.bound_ns < before * MIN_RISE else 0
@@ -204,7 +256,7 @@ class _CutSearch:
         if node.possible is None:
             starts = list(naive_cuts(tree.problem, tree.placements))
             best = self.incumbent
-            if best is not None and best.problem is tree.problem and best.layout.placements == tree.placements:
+            if best is not None and best.layout.placements == tree.placements:
                 starts.append(tuple(tree.problem.cuts.index(cut) for cut in best.layout.cuts))
             for cuts in starts:
                 times, weights = self._try_cuts(tree, cuts)
@@ -222,10 +274,10 @@ class _CutSearch:
             self._check()
             before = possible.num_arcs
             weights = np.array(known, dtype=float)
-            found = minimize(tree.pipeline, weights, np.ones(len(known)), possible, self.best_ns)
+            found = minimize(tree.pipeline, weights, np.ones(len(known)), possible, self.below_ns)
             self.budget.spend(sweep_cost(len(known), possible))
             bound_ns, possible = max(bound_ns, least_whole(found.bounds.max())), found.possible
-            if bound_ns >= self.best_ns:
+            if bound_ns >= self.below_ns:
                 break
             for i in np.argsort(-found.bounds, kind="stable")[:NUM_LAST_KEPT]:
                 paths[known[i].tobytes()] = known[i]
@@ -244,7 +296,7 @@ class _CutSearch:
         self.budget.spend(exact.size * len(known) // PRODUCTS_PER_ACTION)
         while len(bounds_ns):
             i = int(np.argmin(bounds_ns))
-            if bounds_ns[i] >= self.best_ns:
+            if bounds_ns[i] >= self.below_ns:
                 return
             self._check()
             _, weights = self._try_cuts(tree, tuple(every[i].tolist()))
@@ -273,7 +325,7 @@ class _CutSearch:
         self.num_simulated += 1
         layout = problem.layout(cuts, tree.placements)
         if not layout.is_best:  # other recomputed layers may be faster, but not than the longest path of the least ones
-            self.not_best_ns = min(self.not_best_ns, length_ns)
+            self.not_best_ns = min(self.not_best_ns, max(length_ns, layout.bound_ns))
         if not problem.fits(layout):
             return
         step_ns = problem.step_ns(layout)

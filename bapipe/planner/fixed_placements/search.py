@@ -177,6 +177,16 @@ class _Search:
         # A bound that does not rise any more may remain the smallest of all.
         elif entry.best and entry.bound_ns < self.best_ns:
             self._is_smallest_final = True
+            self._start_others()
+
+    def _start_others(self) -> None:
+        """Begins with one order of any devices that have not had a turn: their plans may be better."""
+        for orders in self.orders.values():
+            if self.budget.is_over():
+                return
+            first = orders.entries[0]
+            if first.game is None and orders.bound_of(first) < self.best_ns:
+                self._start(orders, first)
 
     def _raise_for_all(self, orders: _Orders) -> bool:
         """Raises the bound of all orders of some devices; returns whether it does not rise any more."""

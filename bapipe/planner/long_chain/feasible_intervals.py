@@ -19,7 +19,7 @@ from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageC
 from bapipe.simulator.in_flight import InFlight
 from bapipe.simulator.interval_costs import gradient_crosses, prefix_sums
 
-_MemoryKey = tuple[tuple[tuple[int, tuple[InFlight, ...], int], ...], bool, bool]
+_MemoryKey = tuple[tuple[tuple[int, tuple[InFlight, ...], int], ...], bool]
 """(class, memory peaks, micro-batches) of the replicas; whether the stage receives activations, and may recompute."""
 
 
@@ -158,7 +158,7 @@ class FeasibleIntervals:
             on_device = [self.costs.replica_cost(placement, k, slice(None), on_device=True) for k in numbers]
             # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
             # [intervals]
-            again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute(placement) else {}
+            again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute else {}
             is_split = schedule.has_split_backward
             plain = [self._limit_ns_of(each, each.critical_backward_ns, is_split=is_split) for each in replicas]
             recomputed = [
@@ -205,7 +205,6 @@ class FeasibleIntervals:
 
     def memory_ends(self, placement: StagePlacement) -> tuple[IntArray, IntArray]:
         """Returns for each begin the last end that fits, without recomputation and with it. [boundaries]"""
-        may_recompute = self.costs.may_recompute(placement)
         key = self._memory_key(placement)
         if key not in self._memory_ends:
             plain = recomputed = np.full(self.intervals.num_boundaries, self.intervals.num_boundaries - 1)
@@ -217,10 +216,10 @@ class FeasibleIntervals:
                 # Buffers for gradients are left out: they depend on the end, and need not grow with it.
                 usage = memory.in_flight_bytes(peaks, slice(None), recompute=False)
                 plain = np.minimum(plain, self._last_ends(usage <= room))
-                if may_recompute:
+                if self.costs.may_recompute:
                     usage = memory.least_in_flight_bytes(peaks, slice(None))
                     recomputed = np.minimum(recomputed, self._last_ends(usage <= room))
-            self._memory_ends[key] = plain, np.maximum(plain, recomputed) if may_recompute else plain
+            self._memory_ends[key] = plain, np.maximum(plain, recomputed) if self.costs.may_recompute else plain
         return self._memory_ends[key]
 
     def _memory_key(self, placement: StagePlacement) -> _MemoryKey:
@@ -229,7 +228,7 @@ class FeasibleIntervals:
             (c, load.memory_peaks, load.num_microbatches)
             for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True)
         }
-        return (tuple(sorted(loads)), placement.receives_activations, self.costs.may_recompute(placement))
+        return (tuple(sorted(loads)), placement.receives_activations)
 
     def transfers(
         self, lower_bound: LowerBound, placement: StagePlacement, successor: StagePlacement

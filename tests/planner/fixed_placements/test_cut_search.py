@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.branch_and_bound.intervals import INF
+from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements import cut_search
 from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
@@ -74,6 +75,38 @@ def test_where_transfers_dominate_the_step_is_proven(seed: int) -> None:
     found = search_layouts([problem], max_nodes=20_000)
     assert found is not None
     assert found.lower_bound_ns == found.step_ns == min(steps)
+
+
+@pytest.mark.parametrize("first_actions", [500, 3_000_000])
+def test_with_limits_below_the_best_step_the_best_is_still_proven(
+    first_actions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_search, "FIRST_ACTIONS", first_actions)
+    monkeypatch.setattr(cut_search, "MAX_ENUMERATED", 5)
+    limits: set[tuple[int, int, bool]] = set()
+
+    class Watched(cut_search._CutSearch):
+        def _attempt(self) -> None:
+            super()._attempt()
+            limits.add((seed, self.limit_ns, not self.queue))
+            assert self.proven_ns <= min(steps)  # the bound holds after every attempt
+
+    monkeypatch.setattr(cut_search, "_CutSearch", Watched)
+    for seed in range(4):
+        problem = slow_links(12, 4, seed)
+        ((_, root, placements),) = few_pipelines([problem])
+        pipeline = Pipeline(problem, placements)
+        every = [(0, *inner, 12) for inner in combinations(range(1, 12), 3)]
+        steps = [step for cuts in every if (step := pipeline.step_ns(cuts)) is not None]
+        # A layout to begin with: without one the first attempt has no limit.
+        layout = problem.layout((0, 1, 2, 3, 12), placements)
+        begin = SearchResult(problem=problem, layout=layout, step_ns=problem.step_ns(layout), lower_bound_ns=0)
+        found = search_cuts([(problem, root, placements)], max_actions=10**8, incumbent=begin)
+        assert found is not None
+        assert found.lower_bound_ns == found.step_ns == min(steps)
+    # Some attempts had a limit below the best step; small budgets let some of them fail.
+    assert any(limit_ns < INF for _, limit_ns, _ in limits)
+    assert any(not is_done for _, _, is_done in limits) == (first_actions == 500)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -22,7 +22,7 @@ def test_bounds_hold_and_most_plans_are_optimal(schedule: str) -> None:
         problems = [
             problem for problem in random_problems(seed, [schedule], splits_badly=seed % 2 == 1) if problem.roots
         ]
-        raised, best = search_fixed_placements(problems, max_actions=20_000)
+        raised, best = search_fixed_placements(problems, max_actions=60_000)
         want = exhaustive(problems)
         assert (best is None) == (want is None)
         if best is None or want is None:
@@ -43,7 +43,8 @@ def test_raised_bounds_of_roots_leave_the_branch_and_bound_exact() -> None:
         found, want = best_first(raised, incumbent=best), exhaustive(problems)
         assert (found and found.step_ns) == (want and want.step_ns)
         if found is not None:
-            assert found.lower_bound_ns == found.step_ns
+            # In which of a device's stages rounded times of repeated forwards lie is not known to the nanosecond.
+            assert found.step_ns - found.lower_bound_ns <= (2 if any(found.layout.recompute) else 0)
             num_checked += 1
     assert num_checked > 6
 
