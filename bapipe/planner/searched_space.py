@@ -131,11 +131,11 @@ def _partitions(space: PartitionSpace) -> str:
 
 
 def _recomputation(space: PartitionSpace) -> str:
-    several = [name in LOOPED for name in space.schedules]
-    if not space.recompute or all(several):
+    if not space.recompute:
         return "no recomputation"
-    alone = " that has its device to itself" if any(several) else ""
-    return f"recomputation where a stage{alone} does not fit without"
+    if any(name in LOOPED for name in space.schedules):
+        return "recomputation where the stages of a device do not fit without"
+    return "recomputation where a stage does not fit without"
 
 
 def _throughput(space: ThroughputSpace) -> str:

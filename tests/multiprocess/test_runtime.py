@@ -108,6 +108,13 @@ TWO = (
     _random(32, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0, recompute=(0, 1, 2, 3, 4, 5)),
     _named("1f1b", "residual", (4,), 4, recompute_every=2),
     _looped("zb-v", "permuting", (1, 2, 3), 4, recompute_every=2),
+    _looped("interleaved-1f1b", "mlp", (2, 4, 6), 3, recompute=(0, 3)),
+    _looped("interleaved-1f1b", "residual", (2, 5, 8), 4, recompute_every=2),
+    _looped("looped-bfs", "residual", (2, 5, 8), 3, recompute=(1, 2), recompute_every=3),
+    _looped("v-half", "mlp", (1, 4, 7), 4, recompute=(0, 3)),
+    _looped("v-min", "residual", (2, 5, 8), 4, recompute=(1, 2, 3), recompute_every=2),
+    _looped("dualpipe-v", "mlp", (2, 4, 8), 5, recompute=(0, 1, 2, 3)),
+    _looped("dualpipe-v", "residual", (3, 6, 8), 4, recompute=(3,), recompute_every=2),
     _random(41, "residual", (1, 2, 3, 6, 10), (0, 1, 0, 0, 1, 1), 3, 1.0, recompute_every=2),
     _random(38, "mlp", (2, 5), ((0, 1), (0, 1), (0, 1)), 5, 0.5, single=True, recompute_every=3),  # in-place ReLU
     _random(43, "two-inputs", (2,), (0, 1), 3, 0.5, recompute_every=3),

@@ -110,11 +110,11 @@ def test_a_margin_leaves_memory_free() -> None:
     ("schedules", "searched"),
     [
         (("1f1b",), "recomputation where a stage does not fit without"),
-        (("1f1b", "zb-v"), "recomputation where a stage that has its device to itself does not fit without"),
-        (("zb-v",), "no recomputation"),
+        (("1f1b", "zb-v"), "recomputation where the stages of a device do not fit without"),
+        (("zb-v",), "recomputation where the stages of a device do not fit without"),
     ],
 )
-def test_the_certificate_says_which_stages_may_recompute(schedules: tuple[str, ...], searched: str) -> None:
+def test_the_certificate_says_when_stages_recompute(schedules: tuple[str, ...], searched: str) -> None:
     plan = bapipe.plan(chain([1, 1, 1, 1]), devices(2), minibatch_size=4, schedules=schedules)
     assert plan.certificate.space.endswith(f", {searched}")
 

@@ -58,7 +58,7 @@ def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED
 
 def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
     """Returns the layout with recomputation also in stages that do not fit even so, but lack less with it."""
-    if layout.fits or not problem.lower_bound.costs.may_recompute(layout.placements[0]):
+    if layout.fits or not problem.lower_bound.costs.may_recompute:
         return layout
     nothing = (frozenset[int](),) * len(layout.placements)
     all_layers = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))

@@ -5,7 +5,7 @@ A solution is a `Layout`: the cuts of the layer chain and the placement of each 
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from bapipe.formats.cluster import Cluster
@@ -13,6 +13,7 @@ from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
+from bapipe.planner.branch_and_bound.shared_devices import SharedDevices
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules.placement import merge_stages, permute_ranks
@@ -55,6 +56,8 @@ class Layout:
         recompute: the numbers of the layers that each stage recomputes. [stages]
         is_best: whether no other choice of these layers can be faster.
         fits: whether the stages fit in memory, each by itself.
+        is_checked: whether `fits` is the simulator's answer for the devices.
+        bound_ns: no step of these stages is shorter, whatever layers they recompute.
     """
 
     cuts: tuple[int, ...]
@@ -62,6 +65,8 @@ class Layout:
     recompute: tuple[frozenset[int], ...]
     is_best: bool = True
     fits: bool = True
+    is_checked: bool = False
+    bound_ns: int = 0
 
 
 class Problem:
@@ -101,6 +106,7 @@ class Problem:
         # cluster are put in, all placements with equal numbers share one.
         self._on_cluster: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}
         self._on_first_ranks: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
+        self._shared_devices: dict[tuple[StagePlacement, ...], SharedDevices] = {}
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -119,6 +125,8 @@ class Problem:
 
     def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
         """Returns the layout with stages between boundaries; those recompute layers that do not fit without."""
+        if placements[0].position is not None:
+            return self._layout_on_shared_devices(boundaries, placements)
         costs = self.lower_bound.costs
         chosen = [
             costs.recomputed_layers(placement, begin, end)
@@ -130,6 +138,35 @@ class Problem:
             recompute=tuple(frozenset[int]() if of is None else of.layers for of in chosen),
             is_best=all(of is None or of.is_best for of in chosen),
             fits=None not in chosen,
+        )
+
+    def _layout_on_shared_devices(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
+        """Returns the layout on devices with several stages, which recompute layers where they do not fit without."""
+        layout = Layout(
+            cuts=tuple(self.cuts[i] for i in boundaries),
+            placements=placements,
+            recompute=(frozenset[int](),) * len(placements),
+        )
+        recomputation = self.lower_bound.costs.recomputation
+        if recomputation is None:
+            return layout
+        schedule, compiled = self.compiled(placements)
+        if placements not in self._shared_devices:
+            self._shared_devices[placements] = SharedDevices(
+                schedule, compiled, self.cluster, self._limits(schedule), recomputation.choice
+            )
+        chosen = self._shared_devices[placements].choose(
+            list(pairwise(layout.cuts)),
+            lambda recompute: self.stages(replace(layout, recompute=recompute)),
+            lambda stages: step_ns_of(schedule, compiled, stages, self.cluster),
+        )
+        return replace(
+            layout,
+            recompute=chosen.recompute,
+            is_best=chosen.is_best,
+            fits=chosen.fits,
+            bound_ns=chosen.bound_ns,
+            is_checked=not any(chosen.recompute),
         )
 
     def ranks(self, placements: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
@@ -195,17 +232,20 @@ class Problem:
         schedule, _ = self.compiled(layout.placements)
         # By the simulator's own count: here devices with several stages are exact, too.
         peaks = peak_memory(schedule, self.stages(layout))
+        return {rank: peaks[rank].total - limit for rank, limit in self._limits(schedule).items()}
+
+    def _limits(self, schedule: Schedule) -> dict[int, int]:
+        """The bytes that each rank in use may hold."""
         limits = {rank: cls.limit_bytes for cls in self.classes for rank in cls.ranks}
-        in_use = sorted({rank for ranks in schedule.devices for rank in ranks})
-        return {rank: peaks[rank].total - limits[rank] for rank in in_use}
+        return {rank: limits[rank] for rank in sorted({rank for ranks in schedule.devices for rank in ranks})}
 
     def fits(self, layout: Layout) -> bool:
         """Returns whether a layout whose stages fit by the bounds' check fits by the simulator's count.
 
         The two differ only for profiles of several kinds, devices with several stages, and recomputed layers.
         """
-        if not layout.fits:
-            return False
+        if not layout.fits or layout.is_checked:
+            return layout.fits
         if layout.placements[0].position is None and not self.must_check_memory and not any(layout.recompute):
             return True
         return all(shortfall <= 0 for shortfall in self.shortfall_bytes(layout).values())
@@ -262,9 +302,13 @@ class SearchResult:
     """The best layout of the best problem, and a bound that no layout of any problem beats.
 
     `lower_bound_ns == step_ns` proves the layout optimal.
+
+    Attributes:
+        is_exhausted: whether the search left no layout out: what gap there is, is due to other recomputed layers.
     """
 
     problem: Problem
     layout: Layout
     step_ns: int
     lower_bound_ns: int
+    is_exhausted: bool = False

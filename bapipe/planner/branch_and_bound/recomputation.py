@@ -1,20 +1,20 @@
 """Which layers of a stage are recomputed: those of the least forward time with which the stage fits.
 
 A knapsack in which, where recomputed layers meet others, the tensors between the two are kept (docs/simulator.md).
-`LayerChoice.best` solves it exactly by a dynamic programme over the layers, with Pareto frontiers of time against saved
-bytes (Nemhauser and Ullmann 1969); the state tells of each tensor that later layers use whether its producer is
-recomputed, which on a chain is one bit. `RecomputationBound` bounds it for all intervals at once: without the tensors
-between, the dual of the fractional knapsack (Dantzig 1957), of which any multiplier gives a lower bound.
+`LayerChoice` solves it exactly (`layer_knapsack.py`), for a stage alone or for all stages of a device together.
+`RecomputationBound` bounds it for all intervals at once: without the tensors between, the dual of the fractional
+knapsack (Dantzig 1957), of which any multiplier gives a lower bound.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
 from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray, IntervalIndex
+from bapipe.planner.branch_and_bound.layer_knapsack import EPSILON, KnapsackSolution, LayerKnapsack, StageItems
 from bapipe.planner.deadline import UNLIMITED, Deadline
 
 MAX_LABELS = 4_096
@@ -32,8 +32,8 @@ MAX_BRANCHED_LAYERS = 48
 MAX_SIDE_BY_SIDE = 2
 """Tensors in use side by side, whose producers' choices are the states of the dynamic programme."""
 
-EPSILON = 1e-12
-"""Margin for the rounding of floating point, relative to a value."""
+MAX_LABELS_TOGETHER = 128
+"""Points of a frontier that are kept if a device has several stages: under many limits, more points are on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,28 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimit:
+    """A state of a device with several stages, in which what their micro-batches hold must fit.
+
+    Attributes:
+        kept, in_backward: numbers of micro-batches of each stage, as `InFlight` counts them. [stages]
+        room_bytes: what is left for their stashes.
+    """
+
+    kept: tuple[int, ...]
+    in_backward: tuple[int, ...]
+    room_bytes: int
+
+    def of(self, stage: int, kind: str) -> MemoryLimit:
+        """Returns what it says of one of the stages, if the others keep nothing."""
+        return MemoryLimit(
+            kind=kind, kept=self.kept[stage], in_backward=self.in_backward[stage], room_bytes=self.room_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLayers:
-    """The numbers of the layers that a stage recomputes, and whether no other choice takes less time."""
+    """The numbers of the layers that are recomputed, and whether no other choice takes less time."""
 
     layers: frozenset[int]
     is_best: bool = True
@@ -104,7 +124,11 @@ class Recomputation:
 
 
 class LayerChoice:
-    """Chooses the recomputed layers of stages, at one micro-batch size."""
+    """Chooses the recomputed layers of stages, at one micro-batch size.
+
+    Attributes:
+        has_host_times: whether actions may take as long as the host needs, not the device.
+    """
 
     def __init__(
         self, profiles: Mapping[str, ModelProfile], microbatch_size: int, deadline: Deadline = UNLIMITED
@@ -116,7 +140,7 @@ class LayerChoice:
         self._inputs = [layer.inputs for layer in first.layers]
         self._outputs = [layer.outputs for layer in first.layers]
         measured = {kind: profile.at(microbatch_size) for kind, profile in profiles.items()}
-        self._has_host_times = any(map(has_host_times, profiles.values()))
+        self.has_host_times = any(map(has_host_times, profiles.values()))
         self._forward_ns = {kind: [m.forward_ns for m in of_kind] for kind, of_kind in measured.items()}
         self._stash = {kind: np.array([m.stash_bytes for m in of_kind]) for kind, of_kind in measured.items()}
         self._tensor_bytes = {
@@ -128,6 +152,7 @@ class LayerChoice:
             for kind, of_kind in measured.items()
         }
         self._found: dict[tuple[int, int, str, tuple[MemoryLimit, ...]], RecomputedLayers | None] = {}
+        self._found_together: dict[Hashable, KnapsackSolution] = {}
 
     def best(
         self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, *, whole_fits: bool
@@ -145,42 +170,92 @@ class LayerChoice:
             self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=False)
         if key not in self._found:
             kinds = sorted({limit.kind for limit in limits})
-            forward_ns = [sum(self._forward_ns[kind][i] for kind in kinds) for i in range(begin, end)]
-            knapsack = _Knapsack(self, begin, end, key[3], first_kind, forward_ns)
-            upper_bound_ns = sum(forward_ns) if whole_fits else INF
-            first = knapsack.solve(upper_bound_ns, FEW_LABELS)
-            is_last = first.is_best or self.deadline.is_over
-            found = first if is_last else knapsack.solve(min(first.total_ns, upper_bound_ns), MAX_LABELS)
-            better = min((found, first), key=lambda solution: solution.total_ns)
+            stage = self._items(begin, end, first_kind, kinds, key[3])
+            room = np.array([limit.room_bytes for limit in key[3]])
+            knapsack = LayerKnapsack([stage], room, self.deadline)
+            upper_bound_ns = sum(stage.forward_ns) if whole_fits else INF
+            best = self._solve(knapsack, upper_bound_ns, MAX_LABELS)
             # The least F on the device need not be the least if the host is slower.
-            is_best = found.is_best and len(kinds) == 1 and not self._has_host_times
-            if better.total_ns < upper_bound_ns:
-                self._found[key] = RecomputedLayers(layers=better.layers, is_best=is_best)
+            is_best = best.is_best and len(kinds) == 1 and not self.has_host_times
+            if best.total_ns < upper_bound_ns:
+                self._found[key] = RecomputedLayers(layers=best.layers, is_best=is_best)
             elif whole_fits:
                 self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=is_best)
             else:
-                self._found[key] = None if found.is_best else RecomputedLayers(layers=frozenset(), is_best=False)
+                self._found[key] = None if best.is_best else RecomputedLayers(layers=frozenset(), is_best=False)
         return self._found[key]
+
+    def best_together(
+        self,
+        stages: Sequence[tuple[int, int]],
+        limits: Sequence[DeviceLimit],
+        kind: str,
+        *,
+        input_bytes: Sequence[int],
+        weights: Sequence[int],
+    ) -> KnapsackSolution:
+        """Returns which layers of the stages of a device to recompute: those of the least weighted sum of F.
+
+        Args:
+            stages: (begin, end) of each.
+            kind: of the device.
+            input_bytes: what a micro-batch of each stage keeps if all of it is recomputed. [stages]
+            weights: what each nanosecond of a stage counts. [stages]
+        """
+        key = tuple(stages), tuple(sorted(set(limits), key=repr)), kind, tuple(input_bytes), tuple(weights)
+        if key not in self._found_together:
+            wide = [self._is_too_wide(begin, end, kind) for begin, end in stages]
+            items = []
+            for s, (begin, end) in enumerate(stages):
+                of_stage = self._items(begin, end, kind, [kind], [limit.of(s, kind) for limit in key[1]])
+                items.append(
+                    replace(
+                        of_stage,
+                        forward_ns=[weights[s] * ns for ns in of_stage.forward_ns],
+                        # Of a stage that is too wide, all layers or none.
+                        may_recompute=(False,) * (end - begin) if wide[s] else of_stage.may_recompute,
+                        input_bytes=input_bytes[s],
+                    )
+                )
+            knapsack = LayerKnapsack(items, np.array([limit.room_bytes for limit in key[1]]), self.deadline)
+            found = self._solve(knapsack, INF, MAX_LABELS_TOGETHER)
+            self._found_together[key] = replace(found, is_best=found.is_best and not any(wide))
+        return self._found_together[key]
+
+    def _items(
+        self, begin: int, end: int, first_kind: str, kinds: Sequence[str], limits: Sequence[MemoryLimit]
+    ) -> StageItems:
+        """The layers of a stage whose replicas are of some kinds; running a layer again costs the sum over these."""
+        return StageItems(
+            begin=begin,
+            forward_ns=[sum(self._forward_ns[kind][i] for kind in kinds) for i in range(begin, end)],
+            stash_bytes=np.stack([self._stash[limit.kind][begin:end] for limit in limits], axis=1),
+            may_recompute=[name != LOSS for name in self._names[begin:end]],
+            tensors=self._tensors(begin, end, first_kind),
+            kept=np.array([limit.kept for limit in limits]),
+            in_backward=np.array([limit.in_backward for limit in limits]),
+        )
+
+    def _solve(self, knapsack: LayerKnapsack, upper_bound_ns: int, max_labels: int) -> KnapsackSolution:
+        """Returns a choice below an upper bound: a first one from few labels, whose time then bounds the exact one."""
+        first = knapsack.solve(upper_bound_ns, FEW_LABELS)
+        if first.is_best or self.deadline.is_over:
+            return first
+        found = knapsack.solve(min(first.total_ns, upper_bound_ns), max_labels)
+        better = min((found, first), key=lambda solution: solution.total_ns)
+        return replace(better, is_best=found.is_best)
 
     def _is_too_wide(self, begin: int, end: int, kind: str) -> bool:
         """Returns whether a long stage has so many tensors in use at once that its choices are not gone through."""
         if end - begin <= MAX_BRANCHED_LAYERS:
             return False
         change = [0] * (end - begin + 1)
-        for producer, _, users in self.tensors(begin, end, kind):
+        for producer, _, users in self._tensors(begin, end, kind):
             change[max(producer, 0)] += 1
             change[users[-1]] -= 1
         return max(accumulate(change)) > MAX_SIDE_BY_SIDE
 
-    def stash_bytes(self, kind: str, begin: int, end: int) -> IntArray:
-        """Returns the stash of each of the layers. [end - begin]"""
-        return self._stash[kind][begin:end]
-
-    def can_recompute(self, layer: int) -> bool:
-        """Returns whether a layer can be recomputed without its whole stage."""
-        return self._names[layer] != LOSS
-
-    def tensors(self, begin: int, end: int, kind: str) -> list[tuple[int, int, tuple[int, ...]]]:
+    def _tensors(self, begin: int, end: int, kind: str) -> list[tuple[int, int, tuple[int, ...]]]:
         """Returns (producer or -1, bytes, users) of the tensors that layers [begin, end) use; numbers from 0."""
         producer = {name: i - begin for i in range(begin, end) for name in self._outputs[i]}
         users: dict[str, list[int]] = {}
@@ -189,172 +264,3 @@ class LayerChoice:
                 users.setdefault(name, []).append(i - begin)
         sizes = self._tensor_bytes[kind]
         return [(producer.get(name, -1), sizes[name], tuple(of)) for name, of in users.items() if sizes.get(name)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Solution:
-    layers: frozenset[int]
-    total_ns: int
-    is_best: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Labels:
-    """Choices for the first layers in one state: F, bytes saved under each limit, and numbers in the history."""
-
-    total_ns: IntArray  # [labels]
-    saved: IntArray  # [labels, limits]
-    numbers: IntArray  # [labels]
-
-
-_State = tuple[bool, frozenset[tuple[int, bool]]]
-"""Whether all layers so far are recomputed; and tensors that may have to be kept, with their producer's choice."""
-
-
-class _Knapsack:
-    """The choice for one stage: minimize F subject to saved bytes >= needed bytes under each limit."""
-
-    def __init__(
-        self,
-        choice: LayerChoice,
-        begin: int,
-        end: int,
-        limits: Sequence[MemoryLimit],
-        first_kind: str,
-        forward_ns: Sequence[int],
-    ) -> None:
-        self._begin, self._forward_ns = begin, forward_ns
-        self._may = [choice.can_recompute(i) for i in range(begin, end)]
-        stash = [choice.stash_bytes(limit.kind, begin, end) for limit in limits]
-        self._kept = np.array([limit.kept for limit in limits], dtype=np.int64)  # [limits]
-        per_byte = self._kept - np.array([limit.in_backward for limit in limits])
-        self._saves = np.stack([n * of for n, of in zip(per_byte, stash, strict=True)], axis=1)  # [layers, limits]
-        room = np.array([limit.room_bytes for limit in limits])
-        self._needed = self._kept * np.array([int(of.sum()) for of in stash]) - room  # [limits]
-        self._tensors = choice.tensors(begin, end, first_kind)
-        self._deadline = choice.deadline
-        self._suffix = [self._fractional(i) for i in range(len(forward_ns) + 1)]
-
-    def solve(self, upper_bound_ns: int, max_labels: int) -> _Solution:
-        """Returns a choice faster than a bound, of time `INF` if none was found; `is_best` if there is none faster.
-
-        None is found if the deadline passes before.
-        """
-        self._history: list[tuple[IntArray, int]] = []  # parents of labels, and the layer they recompute or -1
-        self._num_labels, is_best = 1, True
-        start = frozenset((t, False) for t, (producer, _, _) in enumerate(self._tensors) if producer < 0)
-        zeros = np.zeros((1, len(self._kept)), dtype=np.int64)
-        states = {(True, start): _Labels(np.zeros(1, dtype=np.int64), zeros, np.zeros(1, dtype=np.int64))}
-        for layer in range(len(self._forward_ns)):
-            if self._deadline.is_over:
-                return _Solution(layers=frozenset(), total_ns=INF, is_best=False)
-            groups: dict[_State, list[_Labels]] = {}
-            for state, labels in states.items():
-                for again in (False, True) if self._may[layer] else (False,):
-                    following, tensor_bytes = self._following(state, layer, again)
-                    groups.setdefault(following, []).append(self._extended(labels, layer, again, tensor_bytes))
-            states = {}
-            for state, group in groups.items():
-                labels, bounds_ns = self._promising(_joined(group), layer + 1, upper_bound_ns)
-                labels, all_kept = _pareto(labels, bounds_ns, max_labels)
-                is_best &= all_kept
-                if len(labels.numbers):
-                    states[state] = labels
-        ends = [labels for (all_again, _), labels in states.items() if not all_again]
-        ends = [labels for labels in ends if len(labels.numbers)]
-        if not ends:
-            return _Solution(layers=frozenset(), total_ns=INF, is_best=is_best)
-        final = _joined(ends)
-        best = int(final.total_ns.argmin())
-        return _Solution(
-            layers=self._layers(int(final.numbers[best])), total_ns=int(final.total_ns[best]), is_best=is_best
-        )
-
-    def _following(self, state: _State, layer: int, again: bool) -> tuple[_State, int]:
-        """Returns the state after a choice, and the bytes of tensors that it requires to be kept."""
-        all_again, tensors = state
-        num_bytes, open_tensors = 0, set()
-        for t, by_recomputed in tensors:
-            _, size, users = self._tensors[t]
-            if layer in users and by_recomputed != again:
-                num_bytes += size
-            elif users[-1] > layer:
-                open_tensors.add((t, by_recomputed))
-        open_tensors |= {(t, again) for t, (producer, _, _) in enumerate(self._tensors) if producer == layer}
-        return (all_again and again, frozenset(open_tensors)), num_bytes
-
-    def _extended(self, labels: _Labels, layer: int, again: bool, tensor_bytes: int) -> _Labels:
-        saved = labels.saved - self._kept * tensor_bytes
-        numbers = np.arange(self._num_labels, self._num_labels + len(labels.numbers))
-        self._num_labels += len(numbers)
-        self._history.append((labels.numbers, layer if again else -1))
-        if not again:
-            return _Labels(labels.total_ns, saved, numbers)
-        return _Labels(labels.total_ns + self._forward_ns[layer], saved + self._saves[layer], numbers)
-
-    def _promising(self, labels: _Labels, layer: int, upper_bound_ns: int) -> tuple[_Labels, IntArray]:
-        """Returns the labels that can still fit and be faster than a bound, and their lower bounds."""
-        lacking = self._needed - labels.saved  # [labels, limits]
-        bounds = labels.total_ns.astype(np.float64)
-        can_fit = np.ones(len(bounds), dtype=bool)
-        for i, (saved, total_ns) in enumerate(self._suffix[layer]):
-            can_fit &= lacking[:, i] <= saved[-1]
-            more = np.interp(lacking[:, i], saved, total_ns)
-            bounds = np.maximum(bounds, labels.total_ns + more * (1 - EPSILON))
-        keep = np.flatnonzero(can_fit & (np.ceil(bounds - EPSILON * bounds) < upper_bound_ns))
-        return _Labels(labels.total_ns[keep], labels.saved[keep], labels.numbers[keep]), bounds[keep]
-
-    def _fractional(self, layer: int) -> list[tuple[IntArray, IntArray]]:
-        """Returns for each limit the fractional knapsack of the layers from one on: bytes saved by increasing time."""
-        found = []
-        forward = np.array(self._forward_ns[layer:], dtype=np.float64)
-        may = np.array(self._may[layer:], dtype=bool)
-        for i in range(len(self._kept)):
-            saves = self._saves[layer:, i]
-            useful = np.flatnonzero(may & (saves > 0))
-            useful = useful[np.argsort(forward[useful] / saves[useful], kind="stable")]
-            found.append(
-                (np.concatenate([[0], np.cumsum(saves[useful])]), np.concatenate([[0], np.cumsum(forward[useful])]))
-            )
-        return found
-
-    def _layers(self, number: int) -> frozenset[int]:
-        """Returns the layers that a label recomputes, by following its history."""
-        firsts = np.cumsum([1, *(len(parents) for parents, _ in self._history)])
-        layers = set()
-        while number:
-            step = int(np.searchsorted(firsts, number, side="right")) - 1
-            parents, layer = self._history[step]
-            if layer >= 0:
-                layers.add(self._begin + layer)
-            number = int(parents[number - firsts[step]])
-        return frozenset(layers)
-
-
-def _joined(groups: Iterable[_Labels]) -> _Labels:
-    groups = list(groups)
-    return _Labels(
-        np.concatenate([labels.total_ns for labels in groups]),
-        np.concatenate([labels.saved for labels in groups]),
-        np.concatenate([labels.numbers for labels in groups]),
-    )
-
-
-def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Labels, bool]:
-    """Returns the labels of which no other takes no more time and saves no less; and whether these are all kept."""
-    order = np.lexsort((*(-labels.saved.T), labels.total_ns))
-    saved = labels.saved[order]
-    if saved.shape[1] == 1:
-        before = np.concatenate([[-INF], np.maximum.accumulate(saved[:, 0])[:-1]])
-        chosen = np.flatnonzero(saved[:, 0] > before)
-    else:
-        kept: list[int] = []
-        for i in range(len(saved)):
-            if not kept or not (saved[kept] >= saved[i]).all(axis=1).any():
-                kept.append(i)
-        chosen = np.array(kept, dtype=np.int64)
-    all_kept = len(chosen) <= max_labels
-    if not all_kept:
-        chosen = np.sort(chosen[np.argsort(bounds_ns[order[chosen]], kind="stable")[:max_labels]])
-    numbers = order[chosen]
-    return _Labels(labels.total_ns[numbers], labels.saved[numbers], labels.numbers[numbers]), all_kept

@@ -157,6 +157,7 @@ class _BestFirst:
             layout=self.incumbent.layout,
             step_ns=self.upper_bound_ns,
             lower_bound_ns=int(self._proven_bound_ns),
+            is_exhausted=not self.is_open,
         )
 
     def expand_best(self) -> None:
@@ -267,7 +268,7 @@ class _BestFirst:
         self.num_nodes += num_actions * factor // ACTIONS_PER_NODE
         self._num_simulated += 1
         if not layout.is_best:
-            self._not_best_ns = min(self._not_best_ns, partial.bound_ns)
+            self._not_best_ns = min(self._not_best_ns, max(partial.bound_ns, layout.bound_ns))
         if not problem.fits(layout):
             return False
         step_ns = problem.step_ns(layout)

@@ -147,7 +147,7 @@ class StageCostTable:
         fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
         fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
         again_ns: dict[int, IntArray] = {}
-        if self.may_recompute(placement) and not fits_plain.all():
+        if self.may_recompute and not fits_plain.all():
             # Recomputation only costs time, so a stage recomputes only if it does not fit without.
             again_ns = self.recomputed_ns(placement, rows)
             fits = np.logical_and.reduce([ns < INF for ns in again_ns.values()])
@@ -192,9 +192,10 @@ class StageCostTable:
             microbatch_ns=_min(microbatch_ns),
         )
 
-    def may_recompute(self, placement: StagePlacement) -> bool:
-        """Returns whether layers of a stage may be recomputed."""
-        return self.recomputation is not None and placement.position is None
+    @property
+    def may_recompute(self) -> bool:
+        """Whether layers of stages may be recomputed."""
+        return self.recomputation is not None
 
     def recomputed_ns(self, placement: StagePlacement, rows: slice) -> dict[int, IntArray]:
         """Returns for each class of the replicas a lower bound of the F that recomputation adds; `INF` if none fits.
@@ -227,7 +228,7 @@ class StageCostTable:
         row = slice(number, number + 1)
         if self._shortfall_bytes(placement, row, recompute=False)[0] <= 0:
             return RecomputedLayers(layers=frozenset())
-        if not self.may_recompute(placement):
+        if not self.may_recompute:
             return None
         assert self.recomputation is not None
         limits = [
@@ -264,7 +265,7 @@ class StageCostTable:
     def shortfall_bytes(self, placement: StagePlacement) -> IntArray:
         """Returns for every interval the shortfall of the replica with the largest one; `INF` if forbidden."""
         shortfall = self._shortfall_bytes(placement, slice(None), recompute=False)
-        if self.may_recompute(placement):
+        if self.may_recompute:
             shortfall = np.minimum(shortfall, self._shortfall_bytes(placement, slice(None), recompute=True))
         forbidden = self._forbidden(placement, slice(None))
         return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)
