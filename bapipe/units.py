@@ -1,6 +1,7 @@
 """Integer types of the file formats, and exact rounding."""
 
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -22,4 +23,11 @@ def at_speed(time_ns: int, speed: float) -> int:
     """Returns `time_ns / speed` rounded half up; `speed` is read as the decimal number a file shows."""
     if speed == 1.0:
         return time_ns
-    return round_half_up(time_ns / Fraction(str(speed)))
+    numerator, denominator = _ratio(speed)
+    return (2 * time_ns * denominator + numerator) // (2 * numerator)
+
+
+@lru_cache(maxsize=4096)
+def _ratio(speed: float) -> tuple[int, int]:
+    fraction = Fraction(str(speed))
+    return fraction.numerator, fraction.denominator

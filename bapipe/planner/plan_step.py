@@ -180,11 +180,13 @@ def _solve_many_devices(
 ) -> Solution | None:
     """Returns the solution of the search for many devices, None if it has found no plan that fits."""
     from bapipe.planner.device_line.line import DeviceLine
+    from bapipe.planner.device_line.orders import device_orders, in_words
     from bapipe.planner.device_line.search import LineSearch
 
     line = DeviceLine(profiles, cluster, options)
+    orders = device_orders(cluster, line.ns_per_sample)
     search = LineSearch(
-        line,
+        [line, *(line.in_order(order.ranks) for order in orders[1:])],
         named_schedules(options),
         microbatch_sizes(profiles, cluster, options),
         bound_ns=work_bound_ns(profiles, cluster, options.minibatch_size),
@@ -195,7 +197,8 @@ def _solve_many_devices(
     search.run()
     if search.best is None:
         return None
-    return line.solution(search.best, search.bound_ns, unsearched_space(profiles, cluster, options))
+    space = replace(unsearched_space(profiles, cluster, options), device_order=in_words(orders))
+    return search.best.line.solution(search.best, search.bound_ns, space)
 
 
 def _naive_solution(

@@ -1,9 +1,12 @@
-"""The devices of a cluster in its order, and the step time and memory of plans whose stages take consecutive ones."""
+"""The devices of a cluster in some order, and the step time and memory of plans whose stages take consecutive ones."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+
+from msgspec import structs
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import StagePlan
@@ -49,8 +52,9 @@ class LinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPlan:
-    """A plan that fits: which of its stages recompute, and its step time."""
+    """A plan that fits: which of its stages recompute, and its step time on the devices of a line."""
 
+    line: "DeviceLine"
     plan: LinePlan
     recompute: tuple[bool, ...]
     step_ns: int
@@ -60,17 +64,16 @@ class DeviceLine:
     """Times plans for given profiles, cluster and options.
 
     Attributes:
+        cluster: its devices in the order in which plans take them.
+        ranks: of these devices in the cluster as it was given.
         cuts: where the layers may be cut, with the start and the end.
     """
 
     def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
         self.profiles, self.cluster, self.options = profiles, cluster, options
+        self._given, self.ranks = cluster, tuple(range(len(cluster.devices)))
         self.constraints = parse_constraints(options.constraints)
-        self.limits = options.limits(cluster)
-        classes = device_classes(
-            cluster, self.limits, self.constraints.allowed_layers(cluster), ns_per_sample(profiles, cluster)
-        )
-        self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
+        self._tell_devices_apart()
         layers = next(iter(profiles.values())).layers
         self.names = [layer.name for layer in layers]
         self._without_replicas = {i for i, layer in enumerate(layers) if not layer.allows_replicas}
@@ -79,6 +82,25 @@ class DeviceLine:
         self._tables: dict[tuple[str, int, int], Schedule] = {}
         first = next(iter(profiles.values()))
         self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
+
+    def in_order(self, ranks: tuple[int, ...]) -> "DeviceLine":
+        """Returns the line with the cluster's devices in another order; both share what does not depend on it."""
+        other = copy(self)
+        given = self._given
+        other.ranks = ranks
+        other.cluster = structs.replace(given, devices=tuple(given.devices[rank] for rank in ranks))
+        other._orders = {}
+        other._tell_devices_apart()
+        return other
+
+    def _tell_devices_apart(self) -> None:
+        """Notes the memory limit and the class of each device."""
+        self.limits = self.options.limits(self.cluster)
+        self.ns_per_sample = ns_per_sample(self.profiles, self.cluster)
+        classes = device_classes(
+            self.cluster, self.limits, self.constraints.allowed_layers(self.cluster), self.ns_per_sample
+        )
+        self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
 
     def chain(self, rank: int, microbatch_size: int) -> Chain:
         """Returns the layers as a device runs them."""
@@ -111,32 +133,35 @@ class DeviceLine:
         if short:
             return None
         step_ns = step_ns_of(order, compiled, stages, self.cluster)
-        return TimedPlan(plan=plan, recompute=recompute, step_ns=step_ns)
+        return TimedPlan(line=self, plan=plan, recompute=recompute, step_ns=step_ns)
 
     def solution(self, timed: TimedPlan, lower_bound_ns: int, space: SearchedSpace) -> Solution:
         """Returns a plan as a solution, without alternatives."""
         plan = timed.plan
+        assert timed.line is self
         order, _ = self._order(plan)
         stages = self._stages(plan, order.devices, timed.recompute)
+        table = permute_ranks(order, self.ranks, len(self.ranks))
+        prediction = simulate_columns(table, stages, self._given).prediction(self.options.minibatch_size)
         return Solution(
             profiles=self.profiles,
-            cluster=self.cluster,
+            cluster=self._given,
             minibatch_size=self.options.minibatch_size,
             microbatch_size=plan.microbatch_size,
             schedule=plan.schedule,
-            table=order,
+            table=table,
             stages=tuple(
                 StagePlan(
                     layers=tuple(self.names[begin:end]),
-                    devices=tuple(self.cluster.devices[rank].name for rank in ranks),
+                    devices=tuple(self._given.devices[rank].name for rank in ranks),
                     recompute=recompute,
                 )
                 for (begin, end), ranks, recompute in zip(
-                    pairwise(plan.cuts), order.devices, timed.recompute, strict=True
+                    pairwise(plan.cuts), table.devices, timed.recompute, strict=True
                 )
             ),
-            prediction=simulate_columns(order, stages, self.cluster).prediction(self.options.minibatch_size),
-            lower_bound_ns=min(lower_bound_ns, timed.step_ns),
+            prediction=prediction,
+            lower_bound_ns=min(lower_bound_ns, prediction.step_ns),
             space=space,
         )
 
@@ -177,7 +202,11 @@ class DeviceLine:
     def _groups(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
         """The ranks of each stage, the fastest first."""
         firsts = accumulate(counts, initial=0)
-        return [tuple(sorted(range(a, b), key=lambda rank: (self.class_of[rank], rank))) for a, b in pairwise(firsts)]
+        return [self.group(first, count) for first, count in zip(firsts, counts, strict=False)]
+
+    def group(self, first: int, count: int) -> tuple[int, ...]:
+        """Returns the ranks of a stage on `count` devices, in the order in which they take micro-batches."""
+        return tuple(sorted(range(first, first + count), key=lambda rank: (self.class_of[rank], rank)))
 
     def _stages(
         self, plan: LinePlan, devices: Sequence[tuple[int, ...]], recompute: Sequence[bool]
@@ -196,6 +225,10 @@ class DeviceLine:
         """The ranks that need more memory than they may hold."""
         memory = rank_memory(order, stages, compiled)
         return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
+
+    def allows(self, plan: LinePlan) -> bool:
+        """Returns whether a plan with one stage per device keeps the constraints; it may lack memory."""
+        return self._is_allowed(plan, self._groups(plan.counts))
 
     def _is_allowed(self, plan: LinePlan, devices: Sequence[tuple[int, ...]]) -> bool:
         """Whether the stages are as many as asked for, layers apart that must be, and on devices that may run them."""

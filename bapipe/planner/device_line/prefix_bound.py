@@ -17,38 +17,26 @@ Many devices)
 with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from bapipe.formats.cluster import Bandwidth, Link
-from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_classes import Groups, replica_classes
-from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
-from bapipe.simulator.stage_cost import BUCKET_BYTES
+from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
+from bapipe.planner.device_line.stage_limits import StageLimits
 
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Where the last stage of a prefix begins: its first device, the cuts up to it, and its first boundary."""
-
-    position: int
-    num_cuts: int
-    boundary: int
-
-
-class PrefixBound:
-    """The problem of one schedule, micro-batch size and number of devices."""
+class PrefixBound(LayerSums):
+    """The problem of one order of the devices, schedule and micro-batch size."""
 
     def __init__(
         self,
@@ -60,178 +48,162 @@ class PrefixBound:
         only_replicas: int | None = None,
     ) -> None:
         """`last_replicas` restricts the last stage's devices to a range; `only_replicas` fixes those of all stages."""
+        super().__init__(line, schedule, size, num_devices)
         self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
-        self.line, self.schedule, self.size, self.num_devices = line, schedule, size, num_devices
-        self.num_microbatches = line.options.minibatch_size // size
         self.bound_ns = 0  # what is proven of every plan of this problem
-        devices = line.cluster.devices[:num_devices]
-        self._speeds = np.array([device.speed for device in devices])
-        self.max_speed = float(self._speeds.max())
-        self._rounded_stages = 0 if set(self._speeds.tolist()) == {1.0} else num_devices
-        self._limit = max(line.limits[:num_devices])
-        self._sum_layers()
+        self._rounded_stages = num_devices if self.is_rounded else 0
+        self._has_one_speed = len(set(self.speeds.tolist())) == 1
+        self.has_whole_backward = schedule in ("1f1b", "gpipe")
         if only_replicas is not None:
             self.groups = Groups(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
         else:
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
-            alike = len(set(self._speeds)) == 1
-            self.groups = replica_classes(every, self.num_microbatches, schedule, alike=alike)
-        self._weigh_groups()
-        self._transfers()
+            self.groups = replica_classes(every, self.num_microbatches, schedule, alike=self._has_one_speed)
+        self.weights = replica_weights(self.speeds, self.num_microbatches, self.groups)
+        self.counts = self.weights.counts.min(axis=0)  # of every replica of a class. [groups]
+        self._list_targets()
+        self._rings()
 
     @property
     def is_alike(self) -> bool:
         """Whether a pivot says more: whole backwards, replicas, and devices of one speed."""
-        has_whole_backward = self.schedule in ("1f1b", "gpipe")
-        return has_whole_backward and self.line.options.replicas and len(set(self._speeds.tolist())) == 1
+        return self.has_whole_backward and self.line.options.replicas and self._has_one_speed
 
-    def _sum_layers(self) -> None:
-        """Prefix sums at the boundaries, each layer on the kind of device where it takes the least. [boundaries]"""
-        profiles = [self.line.profiles[kind] for kind in {d.kind for d in self.line.cluster.devices}]
-        measured = [profile.at(self.size) for profile in profiles]
-        splits = self.schedule not in ("1f1b", "gpipe")
+    def _list_targets(self) -> None:
+        """Notes the numbers of devices that a stage may have, ascending, and the class of each. [numbers]
 
-        def least_of_layers(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
-            rows = [[value(m) for m in of_kind] for of_kind in measured]
-            return prefix_sums(np.min(rows, axis=0).tolist()).astype(float)
-
-        def least(value: "Callable[[LayerMeasurement], int]") -> "NDArray[np.float64]":
-            return least_of_layers(value)[self.line.cuts]
-
-        self.forward = least(lambda m: m.forward_ns)
-        self._backward_of_layers = least_of_layers(
-            lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
-        )
-        self.backward = self._backward_of_layers[self.line.cuts]
-        self._critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self.backward
-        if splits and not gradient_crosses(profiles[0])[self.line.cuts[1:-1]].all():
-            # A stage that sends no gradient back has no I: the first one, whose W ends the way back instead, or any
-            # that begins at such a cut.
-            self._critical = np.zeros_like(self.backward)
-        self._stash = least(lambda m: m.stash_bytes)
-        layers = [profile.layers for profile in profiles]
-        state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
-        self._static = prefix_sums(np.min(state, axis=0).tolist())[self.line.cuts].astype(float)
-        gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
-        updates = [[layer.update_ns for layer in of_kind] for of_kind in layers]
-        self._update = prefix_sums(np.min(updates, axis=0).tolist())[self.line.cuts] / self.max_speed
-        self._sum_buckets(np.array(gradients))
-        self.work, self._trip = self.forward + self.backward, self.forward + self._critical
-
-    def _sum_buckets(self, gradient_bytes: IntArray) -> None:
-        """Of a stage that ends at each boundary: B until its first bucket is full; and the bytes of any bucket.
-
-        The first bucket holds the last layers, from the last one whose gradients fill it: the largest of any kind. Of
-        two ends the earlier one has the minimum of both, so that a longer stage never seems shorter. [boundaries]
-
-        Args:
-            gradient_bytes: of each layer on each kind of device. [kinds, layers]
+        Of alike devices the fewest of a class stand for all; then devices may stay idle.
         """
-        ends = np.array(self.line.cuts)
-        self.gradients = prefix_sums(gradient_bytes.min(axis=0).tolist())[ends].astype(float)
-        most = prefix_sums(gradient_bytes.max(axis=0).tolist()).astype(float)
-        first = np.searchsorted(most, most[ends] - BUCKET_BYTES, side="right") - 1  # -1: they do not fill a bucket
-        until_full = self._backward_of_layers[ends] - self._backward_of_layers[np.maximum(first, 0)]
-        until_full[first < 0] = np.inf
-        self.first_bucket = np.minimum.accumulate(until_full[::-1])[::-1]
-        # A bucket that is not full waits for the first layer of the stage that has gradients, not for those before it.
-        has_gradients = np.append(np.flatnonzero(gradient_bytes.min(axis=0) > 0), gradient_bytes.shape[1])
-        lowest = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
-        self.before_gradients = self._backward_of_layers[lowest]
-        self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
-        self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
+        fewest, most = self.groups.fewest, self.groups.most
+        sizes = np.ones_like(fewest) if self._has_one_speed else most - fewest + 1
+        self._first_targets = np.cumsum(sizes) - sizes
+        self._class_of = np.repeat(np.arange(fewest.size), sizes)
+        self._numbers = np.arange(self._class_of.size) - self._first_targets[self._class_of] + fewest[self._class_of]
 
-    def _weigh_groups(self) -> None:
-        """For each position and class of groups: micro-batches per unit of speed of the busiest replica.
+    def _numbers_within(self, most: int) -> tuple[IntArray, IntArray]:
+        """The numbers of devices of a stage up to this one, and their classes."""
+        numbers = self._numbers[: np.searchsorted(self._numbers, most, side="right")]
+        return numbers, np.arange(self._class_of[numbers.size - 1] + 1 if numbers.size else 0)
 
-        And of the slowest replica, how many it has and how fast it is. All [positions, groups]
-        """
-        num, groups, v = self.num_microbatches, self.groups, self._speeds
-        slowest = np.full((self.num_devices, len(groups.fewest)), np.inf)
-        total = np.zeros_like(slowest)
-        sums = np.concatenate([[0.0], np.cumsum(v)])
-        for g, (few, most) in enumerate(zip(groups.fewest.tolist(), groups.most.tolist(), strict=True)):
-            windows = np.lib.stride_tricks.sliding_window_view(v, few).min(axis=1) if few <= len(v) else v[:0]
-            slowest[: len(windows), g] = windows
-            ends = np.minimum(np.arange(self.num_devices) + most, self.num_devices)
-            total[:, g] = sums[ends] - sums[:-1]
-        alike = len(set(v.tolist())) == 1
-        self.counts = -(-num // groups.most) if alike else num // groups.most  # of the slowest replica. [groups]
-        self._slowest = np.where(np.isfinite(slowest), slowest, v.min())
-        busiest = np.maximum(self.counts / self._slowest, -(-num // groups.most) / self.max_speed)
-        self._busiest = np.maximum(busiest, num / total)
-
-    def _transfers(self) -> None:
-        """Lower bounds of the transfers of 0, 1, 2 ... cuts, one way and both ways; and host boundaries. [cuts]"""
-        cluster, interior = self.line.cluster, self.line.cuts[1:-1]
-        names = {device.kind for device in cluster.devices}
-        sizes = [cut_bytes(self.line.profiles[kind], self.size) for kind in names]
-        send = np.min([np.array(forward)[interior] for forward, _ in sizes], axis=0)
-        grad = np.min([np.array(back)[interior] for _, back in sizes], axis=0)
-        links: list[Bandwidth | Link] = [cluster.intra_host, cluster.inter_host, *cluster.links]
-        rate, latency = max(link.bytes_per_s for link in links), min(link.latency_ns for link in links)
-
-        def times(num_bytes: IntArray) -> "NDArray[np.float64]":
-            return np.where(num_bytes > 0, latency + num_bytes * 1e9 / rate, 0.0)
-
-        zero = [0.0]
-        self._one_way = np.concatenate([zero, np.cumsum(np.sort(times(send)))])
-        self._both_ways = np.concatenate([zero, np.cumsum(np.sort(times(send) + times(grad)))])
-        # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
+    def _rings(self) -> None:
+        """Latency and time per byte of a ring, by class; and by the first device, where hosts are told apart."""
+        cluster, few = self.line.cluster, self.groups.fewest
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
-        crossings = [a != b for a, b in pairwise(hosts)]
-        in_a_row = sum(crossings) + 1 == len(set(hosts)) and not cluster.links
-        self._boundaries_before = np.concatenate([[0], np.cumsum(crossings)]) * in_a_row
-        slower = max(cluster.inter_host.latency_ns - latency, 0) if send.size and send.min() > 0 else 0.0
-        extra_rate = max(1e9 / cluster.inter_host.bytes_per_s - 1e9 / rate, 0.0)
-        self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0
-        self._extra_both = 2 * slower + float((send + grad).min()) * extra_rate if send.size else 0.0
         per_host = max(hosts.count(host) for host in set(hosts))
-        fastest = Bandwidth(bytes_per_s=rate, latency_ns=latency)  # the links of no two devices, maybe
-        ring = [cluster.inter_host if few > per_host else fastest for few in self.groups.fewest.tolist()]
+        positions = np.arange(self.num_devices)[:, None]
+        last = np.minimum(positions + few - 1, self.num_devices - 1)
+        crosses = self._hosts_before[last] > self._hosts_before[positions]
+        leaves = (few > per_host) | (crosses & (not self._has_one_speed))
         counted = cluster.intra_host_sum is UNSET and not cluster.links
-        steps = 2 * (self.groups.fewest - 1)
-        self._ring_latency = np.array([link.latency_ns for link in ring]) * steps * counted
-        self._ring_rate = np.array([1e9 / link.bytes_per_s for link in ring]) * steps / self.groups.fewest * counted
+        steps = 2 * (few - 1) * counted
+        between, fastest = cluster.inter_host, self._fastest_link
+        latency = np.where(leaves, between.latency_ns, fastest.latency_ns) * steps
+        rate = np.where(leaves, 1e9 / between.bytes_per_s, 1e9 / fastest.bytes_per_s) * steps / few
+        self._ring_latencies, self._ring_rates = latency, rate  # [positions, groups]
+        self._ring_latency, self._ring_rate = latency.min(axis=0), rate.min(axis=0)
+        limits = np.array(self.line.limits[: self.num_devices], dtype=float)
+        self.limit_bytes = np.full((self.num_devices, few.size), limits.max())
+        if not self._has_one_speed:
+            for g, number in enumerate(few.tolist()):
+                if number <= limits.size:
+                    windows = np.lib.stride_tricks.sliding_window_view(limits, number).min(axis=1)
+                    self.limit_bytes[: windows.size, g] = windows
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
         last, num = len(self.line.cuts) - 1, self.num_devices
         max_cuts = min(num, last)
         limit = limit_ns * (1 + 1e-12)
+        first = self._first_begins(limit)
         furthest = np.full((num + 1, max_cuts + 1), -1, dtype=np.int64)  # the last column: cuts of a whole plan
         furthest[0, 0] = 0
-        before: dict[tuple[int, int], _State] = {}
-        fewest = self.groups.fewest
+        before = np.full_like(furthest, -1)  # the first device of the last stage
         for position in range(num):
             deadline.check()
             row = furthest[position]
             # Only states that reach further than those with fewer cuts.
             reached = np.maximum.accumulate(np.concatenate([[-1], row[:-1]]))
-            cuts = np.flatnonzero(row > reached)
+            cuts = np.flatnonzero((row > reached) & (row >= first[position]))
             if cuts.size == 0:
                 continue
             if row[cuts[-1]] == last:
-                return self._trace(before, position, int(cuts[-1]))
-            for c in cuts.tolist():  # devices may stay idle
-                if row[c] > furthest[position + 1, c]:
-                    furthest[position + 1, c] = row[c]
-                    if (position, c) in before:  # else no stage has begun yet
-                        before[position + 1, c] = before[position, c]
-            groups = np.flatnonzero(fewest <= num - position)
-            ends = self.last_ends(position, cuts, row[cuts], groups, limit)  # [cuts, groups]
-            for g, few in zip(range(groups.size), fewest[groups].tolist(), strict=True):
-                target = furthest[position + few]
-                into = np.minimum(cuts + 1, max_cuts)
-                better = ends[:, g] > np.maximum(target[into], row[cuts])
-                for k in np.flatnonzero(better).tolist():
-                    c = int(cuts[k])
-                    if ends[k, g] > target[into[k]]:
-                        target[into[k]] = ends[k, g]
-                        before[position + few, int(into[k])] = _State(position, c, int(row[c]))
-        row = furthest[num]
-        done = np.flatnonzero(row == last)
-        return self._trace(before, num, int(done[0])) if done.size else None
+                return self._trace(furthest, before, position, int(cuts[-1]))
+            if self._has_one_speed:  # devices may stay idle
+                idle = cuts[row[cuts] > furthest[position + 1, cuts]]
+                furthest[position + 1, idle], before[position + 1, idle] = row[idle], before[position, idle]
+            cuts = cuts[cuts < max_cuts]
+            if cuts.size:
+                self._extend(furthest, before, first, position, cuts, limit)
+        done = np.flatnonzero(furthest[num] == last)
+        return self._trace(furthest, before, num, int(done[0])) if done.size else None
+
+    def _extend(
+        self, furthest: IntArray, before: IntArray, first: IntArray, position: int, cuts: IntArray, limit: float
+    ) -> None:
+        """Adds a stage to the prefixes with some numbers of cuts, where it ends behind all that is known."""
+        numbers, groups = self._numbers_within(self.num_devices - position)
+        if groups.size == 0:
+            return
+        begins = furthest[position, cuts]
+        rows = (position + numbers)[:, None]
+        known = furthest[rows, cuts + 1]
+        wanted = np.maximum(np.maximum(known, begins) + 1, first[rows])  # [numbers, cuts]
+        at_least = np.minimum.reduceat(wanted, self._first_targets[groups], axis=0).T
+        ends = self.last_ends(position, cuts, begins, groups, limit, at_least=at_least)
+        ends = ends[:, self._class_of[: numbers.size]].T
+        number, cut = np.nonzero(ends >= wanted)
+        into = position + numbers[number], cuts[cut] + 1
+        furthest[into], before[into] = ends[number, cut], position
+
+    def _first_begins(self, limit: float) -> IntArray:
+        """The first boundaries behind which the devices from each position on can do all work. [positions + 1]
+
+        As `path` backwards, without transfers, rings and memory: the stages behind begin as early as they can.
+        """
+        w, num, last = self.weights, self.num_devices, len(self.line.cuts) - 1
+        trip, work = self.trip, self.work
+        share_f, share_r = self.least_shares
+        arrival = 1 / self.max_speed
+        slack = self.slack(np.arange(num)[:, None], np.arange(self.groups.fewest.size)[None, :])
+        first = np.full(num + 1, last)
+        for p in range(num - 1, -1, -1):
+            numbers, g = self._numbers_within(num - p)
+            if g.size == 0:
+                continue
+            ends = np.minimum.reduceat(first[p + numbers], self._first_targets[g])
+            ends = np.minimum(ends, last)  # behind those that cannot
+            n, v, busiest = w.counts[p, g], w.speed[p, g], w.busiest[p, g]
+            room = limit + slack[p, g]
+            t, x = trip[ends], work[ends] - room / busiest
+            apart = ((n - 1) * share_r + self.forwards_apart(p, g) * share_f) / v
+            x = np.maximum(x, work[ends] - np.maximum(room - trip[-1] * arrival, 0) / np.maximum(apart, 1e-9))
+            y = (busiest * t - room) / np.maximum(busiest - arrival, 1e-9)
+            for k, steps in self.rounds(p, g, n):
+                here = k * w.from_here[p]
+                between = np.maximum(steps, 0) / v
+                begin = (here * trip[-1] + between * t - room) / np.maximum(here + between - arrival, 1e-9)
+                y = np.where((k >= 2) & (steps >= 0), np.maximum(y, begin), y)
+            begins = np.maximum(np.searchsorted(work, x * (1 - 1e-9)), np.searchsorted(trip, y * (1 - 1e-9)))
+            first[p] = min(last, int(begins.min()))
+            if self._has_one_speed:
+                first[p] = min(first[p], first[p + 1])
+        return first
+
+    def rounds(self, position: int, groups: IntArray, counts: IntArray) -> list[tuple[IntArray, IntArray]]:
+        """Round trips of 1F1B, one after another, and steps on a replica between them; fits `groups`."""
+        if self.schedule != "1f1b":
+            return []
+        in_flight = -(-(self.num_devices - position) // self.groups.fewest[groups])
+        return [(k, counts - 1 - (k - 1) * in_flight) for k in (np.full_like(counts, 2), 1 + (counts - 1) // in_flight)]
+
+    def slack(self, position: int | IntArray, groups: IntArray) -> FloatArray:
+        """By how much a chain of actions may be shorter than the sums over its layers."""
+        n, v = self.weights.counts[position, groups], self.weights.speed[position, groups]
+        trips: IntArray | int = 1
+        if self.schedule == "1f1b":
+            trips = 1 + (n - 1) // -(-(self.num_devices - position) // self.groups.fewest[groups])
+        slack: FloatArray = (ROUNDING_NS * n + self._rounded_stages * trips) * (1 + 1 / v)
+        return slack
 
     def last_ends(
         self,
@@ -241,79 +213,30 @@ class PrefixBound:
         groups: IntArray,
         limit: float,
         most_last: IntArray | int | None = None,
+        at_least: IntArray | None = None,
     ) -> IntArray:
         """The last end of a stage within the limits, per state and group; the begin if there is none. [cuts, groups]
 
         Args:
             most_last: replicas that the last stage has at most. [cuts, 1]
+            at_least: smaller ends are of no use, and may be reported as smaller than they are. [cuts, groups]
         """
-        i, g = begins[:, None], groups[None, :]
-        n, v, w = self.counts[g], self._slowest[position, g], self._busiest[position, g]
-        most, few = self.groups.most[g], self.groups.fewest[g]
-        d = self.num_devices - position if self.schedule == "1f1b" else self.num_microbatches
-        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
-        arrival = self.forward[begins] / self.max_speed + self._one_way[cuts] + forced * self._extra_one_way
-        return_ns = self._trip[begins] / self.max_speed + self._both_ways[cuts] + forced * self._extra_both
-        arrival, return_ns = arrival[:, None], return_ns[:, None]
-        rest = self._trip[-1] / self.max_speed
-        u = self.forwards_apart(position, g, most_last)
-        last_ring = (self._ring_latency[g] + self._ring_rate[g] * self._min_bucket) * (self._min_bucket > 0)
-        has_whole_backward = self.schedule in ("1f1b", "gpipe")
-        from_here = rest - self._trip[i] / self.max_speed
-        rounds: list[tuple[IntArray, IntArray]] = []  # round trips, and steps on the device between them
-        if self.schedule == "1f1b":
-            in_flight = -(-d // few)
-            rounds = [(k, n - 1 - (k - 1) * in_flight) for k in (np.full_like(n, 2), 1 + (n - 1) // in_flight)]
-        # F and B of every stage, on each trip, may be rounded down by half a nanosecond.
-        num_trips = np.maximum(1, rounds[1][0]) if rounds else 1
-        slack = ROUNDING_NS * n + self._rounded_stages * num_trips
-
-        def is_within(j: IntArray) -> "NDArray[np.bool_]":
-            f, r, b = (sums[j] - sums[i] for sums in (self.forward, self._critical, self.backward))
-            update = self._update[j] - self._update[i]
-            work = arrival + w * (f + b) + last_ring + update
-            returned = return_ns + w * (f + r)
-            own = (f + r) * (1 / v - 1 / self.max_speed) + ((n - 1) * r + u * f) / v
-            trip = rest + self._both_ways[cuts][:, None] + forced[:, None] * self._extra_both + own
-            gradients = self.gradients[j] - self.gradients[i]
-            ring = self.ring_ns(g, gradients)
-            with_gradients = np.maximum(self.backward[j] - self.before_gradients[i], 0.0)
-            first_full = np.minimum(with_gradients, self.first_bucket[j])
-            held = self._static[j] - self._static[i] + self._stash[j] - self._stash[i]
-            # From the start of the last B on: the first bucket is full, all rings follow, then the update.
-            after = arrival + first_full / v + ring + update
-            synced = after + (n * f + (n - 1) * b) / v
-            longest = np.maximum(np.maximum(work, returned), np.maximum(trip, synced))
-            after -= b / self.max_speed
-            if has_whole_backward:
-                longest = np.maximum(longest, np.where(n >= 2, after + from_here + ((n - 1) * b + u * f) / v, 0.0))
-            for k, steps in rounds:
-                passed = k * from_here + steps * (f + r) / v
-                longest = np.maximum(longest, np.where((k >= 2) & (steps >= 0), return_ns + passed, 0.0))
-                longest = np.maximum(longest, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
-            within: NDArray[np.bool_] = (longest - slack * (1 + 1 / v) <= limit) & (held <= self._limit)
-            return within
-
-        low = self._bisect(i, groups.size, is_within)
-        if self.schedule == "1f1b":
-            # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
-            num_rounds = (self.num_microbatches - 1) // self._max_in_flight(d)[g] + 1
-            low = np.where(return_ns + num_rounds * (rest - self._trip[i] / self.max_speed) <= limit, low, i)
+        stages = StageLimits(self, position, cuts, begins, groups, limit, most_last)
+        i, last = begins[:, None], len(self.line.cuts) - 1
+        most, few = self.groups.most[groups], self.groups.fewest[groups]
         may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
-        ends: IntArray = np.where(may_end, low, np.minimum(low, len(self.line.cuts) - 2))
+        highest = np.minimum(stages.highest_ends(), np.where(may_end, last, last - 1))
+        lowest = np.broadcast_to(i + 1, highest.shape) if at_least is None else np.maximum(at_least, i + 1)
+        ends = np.broadcast_to(i, highest.shape).copy()
+        s, g = np.nonzero(highest >= lowest)
+        ends[s, g] = np.maximum(stages.last_within(s, g, lowest[s, g], highest[s, g]), begins[s])
         return ends
 
-    def _bisect(
-        self, begins: IntArray, num_groups: int, is_within: "Callable[[IntArray], NDArray[np.bool_]]"
-    ) -> IntArray:
-        """The last end that is within limits, per state and group, given that the begin is. [cuts, groups]"""
-        low = np.broadcast_to(begins, (begins.size, num_groups)).copy()
-        high = np.full_like(low, len(self.line.cuts) - 1)
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            within = is_within(middle)
-            low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
-        return low
+    def transfers_before(self, position: int, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
+        """The transfers over some cuts on the devices before a position, one way and both ways. [cuts]"""
+        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
+        one_way = self._one_way[cuts] + forced * self._extra_one_way
+        return one_way, self._both_ways[cuts] + forced * self._extra_both
 
     def forwards_apart(
         self, position: int | IntArray, groups: IntArray, most_last: IntArray | int | None = None
@@ -324,7 +247,8 @@ class PrefixBound:
             groups: the classes of devices of stages; `position`, their first devices, and `most_last`, the replicas
                 that the last stage has at most, fit them.
         """
-        n, most, few = self.counts[groups], self.groups.most[groups], self.groups.fewest[groups]
+        n = self.weights.counts[np.minimum(position, self.num_devices - 1), groups]
+        most, few = self.groups.most[groups], self.groups.fewest[groups]
         left = self.num_devices - position
         if self.schedule == "gpipe":
             # The last stage is this one, or has devices behind it.
@@ -342,7 +266,7 @@ class PrefixBound:
         begins: IntArray,
         groups: IntArray,
         limit: float,
-        delays: "NDArray[np.float64]",
+        delays: FloatArray,
         most_last: IntArray | int | None = None,
     ) -> IntArray:
         """The last end of a stage of alike devices that leaves room for a delay behind its last backwards.
@@ -355,32 +279,53 @@ class PrefixBound:
         """
         i, g = begins[:, None], groups[None, :]
         n, v, left = self.counts[g], self.max_speed, self.num_devices - position
-        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
-        transfers = (self._one_way[cuts] + forced * self._extra_one_way)[:, None]
+        transfers = self.transfers_before(position, cuts)[0][:, None]
         u = self.forwards_apart(position, g, most_last)
-        from_here = (self._trip[-1] - self._trip[i]) / v
+        from_here = (self.trip[-1] - self.trip[i]) / v
         w = -(-left // self.groups.fewest[g]) if self.schedule == "1f1b" else self.num_microbatches
         k = 1 + (n - 1) // w
         steps = n - 1 - (k - 1) * w
-        slack = (ROUNDING_NS * n + self._rounded_stages * k) * (1 + 1 / v)
-        room = limit + slack - delays - transfers
-        apart = room - self._trip[-1] / v
-        passed = room - self._trip[i] / v
+        room = limit + self.slack(position, g) - delays - transfers
+        apart = room - self.trip[-1] / v
+        passed = room - self.trip[i] / v
         in_rounds = np.where(k >= 2, passed - k * from_here, np.inf)
 
         def is_within(j: IntArray) -> "NDArray[np.bool_]":
-            f, r = self.forward[j] - self.forward[i], self._critical[j] - self._critical[i]
+            f, r = self.forward[j] - self.forward[i], self.critical[j] - self.critical[i]
             within: NDArray[np.bool_] = ((n - 1) * r + u * f <= apart * v) & (n * (f + r) <= passed * v)
             within &= steps * (f + r) <= in_rounds * v
             return within
 
-        return self._bisect(i, groups.size, is_within)
+        low = np.broadcast_to(i, (i.size, groups.size)).copy()
+        high = np.full_like(low, len(self.line.cuts) - 1)
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            within = is_within(middle)
+            low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
+        return low
 
-    def ring_ns(self, groups: IntArray | int, gradient_bytes: "NDArray[np.float64]") -> "NDArray[np.float64]":
+    def ring_ns(self, groups: IntArray | int, gradient_bytes: FloatArray, position: int | None = None) -> FloatArray:
         """Returns the least time of the rings of gradients, for stages of some classes of devices."""
-        buckets = np.ceil(gradient_bytes / self._max_bucket)
-        ring: NDArray[np.float64] = self._ring_latency[groups] * buckets + self._ring_rate[groups] * gradient_bytes
+        at = groups if position is None else (position, groups)
+        latency, rate = (
+            (self._ring_latency, self._ring_rate) if position is None else (self._ring_latencies, self._ring_rates)
+        )
+        ring: FloatArray = latency[at] * np.ceil(gradient_bytes / self._max_bucket) + rate[at] * gradient_bytes
         return ring
+
+    def last_ring_ns(self, position: int, groups: IntArray) -> FloatArray:
+        """The least time of the ring of a stage's last bucket, that nothing hides. [groups]"""
+        if not self._min_bucket:
+            return np.zeros(groups.size)
+        latency, rate = self._ring_latencies[position, groups], self._ring_rates[position, groups]
+        ring: FloatArray = latency + rate * self._min_bucket
+        return ring
+
+    def num_rounds(self, position: int, groups: IntArray) -> IntArray:
+        """How many micro-batches make a round trip to the last stage one after another, at least. [groups]"""
+        in_flight = self._max_in_flight(self.num_devices - position)[groups]
+        rounds: IntArray = (self.num_microbatches - 1) // in_flight + 1
+        return rounds
 
     def _max_in_flight(self, depth: int) -> IntArray:
         """The micro-batches of a stage in flight: a multiple of its devices, the largest of each class. [groups]"""
@@ -391,19 +336,16 @@ class PrefixBound:
         largest: IntArray = np.maximum.reduceat(sizes * -(-depth // sizes), self.groups.fewest - 1)
         return largest
 
-    def _trace(self, before: dict[tuple[int, int], _State], position: int, num_cuts: int) -> LinePlan:
+    def _trace(self, furthest: IntArray, before: IntArray, position: int, num_cuts: int) -> LinePlan:
         """The stages of a path; devices that it leaves idle join the stage before them."""
         boundaries, begins = [len(self.line.cuts) - 1], []
-        at = position, num_cuts
-        while at in before:
-            state = before[at]
-            begins.append(state.position)
-            boundaries.append(state.boundary)
-            at = state.position, state.num_cuts
+        at = position
+        for c in range(num_cuts, 0, -1):
+            at = int(before[at, c])
+            begins.append(at)
+            boundaries.append(int(furthest[at, c - 1]))
         boundaries.reverse()
-        firsts = [0, *begins[::-1][1:], self.num_devices]
-        alike = len(set(self._speeds.tolist())) == 1
-        firsts[-1] = position if alike else self.num_devices
+        firsts = [0, *begins[::-1][1:], position]
         counts = tuple(min(b - a, int(self.groups.most[-1])) for a, b in pairwise(firsts))
         return LinePlan(
             cuts=tuple(self.line.cuts[boundary] for boundary in boundaries),

@@ -35,6 +35,11 @@ def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: 
         fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
         while fewest[-1] < every:
             fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * GROUP_GROWTH))))
+        # Where R does not divide the micro-batches M, M mod R of the replicas have one more: those classes are one.
+        dividing = {r for r in range(1, every + 1) if num_microbatches % r == 0}
+        firsts = {-(-num_microbatches // (n + 1)) for n in range(1, num_microbatches // MAX_ALL_GROUPS + 1)}
+        cut = {*fewest, *dividing, *(r + 1 for r in dividing), *firsts}
+        fewest = sorted(few for few in cut if few <= every)
     most = [*(after - 1 for after in fewest[1:]), every]
     return Groups(fewest=np.array(fewest), most=np.array(most))
 

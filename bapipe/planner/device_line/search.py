@@ -1,20 +1,24 @@
 """Plans for many devices: a lower bound by bisection over prefixes of the devices, and the best of the plans near it.
 
     1. naive plans       equal groups of devices, cut evenly
-    2. raise_bound       bisection; the stages that the relaxation chooses are timed, too
-    3. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
+    2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
+    3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
-    5. hill_climb        the best plan moves its cuts for as long as the simulator says that this helps
+    5. climb             from the best of the plans found since
+    6. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
 
-The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
+If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
+estimates, so that results do not depend on the speed of the machine.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import product
 
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import MIN_TRIED, naive_plans
 from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
@@ -51,13 +55,10 @@ PIVOT_GAPS = (5, 6.5, 8, 10)
 MAX_SLOW_PATHS = 3
 """So many of the relaxation's stages are timed without any as fast as the best plan and this much:"""
 
-SLOW = 1.1
+SLOW = 1.2
 
 NUM_CLIMBED = 3
-"""The number of plans whose cuts are moved."""
-
-CUT_MOVES = (8, 4, 2, 1)
-"""By how many boundaries a cut is moved at once."""
+"""The number of plans whose cuts and devices are changed."""
 
 
 def has_many_devices(cluster: Cluster, schedules: Sequence[str], *, num_layers: int, minibatch_size: int) -> bool:
@@ -77,7 +78,7 @@ class LineSearch:
 
     def __init__(
         self,
-        line: DeviceLine,
+        lines: Sequence[DeviceLine],
         schedules: Sequence[str],
         sizes: Sequence[int],
         *,
@@ -86,12 +87,17 @@ class LineSearch:
         progress: SearchProgress | None = None,
         rival: Rival | None = None,
     ) -> None:
-        """`bound_ns` is a time that no step beats; of a bound above that of a `rival` nothing is gained."""
-        self.line, self.schedules, self.sizes, self.rival = line, schedules, sizes, rival
+        """`bound_ns` is a time that no step beats; of a bound above that of a `rival` nothing is gained.
+
+        `lines` are the same devices in several orders.
+        """
+        self.lines, self.schedules, self.sizes, self.rival = lines, schedules, sizes, rival
+        self._num_devices, self._minibatch_size = len(lines[0].cluster.devices), lines[0].options.minibatch_size
         self.deadline, self.progress = deadline, progress
         self.best: TimedPlan | None = None
         self.bound_ns = bound_ns
-        self._timed: dict[LinePlan, TimedPlan | None] = {}
+        self._climbs = Climbs(self._time)
+        self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
         self._num_actions = self._num_slow_paths = 0
         self._max_actions = 10**15 if deadline.is_given else MAX_ACTIONS
 
@@ -99,60 +105,82 @@ class LineSearch:
         """Searches until the budget or the time is over, or the best plan attains the bound."""
         with suppress(OutOfTime):
             first = self.deadline.share(4)
-            for number, (_, plan) in enumerate(naive_plans(self.line, self.schedules, self.sizes)):
+            for number, (line, plan) in enumerate(self._naive_plans()):
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
-                self._time(plan)
-            problems = self._raise_bound(self.deadline.share(2) if self.deadline.is_given else self.deadline)
-            self._raise_by_pivots(problems, self.deadline.share(2) if self.deadline.is_given else self.deadline)
-            if self.rival is not None and self.bound_ns >= self.rival.lower_bound_ns:
-                return
+                if self.best is None or not self._climbs.is_slower(line, plan, SLOW * self.best.step_ns):
+                    self._time(line, plan)
+            if self.rival is None:
+                self._climb(self.deadline.share(3))
+            problems = self._raise_bound(self.deadline.share(2))
+            if self.rival is not None:
+                self._raise_by_pivots(problems, self.deadline.share(2))
+                if self.bound_ns >= self.rival.lower_bound_ns:
+                    return
             self._num_slow_paths = 0
-            self._equal_groups()
-            for timed in self._fastest(NUM_CLIMBED):
-                self._hill_climb(timed)
+            with suppress(OutOfTime):
+                self._equal_groups(self.deadline.share(3))
+            self._climb(self.deadline.share(2))
+            if self.rival is None:
+                self._raise_by_pivots(problems, self.deadline)
+
+    def _climb(self, deadline: Deadline) -> None:
+        """Steps 2 and 5: changes the cuts and the devices of the best plans from which it has not been done yet."""
+        starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.has(timed)]
+        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline, lambda: self._is_over)
+
+    def _naive_plans(self) -> list[tuple[DeviceLine, LinePlan]]:
+        """Step 1: the naive plans of all lines, the smallest bounds first."""
+        plans = [
+            (bound_ns, line, plan)
+            for line in self.lines
+            for bound_ns, plan in naive_plans(line, self.schedules, self.sizes)
+        ]
+        return [(line, plan) for _, line, plan in sorted(plans, key=lambda each: each[0])]
 
     def _fastest(self, count: int) -> list[TimedPlan]:
-        """The fastest plans so far, of different groups of devices."""
-        of_groups: dict[tuple[str, int, tuple[int, ...]], TimedPlan] = {}
+        """The fastest plans so far, of different schedules and numbers of stages."""
+        of_shapes: dict[tuple[DeviceLine, str, int, int], TimedPlan] = {}
         for timed in sorted((each for each in self._timed.values() if each), key=lambda each: each.step_ns):
             plan = timed.plan
-            of_groups.setdefault((plan.schedule, plan.microbatch_size, plan.counts), timed)
-        return list(of_groups.values())[:count]
+            of_shapes.setdefault((timed.line, plan.schedule, plan.microbatch_size, len(plan.counts)), timed)
+        return list(of_shapes.values())[:count]
 
-    def _time(self, plan: LinePlan) -> TimedPlan | None:
+    def _time(self, line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
         """Times a plan, once."""
-        if plan not in self._timed:
+        key = line, plan
+        if key not in self._timed:
             self.deadline.check()
-            self._num_actions += 2 * len(plan.counts) * (self.line.options.minibatch_size // plan.microbatch_size)
-            timed = self._timed[plan] = self.line.time(plan)
+            self._num_actions += 2 * len(plan.counts) * (self._minibatch_size // plan.microbatch_size)
+            timed = self._timed[key] = line.time(plan)
             if timed is not None and (self.best is None or timed.step_ns < self.best.step_ns):
                 self.best = timed
             if self.progress and self.best is not None:
                 best_ns = self.best.step_ns
                 self.progress(len(self._timed), best_ns, min(self.bound_ns, best_ns))
-        return self._timed[plan]
+        return self._timed[key]
 
     @property
     def _is_over(self) -> bool:
         return self.best is not None and (self.best.step_ns <= self.bound_ns or self._num_actions > self._max_actions)
 
     def _raise_bound(self, deadline: Deadline) -> list[PrefixBound]:
-        """Step 2: the bound is the smallest over the problems, so the problem with the smallest is always the next.
+        """Step 3: the bound is the smallest over the problems, so the problem with the smallest is always the next.
 
         Returns the problems. Invariant: no plan of a problem is faster than its `bound_ns`.
         """
         problems = list(self._problems())
         high_ns = dict.fromkeys(problems, INF)
         enough_ns = INF if self.rival is None else self.rival.lower_bound_ns
-        num_left = MAX_BOUND_WORK // len(self.line.cluster.devices) ** 2
+        num_left = len(self.lines) * MAX_BOUND_WORK // self._num_devices**2
         with suppress(OutOfTime):
             while self.best is not None and (num_left > 0 or self.deadline.is_given):
                 deadline.check()
                 lowest = min(problems, key=lambda problem: problem.bound_ns)
                 low_ns, reached_ns = lowest.bound_ns, max(problem.bound_ns for problem in problems)
-                high = min(high_ns[lowest], self.best.step_ns)
+                # The bound of all is no higher than a limit that any problem keeps.
+                high = min(*high_ns.values(), self.best.step_ns)
                 # Where the relaxation leaves a large gap at best, that of pivots goes on.
                 has_pivots = lowest.is_alike and high * (1 + PIVOT_GAPS[0] / 100) < self.best.step_ns
                 precision = COARSE_PRECISION if has_pivots else BOUND_PRECISION
@@ -160,7 +188,9 @@ class LineSearch:
                     break
                 # What is proven of one problem often holds for the next; below the best plan most is infeasible.
                 is_behind = low_ns + low_ns // BOUND_PRECISION < reached_ns < high
-                limit_ns = reached_ns - 1 if is_behind else (low_ns + 3 * high) // 4
+                # Of unlike devices a limit that is refuted takes the least time.
+                between_ns = (low_ns + 3 * high) // 4 if len(self.lines) == 1 else (low_ns + high) // 2
+                limit_ns = reached_ns - 1 if is_behind else between_ns
                 if low_ns < enough_ns <= min(high, limit_ns):
                     limit_ns = enough_ns - 1
                 if self._path(lowest, limit_ns, deadline) is not None:
@@ -168,13 +198,14 @@ class LineSearch:
                     parts = self._parts(lowest)
                     if parts:
                         problems = [problem for problem in problems if problem is not lowest] + parts
+                        del high_ns[lowest]
                         high_ns |= dict.fromkeys(parts, INF)
                 self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
                 num_left -= 1
         return problems
 
     def _raise_by_pivots(self, problems: Sequence[PrefixBound], deadline: Deadline) -> None:
-        """Step 3: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
+        """Step 6: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
 
         A problem for which the bound of another one is too high a goal has the next lower one, and so have all others.
         """
@@ -196,10 +227,9 @@ class LineSearch:
         self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
 
     def _problems(self) -> Iterator[PrefixBound]:
-        """The relaxations, one for each schedule and micro-batch size."""
-        for size in self.sizes:
-            for schedule in self.schedules:
-                yield self._problem(schedule, size, (1, self._most_replicas(size)), self.bound_ns)
+        """The relaxations, one for each order of the devices, schedule and micro-batch size."""
+        for line, size, schedule in product(self.lines, self.sizes, self.schedules):
+            yield self._problem(line, schedule, size, (1, self._most_replicas(size)), self.bound_ns)
 
     def _parts(self, problem: PrefixBound) -> list[PrefixBound]:
         """GPipe: relaxations for a few ranges of the replicas of the last stage, on which its bound depends."""
@@ -208,17 +238,18 @@ class LineSearch:
             return []
         powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
         ranges = [(fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)) for fewest in powers]
-        return [self._problem(problem.schedule, problem.size, each, problem.bound_ns) for each in ranges]
+        return [self._problem(problem.line, problem.schedule, problem.size, each, problem.bound_ns) for each in ranges]
 
-    def _problem(self, schedule: str, size: int, last_replicas: tuple[int, int], bound_ns: int) -> PrefixBound:
-        num_devices = len(self.line.cluster.devices)
-        problem = PrefixBound(self.line, schedule, size, num_devices, last_replicas=last_replicas)
+    def _problem(
+        self, line: DeviceLine, schedule: str, size: int, last_replicas: tuple[int, int], bound_ns: int
+    ) -> PrefixBound:
+        problem = PrefixBound(line, schedule, size, self._num_devices, last_replicas=last_replicas)
         problem.bound_ns = bound_ns
         return problem
 
     def _most_replicas(self, size: int) -> int:
-        most = min(len(self.line.cluster.devices), self.line.options.minibatch_size // size)
-        return most if self.line.options.replicas else 1
+        most = min(self._num_devices, self._minibatch_size // size)
+        return most if self.lines[0].options.replicas else 1
 
     def _path(self, problem: PrefixBound, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """The stages of the relaxation within a step time, which are timed; without any the bound rises."""
@@ -226,53 +257,25 @@ class LineSearch:
         if path is None:
             problem.bound_ns = max(problem.bound_ns, limit_ns + 1)
         elif not self._is_over and self._num_slow_paths < MAX_SLOW_PATHS:
-            timed = self._time(path)
+            timed = self._time(problem.line, path)
             assert self.best is not None
             is_slow = timed is None or timed.step_ns > SLOW * self.best.step_ns
             self._num_slow_paths = self._num_slow_paths + 1 if is_slow else 0
         return path
 
-    def _equal_groups(self) -> None:
+    def _equal_groups(self, deadline: Deadline) -> None:
         """Step 4: bisection over plans with equal groups, beginning with those of the best naive plans."""
-        num_devices = len(self.line.cluster.devices)
         for timed in self._fastest(2 * NUM_CLIMBED):
             plan, replicas = timed.plan, timed.plan.counts[0]
-            if set(plan.counts) != {replicas} or sum(plan.counts) != num_devices:
+            if set(plan.counts) != {replicas} or sum(plan.counts) != self._num_devices:
                 continue
-            problem = PrefixBound(self.line, plan.schedule, plan.microbatch_size, num_devices, only_replicas=replicas)
+            problem = PrefixBound(
+                timed.line, plan.schedule, plan.microbatch_size, self._num_devices, only_replicas=replicas
+            )
             low_ns, high_ns = self.bound_ns, timed.step_ns
             while high_ns - low_ns > low_ns // BOUND_PRECISION and not self._is_over:
                 middle_ns = (low_ns + high_ns) // 2
-                if self._path(problem, middle_ns, self.deadline) is None:
+                if self._path(problem, middle_ns, deadline) is None:
                     low_ns = middle_ns
                 else:
                     high_ns = middle_ns
-
-    def _hill_climb(self, timed: TimedPlan) -> None:
-        """Step 5: moves one cut at a time wherever that helps, until no move does."""
-        index = {cut: boundary for boundary, cut in enumerate(self.line.cuts)}
-        improved = True
-        while improved and not self._is_over:
-            improved = False
-            for s in range(1, len(timed.plan.cuts) - 1):
-                for move in [sign * size for size in CUT_MOVES for sign in (-1, 1)]:
-                    moved = self._moved(timed.plan, s, index[timed.plan.cuts[s]] + move)
-                    if moved is None or self._is_over:
-                        continue
-                    other = self._time(moved)
-                    if other is not None and other.step_ns < timed.step_ns:
-                        timed, improved = other, True
-
-    def _moved(self, plan: LinePlan, s: int, boundary: int) -> LinePlan | None:
-        """The plan with one cut at another boundary, None if a stage would be empty."""
-        if not 0 < boundary < len(self.line.cuts) - 1:
-            return None
-        cut = self.line.cuts[boundary]
-        if not plan.cuts[s - 1] < cut < plan.cuts[s + 1]:
-            return None
-        return LinePlan(
-            cuts=(*plan.cuts[:s], cut, *plan.cuts[s + 1 :]),
-            counts=plan.counts,
-            schedule=plan.schedule,
-            microbatch_size=plan.microbatch_size,
-        )

@@ -149,7 +149,7 @@ def test_wherever_the_search_for_many_devices_is_ended_its_bound_holds() -> None
         for num_looks in (1, 10, 40):
             ticks = iter(range(10**9))
             deadline = Deadline(num_looks, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
-            search = LineSearch(line, ["1f1b"], [1], bound_ns=0, deadline=deadline)
+            search = LineSearch([line], ["1f1b"], [1], bound_ns=0, deadline=deadline)
             search.run()
             assert search.bound_ns <= best_ns
             assert search.best is None or search.best.step_ns >= best_ns

@@ -1,0 +1,79 @@
+"""Climbs from plans for many devices to better ones by estimates of their steps; the simulator times what is found.
+
+Where estimates are not exact, because links carry several transfers at once, the climb goes on by the simulator.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.device_line.neighbourhood import Score, climb
+
+MAX_STAGES, MAX_WORSE = 40_000, 600
+"""A climb ends after estimates of so many stages, and after so many neighbours in a row without a better one."""
+
+MAX_ERROR = 1e-3
+"""Estimates that differ more from the simulator are not trusted alone."""
+
+
+class Climbs:
+    """The climbs of a search, none of them twice from the same plan."""
+
+    def __init__(self, time: Callable[[DeviceLine, LinePlan], TimedPlan | None]) -> None:
+        """`time` times a plan with the simulator."""
+        self._time = time
+        self._estimates: dict[tuple[DeviceLine, str, int], StepEstimate] = {}
+        self._done: set[tuple[DeviceLine, LinePlan]] = set()
+
+    def is_slower(self, line: DeviceLine, plan: LinePlan, limit_ns: float) -> bool:
+        """Returns whether a plan takes longer than a limit by its estimate."""
+        estimate = self._estimate(line, plan)
+        return estimate is not None and estimate.score_ns(plan, limit_ns) > limit_ns
+
+    def has(self, timed: TimedPlan) -> bool:
+        """Returns whether a plan is the start or the end of a climb."""
+        return (timed.line, timed.plan) in self._done
+
+    def from_plans(self, plans: Sequence[TimedPlan], deadline: Deadline, is_over: Callable[[], bool]) -> None:
+        """Climbs from each of some plans, in an equal share of the time that is left; `is_over` ends simulations."""
+        for num_left, timed in zip(range(len(plans), 0, -1), plans, strict=True):
+            self._from_plan(timed, deadline.share(num_left), is_over)
+
+    def _from_plan(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
+        line = timed.line
+        self._done.add((line, timed.plan))
+        estimate = self._estimate(line, timed.plan)
+        if estimate is not None:
+            tries = iter(range(MAX_STAGES // len(timed.plan.counts)))
+            found = climb(
+                line,
+                timed.plan,
+                estimate.score_ns,
+                MAX_WORSE,
+                lambda: not deadline.is_over and next(tries, None) is not None,
+            )
+            self._done.add((line, found))
+            other = self._time(line, found)
+            if other is not None and other.step_ns < timed.step_ns:
+                timed = other
+            if abs(estimate.step_ns(timed.plan) - timed.step_ns) <= MAX_ERROR * timed.step_ns:
+                return
+        climb(line, timed.plan, self._simulated(line), MAX_WORSE, lambda: not (deadline.is_over or is_over()))
+
+    def _simulated(self, line: DeviceLine) -> Score:
+        def score(plan: LinePlan, _: float) -> float:
+            timed = self._time(line, plan)
+            return inf if timed is None else timed.step_ns
+
+        return score
+
+    def _estimate(self, line: DeviceLine, plan: LinePlan) -> StepEstimate | None:
+        """Estimates plans with the same schedule and micro-batch size, None if there are none of this schedule."""
+        if plan.schedule not in ESTIMATED:
+            return None
+        key = line, plan.schedule, plan.microbatch_size
+        if key not in self._estimates:
+            self._estimates[key] = StepEstimate(*key)
+        return self._estimates[key]

@@ -1,0 +1,302 @@
+"""Estimates the step of a plan on a line of devices in about a millisecond, without a table of its actions.
+
+A replica with n micro-batches of which w are in flight runs F of the first w, then B and F in turn, then B. Both orders
+that are estimated are of this form: 1F1B with w = ceil(devices from here on / replicas), and GPipe with w = n. So the
+actions of all replicas of a stage are a matrix of 2 n rows, and the ends of a chain of actions that each wait for an
+arrival are a running maximum of what arrives, less the time of the actions before it. Stages are passed forwards and
+backwards until no end changes: a longest path, as in the simulator (`longest_path.py`).
+
+Left out are rounding, links that carry several transfers at once, links of their own between two devices, sums that
+take compute, and tied weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+from bapipe.simulator.stage_cost import fill_buckets
+
+ESTIMATED = ("1f1b", "gpipe")
+"""The schedules whose steps are estimated."""
+
+MAX_PASSES = 12
+"""Passes over all stages, forwards and backwards; paths that turn around more often are left out."""
+
+SMOOTHING = 0.03
+"""The part of the mean end of the stages in a score."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Where the actions of the replicas of a stage are: rows of a matrix whose columns are the replicas.
+
+    Attributes:
+        forward, backward: the rows of F and of B of the first, second ... micro-batch of a replica. [micro-batches]
+        num_absent: so many replicas, the last ones, have one micro-batch less.
+    """
+
+    forward: IntArray
+    backward: IntArray
+    num_absent: int
+
+
+@lru_cache(maxsize=4096)
+def _order(num_microbatches: int, num_replicas: int, depth: int) -> _Order:
+    """The order of replicas with `depth` micro-batches of the stage in flight."""
+    n = -(-num_microbatches // num_replicas)
+    w = min(-(-depth // num_replicas), n)
+    each = np.arange(n)
+    # F of micro-batch i has min(i, w) F and max(0, i - w + 1) B before it that are not in pairs.
+    forward = each + np.maximum(0, each - w + 1)
+    backward = each + np.minimum(each + w, n)
+    return _Order(forward, backward, n * num_replicas - num_microbatches)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage takes on its devices. Times in ns; [replicas] unless said otherwise.
+
+    Attributes:
+        order: of its actions.
+        before, after: the time of the actions of a replica before each one, and with it. [2 n, replicas]
+        hosts: the host of each device.
+        backward: of one micro-batch.
+        ready: for each bucket of gradients, when it is full after the start of the last B. [buckets, replicas]
+        rings: for each bucket, the time of its ring and of those behind it. [buckets]
+        update: of the optimizer.
+    """
+
+    order: _Order
+    before: Floats
+    after: Floats
+    hosts: IntArray
+    backward: Floats
+    ready: Floats
+    rings: Floats
+    update: Floats
+
+    @cached_property
+    def work(self) -> float:
+        """The time of all actions of the busiest replica."""
+        return float(self.after[-1].max())
+
+    @cached_property
+    def least_forward(self) -> float:
+        return float(self.after[0].min())
+
+    @cached_property
+    def least_backward(self) -> float:
+        return float(self.backward.min())
+
+
+class StepEstimate:
+    """Estimates the step times of plans with a schedule and a micro-batch size."""
+
+    def __init__(self, line: DeviceLine, schedule: str, microbatch_size: int) -> None:
+        self.line, self.schedule = line, schedule
+        self.num_microbatches = line.options.minibatch_size // microbatch_size
+        cluster = line.cluster
+        kinds = sorted({device.kind for device in cluster.devices})
+        profiles = [line.profiles[kind] for kind in kinds]
+        measured = [profile.at(microbatch_size) for profile in profiles]
+        self._kinds = np.array([kinds.index(device.kind) for device in cluster.devices])
+        self._speeds = np.array([device.speed for device in cluster.devices])
+        names = list(dict.fromkeys(device.host for device in cluster.devices))
+        self._hosts = np.array([names.index(device.host) for device in cluster.devices])
+        # Prefix sums over the layers. [kinds, layers + 1], or of the first kind [layers + 1]
+        self._forward = np.array([prefix_sums([m.forward_ns for m in of_kind]) for of_kind in measured], dtype=float)
+        self._backward = np.array([prefix_sums([m.whole_backward_ns for m in of_kind]) for of_kind in measured]) * 1.0
+        layers = profiles[0].layers
+        self._update = prefix_sums([layer.update_ns for layer in layers]).astype(float)
+        self._stash = prefix_sums([m.stash_bytes for m in measured[0]])
+        state = [x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in layers]
+        self._static = prefix_sums(state)
+        self._workspace = np.array([m.workspace_bytes for m in measured[0]])
+        self._gradients = [layer.summed_bytes(has_replicas=True) for layer in layers]
+        self._sent, self._returned = (np.asarray(of_cuts) for of_cuts in cut_bytes(profiles[0], microbatch_size))
+        # Transfers over each cut within and between hosts, forwards and backwards. [2, layers + 1]
+        sizes = [self._sent.tolist(), self._returned.tolist()]
+        self._inside, self._between = (
+            np.array([[float(link.transfer_ns(size)) if size else 0.0 for size in of_way] for of_way in sizes])
+            for link in (cluster.intra_host, cluster.inter_host)
+        )
+        self._least_ways = np.minimum(self._inside, self._between).tolist()
+        self._stages: dict[tuple[int, int, int, int, int], _Stage | None] = {}
+
+    def step_ns(self, plan: LinePlan) -> float:
+        """Returns the step time of a plan, infinite if it does not fit."""
+        step_ns, stages = inf, self._stages_of(plan)
+        for done in () if stages is None else self._passes(stages, plan.cuts):
+            step_ns = max(done)
+        return step_ns
+
+    def score_ns(self, plan: LinePlan, below_ns: float = inf) -> float:
+        """Returns the step time of a plan and a small part of the mean end of its stages; infinite if it does not fit.
+
+        Of two plans with equal steps the one in which other stages have more time left is nearer to a faster one.
+
+        Args:
+            below_ns: a plan with a higher score is of no use, and may have any such score.
+        """
+        stages = self._stages_of(plan)
+        if stages is None or self._least_ns(stages, plan.cuts) > below_ns:
+            return inf
+        score_ns = inf
+        for done in self._passes(stages, plan.cuts):
+            score_ns = max(done) + SMOOTHING * sum(done) / len(done)
+            if score_ns > below_ns:  # ends only rise
+                break
+        return score_ns
+
+    def _stages_of(self, plan: LinePlan) -> list[_Stage] | None:
+        """The costs of the stages, None if they do not fit."""
+        stages = []
+        first, num_devices = 0, sum(plan.counts)
+        for begin, end, count in zip(plan.cuts, plan.cuts[1:], plan.counts, strict=False):
+            depth = self.num_microbatches if self.schedule == "gpipe" else num_devices - first
+            stage = self._stage(begin, end, first, count, min(depth, self.num_microbatches))
+            if stage is None:
+                return None
+            stages.append(stage)
+            first += count
+        return stages
+
+    def _least_ns(self, stages: list[_Stage], cuts: tuple[int, ...]) -> float:
+        """A score that a plan does not beat: the work of each stage, between the way there and the way back."""
+        there = back = latest = total = 0.0
+        for stage, cut in zip(stages, cuts, strict=False):
+            if cut:
+                there, back = there + self._least_ways[0][cut], back + self._least_ways[1][cut]
+            total += there + stage.work
+            latest = max(latest, there + stage.work + back)
+            there, back = there + stage.least_forward, back + stage.least_backward
+        return latest + SMOOTHING * total / len(stages)
+
+    def _passes(self, stages: list[_Stage], cuts: tuple[int, ...]) -> Iterator[list[float]]:
+        """Yields when the devices of each stage are done after each pass."""
+        for ends in self._ends(stages, cuts):
+            yield [_done(stage, end) for stage, end in zip(stages, ends, strict=True)]
+
+    def _stage(self, begin: int, end: int, first: int, count: int, depth: int) -> _Stage | None:
+        """The costs of a stage, None if it does not fit."""
+        key = begin, end, first, count, depth
+        if key not in self._stages:
+            self._stages[key] = self._cost(*key)
+        return self._stages[key]
+
+    def _cost(self, begin: int, end: int, first: int, count: int, depth: int) -> _Stage | None:
+        ranks = np.array(self.line.group(first, count))
+        kinds, speeds = self._kinds[ranks], self._speeds[ranks]
+        forward = (self._forward[kinds, end] - self._forward[kinds, begin]) / speeds
+        backward = (self._backward[kinds, end] - self._backward[kinds, begin]) / speeds
+        order = _order(self.num_microbatches, count, depth)
+        ready, rings = self._buckets(begin, end, ranks)
+        limit = min(self.line.limits[rank] for rank in ranks)
+        if self._held(begin, end, order, recomputes=False) > limit:
+            if not self.line.options.recompute or self._held(begin, end, order, recomputes=True) > limit:
+                return None
+            backward, ready = backward + forward, ready + forward
+        times = np.empty((2 * order.forward.size, count))
+        times[order.forward], times[order.backward] = forward, backward
+        if order.num_absent:
+            absent = slice(count - order.num_absent, count)
+            times[order.forward[-1], absent] = times[order.backward[-1], absent] = 0.0
+        after = np.cumsum(times, axis=0)
+        update = (self._update[end] - self._update[begin]) / speeds
+        return _Stage(order, after - times, after, self._hosts[ranks], backward, ready, rings, update)
+
+    def _held(self, begin: int, end: int, order: _Order, *, recomputes: bool) -> int:
+        """Bytes of a device: parameters, stashes, or inputs and one stash, and receive buffers."""
+        in_flight, n = int(order.backward[0]), order.forward.size
+        stash, received = int(self._stash[end] - self._stash[begin]), int(self._sent[begin]) if begin else 0
+        kept = in_flight * received + stash if recomputes else in_flight * stash
+        returned = int(self._returned[end]) if end < self._stash.size - 1 else 0
+        held = int(self._static[end] - self._static[begin]) + int(self._workspace[begin:end].max())
+        return held + kept + n * (received + returned)
+
+    def _buckets(self, begin: int, end: int, ranks: IntArray) -> tuple[Floats, Floats]:
+        """When each bucket is full after the start of the last B, and its ring and those behind it."""
+        if ranks.size == 1:
+            return np.zeros((0, 1)), np.zeros(0)
+        filled = fill_buckets(self._gradients[begin:end][::-1])
+        at = end - np.array([last for last, _ in filled], dtype=np.int64)
+        kinds, speeds = self._kinds[ranks], self._speeds[ranks]
+        ready = (self._backward[kinds, end] - self._backward[kinds[None, :], at[:, None]]) / speeds
+        hosts, cluster = self._hosts[ranks], self.line.cluster
+        num_hosts = np.unique(hosts).size
+        links: list[Bandwidth] = [cluster.intra_host] if num_hosts < ranks.size else []
+        links += [cluster.inter_host] if num_hosts > 1 else []
+        shares = [-(-num_bytes // ranks.size) for _, num_bytes in filled]
+        rings = [2 * (ranks.size - 1) * max(link.transfer_ns(share) for link in links) for share in shares]
+        behind: Floats = np.cumsum(np.array(rings[::-1], dtype=float))[::-1]
+        return ready, behind
+
+    def _ends(self, stages: list[_Stage], cuts: tuple[int, ...]) -> Iterator[list[Floats]]:
+        """Yields when the last B of each replica ends, after each pass over the stages. [stages][replicas]"""
+        num, last = self.num_microbatches, len(stages) - 1
+        ways = [self._transfers(a, b, cut) for a, b, cut in zip(stages, stages[1:], cuts[1:], strict=False)]
+        at_start = np.zeros(num)
+        forward = [at_start] * (last + 1)  # ends of F, and arrivals of gradients. [stages][micro-batches]
+        gradients = [at_start] * (last + 1)
+        ends = [at_start] * (last + 1)
+        for _ in range(MAX_PASSES):
+            for s, stage in enumerate(stages):
+                arriving = forward[s - 1] + ways[s - 1][0] if s else at_start
+                forward[s], _ = _run(stage, arriving, gradients[s])
+            is_changed = False
+            for s in range(last, -1, -1):
+                arriving = forward[s - 1] + ways[s - 1][0] if s else at_start
+                own, ends[s] = _run(stages[s], arriving, gradients[s])
+                is_changed = is_changed or bool((own > forward[s]).any())
+                forward[s] = own
+                if s:
+                    gradients[s - 1] = ends[s] + ways[s - 1][1]
+            yield ends
+            if not is_changed:
+                break
+
+    def _transfers(self, a: _Stage, b: _Stage, cut: int) -> tuple[Floats, Floats]:
+        """The transfers over a cut, forwards and backwards. [micro-batches, or 1 if equal]"""
+        inside, between = self._inside[:, cut : cut + 1], self._between[:, cut : cut + 1]
+        if (inside == between).all():
+            return inside[0], inside[1]
+        num = self.num_microbatches
+        crosses = np.resize(a.hosts, num) != np.resize(b.hosts, num)
+        return np.where(crosses, between[0], inside[0]), np.where(crosses, between[1], inside[1])
+
+
+def _done(stage: _Stage, ends: Floats) -> float:
+    """When the devices of a stage are done, with their all-reduces and updates."""
+    count = stage.backward.size
+    done = last = np.roll(ends[-count:], ends.size % count)  # of each replica
+    if stage.rings.size:
+        full = (last - stage.backward + stage.ready).max(axis=1)
+        done = np.maximum(done, (full + stage.rings).max())
+    return float((done + stage.update).max())
+
+
+def _run(stage: _Stage, arrivals: Floats, gradients: Floats) -> tuple[Floats, Floats]:
+    """Returns when each F and B ends, given when what they wait for arrives. [micro-batches]"""
+    order, count, num = stage.order, stage.backward.size, arrivals.size
+    n = order.forward.size
+    rows = np.empty((2 * n, count))
+    if order.num_absent:
+        padded = np.zeros((2, n * count))
+        padded[0, :num], padded[1, :num] = arrivals, gradients
+        rows[order.forward], rows[order.backward] = padded.reshape(2, n, count)
+    else:
+        rows[order.forward], rows[order.backward] = arrivals.reshape(n, count), gradients.reshape(n, count)
+    rows -= stage.before
+    np.maximum.accumulate(rows, axis=0, out=rows)
+    rows += stage.after
+    return rows[order.forward].ravel()[:num], rows[order.backward].ravel()[:num]

@@ -1,0 +1,83 @@
+"""How busy the replicas of stages are that take the devices from each position of a line on."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.replica_classes import Groups
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaWeights:
+    """Lower bounds for stages by their first device and class of numbers of devices. All [positions, groups].
+
+    Attributes:
+        counts: micro-batches of one replica of the stage, that which takes the longest for its own, ...
+        speed: ... which is no faster than this.
+        busiest: micro-batches per unit of speed of the busiest replica.
+        before, behind: time of the work of 1 ns on the devices before the stage, and behind it; no more than on the
+            replica.
+        from_here: time of the work of 1 ns on any devices from a position on. [positions]
+    """
+
+    counts: IntArray
+    speed: FloatArray
+    busiest: FloatArray
+    before: FloatArray
+    behind: FloatArray
+    from_here: FloatArray
+
+
+def replica_weights(speeds: FloatArray, num_microbatches: int, groups: Groups) -> ReplicaWeights:
+    """Returns the weights of stages of `groups` on devices of some speeds."""
+    fewest, most = tuple(groups.fewest.tolist()), tuple(groups.most.tolist())
+    return _weights(tuple(speeds.tolist()), num_microbatches, fewest, most)
+
+
+@lru_cache(maxsize=8)
+def _weights(speeds: tuple[float, ...], num: int, fewest: tuple[int, ...], most: tuple[int, ...]) -> ReplicaWeights:
+    v, few, many = np.array(speeds), np.array(fewest), np.array(most)
+    columns = [_replica(v, num, *each) for each in zip(fewest, most, strict=True)]
+    counts, speed = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
+    sums = np.concatenate([[0.0], np.cumsum(v)])
+    positions = np.arange(len(v))[:, None]
+    total = sums[np.minimum(positions + many, len(v))] - sums[positions]
+    busiest = np.maximum(counts / speed, -(-num // many) / v.max())
+    first = np.maximum.accumulate(np.append(0.0, v[:-1]))[:, None]
+    last = np.append(np.maximum.accumulate(v[::-1])[::-1], 0.0)
+    return ReplicaWeights(
+        counts=counts,
+        speed=speed,
+        busiest=np.maximum(busiest, num / total),
+        before=1 / np.maximum(first, speed),
+        behind=1 / np.maximum(last[np.minimum(positions + few, len(v))], speed),
+        from_here=1 / last[:-1],
+    )
+
+
+def _replica(v: FloatArray, num: int, few: int, most: int) -> tuple[IntArray, FloatArray]:
+    """Micro-batches and the most speed of one replica of stages of `few` to `most` devices. [positions]
+
+    Every replica has M // R micro-batches, the slowest one, too; and the first M mod R of them, whichever they are, one
+    more: the slowest of these is no faster than the (M mod R)-th fastest of all.
+    """
+    at_least, more = num // most, num % most
+    if len(set(v.tolist())) == 1:
+        return np.full(len(v), -(-num // most)), v
+    slowest = np.full(len(v), v.min())
+    windows = np.lib.stride_tricks.sliding_window_view(v, few).min(axis=1) if few <= len(v) else v[:0]
+    slowest[: len(windows)] = windows
+    counts = np.full(len(v), at_least)
+    if more == 0 or num // few != at_least:
+        return counts, slowest
+    padded = np.append(v, np.full(most - 1, -np.inf))
+    of_most = np.lib.stride_tricks.sliding_window_view(padded, most)
+    with_more = np.partition(of_most, most - more, axis=1)[:, most - more]
+    with_more = np.where(np.isfinite(with_more), with_more, v.min())  # the line has no such stage there
+    has_more = (at_least + 1) / with_more > at_least / slowest
+    return np.where(has_more, at_least + 1, counts), np.where(has_more, with_more, slowest)

@@ -1,0 +1,125 @@
+"""Which layers a next stage may have within a step time, for many prefixes and numbers of devices at once."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.replica_weights import FloatArray
+
+if TYPE_CHECKING:
+    from bapipe.planner.device_line.prefix_bound import PrefixBound
+
+
+class StageLimits:
+    """The limits of stages that begin at one device, behind several prefixes, in several classes of devices."""
+
+    def __init__(
+        self,
+        bound: "PrefixBound",
+        position: int,
+        cuts: IntArray,
+        begins: IntArray,
+        groups: IntArray,
+        limit: float,
+        most_last: IntArray | int | None,
+    ) -> None:
+        """`cuts` and `begins` are of each state; see `PrefixBound.last_ends`."""
+        self.bound, self.begins, self.groups, self.position = bound, begins, groups, position
+        weights, every = bound.weights, groups[None, :]
+        self._n, self._v = weights.counts[position, groups], weights.speed[position, groups]
+        self._busiest = weights.busiest[position, groups]
+        self._before, self._behind = weights.before[position, groups], weights.behind[position, groups]
+        self._apart = np.broadcast_to(
+            bound.forwards_apart(position, every, most_last), (begins.size, groups.size)
+        )  # [states, groups]
+        self._one_way, self._both_ways = bound.transfers_before(position, cuts)
+        self._room = limit + bound.slack(position, groups)
+        self._rounds = bound.rounds(position, groups, self._n)
+        self._last_ring = bound.last_ring_ns(position, groups)
+        self._limit_bytes = bound.limit_bytes[position, groups]
+
+    def highest_ends(self) -> IntArray:
+        """Ends that no stage exceeds, by the limits that are sums over its layers. [states, groups]"""
+        bound, i = self.bound, self.begins[:, None]
+        n, v, behind = self._n, self._v, self._behind
+        trip, work, rest = bound.trip, bound.work, bound.trip[-1]
+        share_f, share_r = bound.least_shares
+        arrival = trip[i] * self._before + self._both_ways[:, None]
+        room = self._room - arrival  # [states, groups]
+        of_trip = room / self._busiest
+        from_here = (rest - trip[i]) * behind
+        for k, steps in self._rounds:
+            each = k * (1 / v - behind) + steps / v
+            in_rounds = (room - k * from_here) / np.maximum(each, 1e-9)
+            of_trip = np.where((k >= 2) & (steps >= 0), np.minimum(of_trip, in_rounds), of_trip)
+        own = ((n - 1) * share_r + self._apart * share_f) / v + (share_f + share_r) * (1 / v - behind)
+        of_work = (room - from_here) / np.maximum(own, 1e-9)
+        of_work = np.minimum(of_work, (self._room - bound.forward[i] * self._before) / self._busiest)
+        # A little more: the sums are rounded.
+        ends = np.searchsorted(work, (work[i] + of_work) * (1 + 1e-12), side="right")
+        ends = np.minimum(ends, np.searchsorted(trip, (trip[i] + of_trip) * (1 + 1e-12), side="right")) - 1
+        if bound.schedule == "1f1b":
+            # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
+            num_rounds = bound.num_rounds(self.position, self.groups)
+            here = (rest - trip[i]) * bound.weights.from_here[self.position]
+            may_begin = trip[i] / bound.max_speed + self._both_ways[:, None] + num_rounds * here <= self._room
+            ends = np.where(may_begin, ends, i)
+        highest: IntArray = np.maximum(ends, i)
+        return highest
+
+    def last_within(self, states: IntArray, groups: IntArray, low: IntArray, high: IntArray) -> IntArray:
+        """The last end from `low` to `high` that is within the limits, of pairs of state and group; -1 if none is."""
+        found = np.full_like(low, -1)
+        at_low = self._excess(low, states, groups)
+        left = np.flatnonzero(at_low <= 0)
+        found[left] = low[left]
+        # Invariant: `low` is within the limits, `beyond` is not. Excess rises with the end, nearly in a line.
+        beyond, middle = high[left] + 1, high[left]
+        low, at_low, at_beyond = low[left], at_low[left], np.full(left.size, np.inf)
+        number = 0
+        while left.size:
+            excess = self._excess(middle, states[left], groups[left])
+            within = excess <= 0
+            low, at_low = np.where(within, middle, low), np.where(within, excess, at_low)
+            beyond, at_beyond = np.where(within, beyond, middle), np.where(within, at_beyond, excess)
+            found[left] = low
+            more = np.flatnonzero(low + 1 < beyond)
+            left, low, beyond = left[more], low[more], beyond[more]
+            at_low, at_beyond = at_low[more], at_beyond[more]
+            number += 1
+            share = at_low / (at_low - at_beyond) if number % 3 else np.full(left.size, 0.5)
+            share = np.where(np.isfinite(at_beyond), share, 0.5)
+            middle = np.clip(low + (share * (beyond - low)).astype(np.int64), low + 1, beyond - 1)
+        return found
+
+    def _excess(self, ends: IntArray, states: IntArray, groups: IntArray) -> FloatArray:
+        """By how much stages exceed the limits, at most 0 if they keep them all. All [pairs]"""
+        bound, i, j = self.bound, self.begins[states], ends
+        n, v, w, u = self._n[groups], self._v[groups], self._busiest[groups], self._apart[states, groups]
+        before = self._before[groups]
+        arrival = bound.forward[i] * before + self._one_way[states]
+        return_ns = bound.trip[i] * before + self._both_ways[states]
+        f, r, b = (sums[j] - sums[i] for sums in (bound.forward, bound.critical, bound.backward))
+        update = bound.update[j] - bound.update[i]
+        work = arrival + w * (f + b) + self._last_ring[groups] + update
+        returned = return_ns + w * (f + r)
+        around = (f + r) / v + (bound.trip[-1] - bound.trip[j]) * self._behind[groups]
+        trip = return_ns + around + ((n - 1) * r + u * f) / v
+        ring = bound.ring_ns(self.groups[groups], bound.gradients[j] - bound.gradients[i], self.position)
+        with_gradients = np.maximum(bound.backward[j] - bound.before_gradients[i], 0.0)
+        first_full = np.minimum(with_gradients, bound.first_bucket[j])
+        # From the start of the last B on: the first bucket is full, all rings follow, then the update.
+        after = arrival + first_full / v + ring + update
+        longest = np.maximum(np.maximum(work, returned), np.maximum(trip, after + (n * f + (n - 1) * b) / v))
+        after -= b / v
+        if bound.has_whole_backward:
+            longest = np.maximum(longest, np.where(n >= 2, after + around + ((n - 1) * b + u * f) / v, 0.0))
+        for trips, between in self._rounds:
+            k, steps = trips[groups], between[groups]
+            passed = k * around + steps * (f + r) / v
+            longest = np.maximum(longest, np.where((k >= 2) & (steps >= 0), return_ns + passed, 0.0))
+            longest = np.maximum(longest, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
+        fits = bound.held(i, j) <= self._limit_bytes[groups]
+        excess: FloatArray = np.where(fits, longest - self._room[groups], np.inf)
+        return excess

@@ -1,0 +1,113 @@
+"""Estimates of steps are the simulator's but for queues and rounding; climbs by them end at a plan that is no slower."""
+
+from random import Random
+
+import pytest
+
+from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.device_line.climb import Climbs
+from bapipe.planner.device_line.estimate import StepEstimate
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.device_line.neighbourhood import neighbours
+from bapipe.planner.options import PlanOptions
+from tests.builders import chain, devices
+from tests.planner.device_line.test_prefix_bound import plans, random_line
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("buckets", [False, True])
+def test_estimates_are_the_simulated_steps_where_no_transfer_queues_and_below_them_elsewhere(
+    schedule: str, buckets: bool
+) -> None:
+    equal = checked = 0
+    for seed in range(5):
+        line = random_line(seed, schedule, buckets=buckets)
+        estimate = StepEstimate(line, schedule, 1)
+        for plan in plans(line, schedule):
+            timed = line.time(plan)
+            assert timed is not None
+            estimated_ns = estimate.step_ns(plan)
+            rounding_ns = 4 * line.options.minibatch_size * len(plan.counts)
+            assert estimated_ns <= timed.step_ns + rounding_ns, plan
+            score_ns = estimate.score_ns(plan)
+            assert estimated_ns < score_ns == estimate.score_ns(plan, score_ns)
+            assert estimate.score_ns(plan, 0.9 * score_ns) > 0.9 * score_ns
+            equal += estimated_ns >= timed.step_ns - rounding_ns
+            checked += 1
+    assert checked > 60
+    assert equal > checked // 3
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_plans_that_lack_memory_have_no_estimate_and_recomputed_ones_that_of_the_simulator(
+    schedule: str, recompute: bool
+) -> None:
+    profiles = {"a": chain([3, 1, 4, 1, 5, 9], param_bytes=10**6, stash_bytes=10**6, output_bytes=10**5)}
+    outcomes = set()
+    for megabytes in range(2, 24, 7):
+        cluster = devices(4, memory_bytes=megabytes * 10**6, bytes_per_s=10**12)
+        line = DeviceLine(profiles, cluster, PlanOptions(minibatch_size=8, recompute=recompute))
+        estimate = StepEstimate(line, schedule, 1)
+        for plan in plans(line, schedule):
+            timed, estimated_ns = line.time(plan), estimate.step_ns(plan)
+            assert (timed is None) == (estimated_ns == float("inf"))
+            if timed is not None:
+                assert estimated_ns == pytest.approx(timed.step_ns, abs=100)
+            outcomes.add(None if timed is None else any(timed.recompute))
+    assert outcomes == ({None, False, True} if recompute else {None, False})
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_neighbours_are_plans_that_differ_in_cuts_and_devices(replicas: bool) -> None:
+    line = random_line(3, "1f1b")
+    profile = chain([1] * 12)
+    line = DeviceLine({"a": profile}, line.cluster, PlanOptions(minibatch_size=8, replicas=replicas))
+    num_devices = len(line.cluster.devices)
+    plan = LinePlan(cuts=(0, 4, 12), counts=(1, 1), schedule="1f1b", microbatch_size=1)
+    source, found = neighbours(line, plan, Random(0)), set()
+    for _ in range(200):
+        other = next(source)
+        assert other.cuts[0] == 0
+        assert other.cuts[-1] == 12
+        assert list(other.cuts) == sorted(set(other.cuts))
+        assert len(other.counts) == len(other.cuts) - 1
+        assert min(other.counts) >= 1
+        assert sum(other.counts) <= num_devices
+        found.add((len(other.cuts), other.counts))
+    assert {each for each in found if max(each[1]) > 1} if replicas else found == {(3, (1, 1))}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_climbs_make_uneven_plans_faster_always_in_the_same_way(schedule: str) -> None:
+    """By estimates, or by the simulator for a schedule without any."""
+    profiles = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6] * 2)}
+    line = DeviceLine(profiles, devices(6), PlanOptions(minibatch_size=12))
+    start = line.time(LinePlan(cuts=(0, 1, 16), counts=(3, 3), schedule=schedule, microbatch_size=1))
+    assert start is not None
+    steps_ns = [_climbed_ns(line, start), _climbed_ns(line, start)]
+    assert steps_ns[0] == steps_ns[1] < 0.8 * start.step_ns
+
+
+def _climbed_ns(line: DeviceLine, start: TimedPlan) -> int:
+    """The shortest step of the plans that a climb times."""
+    steps_ns, tries = [start.step_ns], iter(range(100))
+
+    def time(line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
+        timed = line.time(plan)
+        steps_ns.extend([] if timed is None else [timed.step_ns])
+        return timed
+
+    climbs = Climbs(time)
+    climbs.from_plans([start], UNLIMITED, lambda: next(tries, None) is None)
+    assert climbs.has(start)
+    return min(steps_ns)
+
+
+def test_plans_that_break_a_constraint_are_left_out() -> None:
+    profiles = {"a": chain([1] * 6)}
+    rules = ["l0 with l1", "l2 without l3"]
+    line = DeviceLine(profiles, devices(4), PlanOptions(minibatch_size=8, constraints=rules))
+    for cuts, is_allowed in (((0, 3, 6), True), ((0, 2, 6), False)):
+        plan = LinePlan(cuts=cuts, counts=(2, 2), schedule="1f1b", microbatch_size=1)
+        assert line.allows(plan) == is_allowed == (line.time(plan) is not None)

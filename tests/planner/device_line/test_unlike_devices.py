@@ -1,0 +1,69 @@
+"""The relaxation of many unlike devices, in every order: every plan is feasible in it at its own step time."""
+
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.device_line import replica_classes
+from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.orders import device_orders
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from tests.planner.device_line.test_prefix_bound import plans, random_line
+from tests.random_profiles import random_profile
+
+
+def unlike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
+    """A random line of three to five devices of many speeds on two hosts, in half of the cases of two kinds."""
+    random, line = Random(seed), random_line(seed, schedule, buckets=buckets)
+    profile, first = line.profiles["a"], line.cluster.devices[0]
+    others = random_profile(random, len(line.names)).measurements
+    # Other times, but tensors of the same sizes.
+    measured = tuple(
+        replace(
+            other,
+            layers=tuple(
+                replace(times, output_bytes=layer.output_bytes)
+                for times, layer in zip(other.layers, own.layers, strict=True)
+            ),
+        )
+        for other, own in zip(others, profile.measurements, strict=True)
+    )
+    kinds = {"a": profile, "b": replace(profile, device=replace(profile.device, kind="b"), measurements=measured)}
+    devices = tuple(
+        replace(
+            first,
+            name=f"d{i}",
+            host=random.choice(["h0", "h1"]),
+            kind=random.choice("aab") if seed % 2 else "a",
+            speed=random.choice([1.0, 0.9, 0.5, 0.75, 0.3]),
+            overlaps_transfers=random.random() < 0.8,
+        )
+        for i in range(random.randint(3, 5))
+    )
+    profiles = {kind: kinds[kind] for kind in {device.kind for device in devices}}
+    return DeviceLine(profiles, replace(line.cluster, devices=devices), line.options)
+
+
+@pytest.mark.parametrize("is_coarse", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_every_plan_is_feasible_at_its_step_time_in_every_order(
+    schedule: str, is_coarse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_coarse:  # as of more than 32 devices of a stage
+        monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
+        monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
+    infeasible = checked = 0
+    for seed in range(4):
+        given = unlike_line(seed, schedule, buckets=seed % 4 > 1)
+        for order in device_orders(given.cluster, given.ns_per_sample):
+            line = given.in_order(order.ranks)
+            bound = PrefixBound(line, schedule, 1, len(line.cluster.devices))
+            steps_ns = [timed.step_ns for timed in map(line.time, plans(line, schedule)) if timed is not None]
+            feasible = [bound.path(step_ns, UNLIMITED) is not None for step_ns in sorted(set(steps_ns))]
+            assert all(feasible), (seed, order.words)
+            checked += len(feasible)
+            infeasible += bound.path(min(steps_ns) * 3 // 4, UNLIMITED) is None
+    assert checked > 100
+    assert infeasible >= 3
