@@ -151,6 +151,10 @@ class PrefixBound(LayerSums):
         at_least = np.minimum.reduceat(wanted, self._first_targets[groups], axis=0).T
         ends = self.last_ends(position, cuts, begins, groups, limit, at_least=at_least)
         ends = ends[:, self._class_of[: numbers.size]].T
+        if not self._has_one_speed:
+            # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
+            wanted = np.maximum(known + 1, np.maximum(first[rows], 1))
+            ends = np.maximum(ends, begins)
         number, cut = np.nonzero(ends >= wanted)
         into = position + numbers[number], cuts[cut] + 1
         furthest[into], before[into] = ends[number, cut], position
@@ -337,13 +341,15 @@ class PrefixBound(LayerSums):
         return largest
 
     def _trace(self, furthest: IntArray, before: IntArray, position: int, num_cuts: int) -> LinePlan:
-        """The stages of a path; devices that it leaves idle join the stage before them."""
+        """The stages of a path; devices that it leaves idle, or without layers, join the stage before them."""
         boundaries, begins = [len(self.line.cuts) - 1], []
         at = position
         for c in range(num_cuts, 0, -1):
             at = int(before[at, c])
-            begins.append(at)
-            boundaries.append(int(furthest[at, c - 1]))
+            boundary = int(furthest[at, c - 1])
+            if boundary < boundaries[-1]:
+                begins.append(at)
+                boundaries.append(boundary)
         boundaries.reverse()
         firsts = [0, *begins[::-1][1:], position]
         counts = tuple(min(b - a, int(self.groups.most[-1])) for a, b in pairwise(firsts))

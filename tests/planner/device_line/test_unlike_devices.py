@@ -1,15 +1,19 @@
 """The relaxation of many unlike devices, in every order: every plan is feasible in it at its own step time."""
 
+from itertools import combinations
 from random import Random
 
 import pytest
 from msgspec.structs import replace
 
+from bapipe.formats.cluster import Device
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line import replica_classes
-from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.options import PlanOptions
+from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
 from tests.random_profiles import random_profile
 
@@ -31,7 +35,7 @@ def unlike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
         for other, own in zip(others, profile.measurements, strict=True)
     )
     kinds = {"a": profile, "b": replace(profile, device=replace(profile.device, kind="b"), measurements=measured)}
-    devices = tuple(
+    unlike = tuple(
         replace(
             first,
             name=f"d{i}",
@@ -42,8 +46,8 @@ def unlike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
         )
         for i in range(random.randint(3, 5))
     )
-    profiles = {kind: kinds[kind] for kind in {device.kind for device in devices}}
-    return DeviceLine(profiles, replace(line.cluster, devices=devices), line.options)
+    profiles = {kind: kinds[kind] for kind in {device.kind for device in unlike}}
+    return DeviceLine(profiles, replace(line.cluster, devices=unlike), line.options)
 
 
 @pytest.mark.parametrize("is_coarse", [False, True])
@@ -67,3 +71,42 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
             infeasible += bound.path(min(steps_ns) * 3 // 4, UNLIMITED) is None
     assert checked > 100
     assert infeasible >= 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_a_slow_device_may_have_few_of_the_layers_that_those_before_it_have_time_for(schedule: str) -> None:
+    """The first device could run two layers, and the second, 33 times slower, not the third one."""
+    three = devices(3)
+    cluster = replace(three, devices=tuple(map(with_speed, three.devices, (1.0, 0.03, 1.0))))
+    options = PlanOptions(minibatch_size=4, schedules=[schedule], replicas=False)
+    line = DeviceLine({"a": chain([10, 1, 100])}, cluster, options)
+    timed = line.time(LinePlan(cuts=(0, 1, 2, 3), counts=(1, 1, 1), schedule=schedule, microbatch_size=1))
+    assert timed is not None
+    found = PrefixBound(line, schedule, 1, 3).path(timed.step_ns, UNLIMITED)
+    assert found is not None
+    assert list(found.cuts) == sorted(set(found.cuts))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_without_replicas_every_plan_is_feasible_at_its_step_time(schedule: str) -> None:
+    """Chains with some long layers, on devices of which some are slow."""
+    for seed in range(12):
+        random = Random(seed)
+        num_layers, num_devices = random.randint(4, 7), random.randint(3, 5)
+        profile = chain([random.choice([1, 1, 5, 30]) for _ in range(num_layers)], output_bytes=10)
+        some = devices(num_devices)
+        speeds = [random.choice([1.0, 0.9, 0.1, 0.03]) for _ in some.devices]
+        cluster = replace(some, devices=tuple(map(with_speed, some.devices, speeds)))
+        options = PlanOptions(minibatch_size=random.choice([2, 4, 8]), schedules=[schedule], replicas=False)
+        line = DeviceLine({"a": profile}, cluster, options)
+        bound = PrefixBound(line, schedule, 1, num_devices)
+        for num_cuts in range(min(num_devices, num_layers)):
+            for inner in combinations(range(1, num_layers), num_cuts):
+                cuts, counts = (0, *inner, num_layers), (1,) * (num_cuts + 1)
+                timed = line.time(LinePlan(cuts=cuts, counts=counts, schedule=schedule, microbatch_size=1))
+                assert timed is not None
+                assert bound.path(timed.step_ns, UNLIMITED) is not None, (seed, cuts)
+
+
+def with_speed(device: Device, speed: float) -> Device:
+    return replace(device, speed=speed)
