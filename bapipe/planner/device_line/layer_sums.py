@@ -134,7 +134,8 @@ class LayerSums:
         slower = max(cluster.inter_host.latency_ns - latency, 0) if send.size and send.min() > 0 else 0.0
         extra_rate = max(1e9 / cluster.inter_host.bytes_per_s - 1e9 / rate, 0.0)
         self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0
-        self._extra_both = 2 * slower + float((send + grad).min()) * extra_rate if send.size else 0.0
+        both_slower = slower if grad.size == 0 or grad.min() == 0 else 2 * slower  # without gradients none are sent
+        self._extra_both = both_slower + float((send + grad).min()) * extra_rate if send.size else 0.0
         self._fastest_link = Bandwidth(bytes_per_s=rate, latency_ns=latency)  # the links of no two devices, maybe
 
 

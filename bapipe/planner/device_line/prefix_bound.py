@@ -59,7 +59,7 @@ class PrefixBound(LayerSums):
         else:
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
             self.groups = replica_classes(every, self.num_microbatches, schedule, alike=self._has_one_speed)
-        self.weights = replica_weights(self.speeds, self.num_microbatches, self.groups)
+        self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.groups)
         self.counts = self.weights.counts.min(axis=0)  # of every replica of a class. [groups]
         self._list_targets()
         self._rings()
@@ -176,10 +176,10 @@ class PrefixBound(LayerSums):
                 continue
             ends = np.minimum.reduceat(first[p + numbers], self._first_targets[g])
             ends = np.minimum(ends, last)  # behind those that cannot
-            n, v, busiest = w.counts[p, g], w.speed[p, g], w.busiest[p, g]
+            n, v, q, busiest = w.counts[p, g], w.speed[p, g], w.forward_speed[p, g], w.busiest[p, g]
             room = limit + slack[p, g]
             t, x = trip[ends], work[ends] - room / busiest
-            apart = ((n - 1) * share_r + self.forwards_apart(p, g) * share_f) / v
+            apart = (n - 1) * share_r / v + self.forwards_apart(p, g) * share_f / q
             x = np.maximum(x, work[ends] - np.maximum(room - trip[-1] * arrival, 0) / np.maximum(apart, 1e-9))
             y = (busiest * t - room) / np.maximum(busiest - arrival, 1e-9)
             for k, steps in self.rounds(p, g, n):

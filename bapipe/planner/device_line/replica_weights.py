@@ -19,28 +19,33 @@ class ReplicaWeights:
     Attributes:
         counts: micro-batches of one replica of the stage, that which takes the longest for its own, ...
         speed: ... which is no faster than this.
+        forward_speed: of the replica whose F come before the first backward of that one, at most: of GPipe it may be
+            any, as a replica of the last stage runs all its F first.
         busiest: micro-batches per unit of speed of the busiest replica.
-        before, behind: time of the work of 1 ns on the devices before the stage, and behind it; no more than on the
-            replica.
+        before, behind: time of the work of 1 ns on the devices before the stage, and behind it; no more than on these
+            replicas.
         from_here: time of the work of 1 ns on any devices from a position on. [positions]
     """
 
     counts: IntArray
     speed: FloatArray
+    forward_speed: FloatArray
     busiest: FloatArray
     before: FloatArray
     behind: FloatArray
     from_here: FloatArray
 
 
-def replica_weights(speeds: FloatArray, num_microbatches: int, groups: Groups) -> ReplicaWeights:
+def replica_weights(speeds: FloatArray, schedule: str, num_microbatches: int, groups: Groups) -> ReplicaWeights:
     """Returns the weights of stages of `groups` on devices of some speeds."""
     fewest, most = tuple(groups.fewest.tolist()), tuple(groups.most.tolist())
-    return _weights(tuple(speeds.tolist()), num_microbatches, fewest, most)
+    return _weights(tuple(speeds.tolist()), schedule == "gpipe", num_microbatches, fewest, most)
 
 
 @lru_cache(maxsize=8)
-def _weights(speeds: tuple[float, ...], num: int, fewest: tuple[int, ...], most: tuple[int, ...]) -> ReplicaWeights:
+def _weights(
+    speeds: tuple[float, ...], is_gpipe: bool, num: int, fewest: tuple[int, ...], most: tuple[int, ...]
+) -> ReplicaWeights:
     v, few, many = np.array(speeds), np.array(fewest), np.array(most)
     columns = [_replica(v, num, *each) for each in zip(fewest, most, strict=True)]
     counts, speed = (np.stack(column, axis=1) for column in zip(*columns, strict=True))
@@ -48,16 +53,26 @@ def _weights(speeds: tuple[float, ...], num: int, fewest: tuple[int, ...], most:
     positions = np.arange(len(v))[:, None]
     total = sums[np.minimum(positions + many, len(v))] - sums[positions]
     busiest = np.maximum(counts / speed, -(-num // many) / v.max())
+    fastest = np.stack([_largest_of_next(v, number) for number in most], axis=1)
+    forward_speed = fastest if is_gpipe else speed
     first = np.maximum.accumulate(np.append(0.0, v[:-1]))[:, None]
     last = np.append(np.maximum.accumulate(v[::-1])[::-1], 0.0)
     return ReplicaWeights(
         counts=counts,
         speed=speed,
+        forward_speed=forward_speed,
         busiest=np.maximum(busiest, num / total),
-        before=1 / np.maximum(first, speed),
-        behind=1 / np.maximum(last[np.minimum(positions + few, len(v))], speed),
+        before=1 / np.maximum(first, forward_speed),
+        behind=1 / np.maximum(last[np.minimum(positions + few, len(v))], forward_speed),
         from_here=1 / last[:-1],
     )
+
+
+def _largest_of_next(v: FloatArray, number: int) -> FloatArray:
+    """The largest of each value and those behind it, `number` in all. [positions]"""
+    padded = np.append(v, np.zeros(number - 1))
+    largest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, number).max(axis=1)
+    return largest
 
 
 def _replica(v: FloatArray, num: int, few: int, most: int) -> tuple[IntArray, FloatArray]:

@@ -28,7 +28,7 @@ class StageLimits:
         self.bound, self.begins, self.groups, self.position = bound, begins, groups, position
         weights, every = bound.weights, groups[None, :]
         self._n, self._v = weights.counts[position, groups], weights.speed[position, groups]
-        self._busiest = weights.busiest[position, groups]
+        self._forward_v, self._busiest = weights.forward_speed[position, groups], weights.busiest[position, groups]
         self._before, self._behind = weights.before[position, groups], weights.behind[position, groups]
         self._apart = np.broadcast_to(
             bound.forwards_apart(position, every, most_last), (begins.size, groups.size)
@@ -42,7 +42,7 @@ class StageLimits:
     def highest_ends(self) -> IntArray:
         """Ends that no stage exceeds, by the limits that are sums over its layers. [states, groups]"""
         bound, i = self.bound, self.begins[:, None]
-        n, v, behind = self._n, self._v, self._behind
+        n, v, q, behind = self._n, self._v, self._forward_v, self._behind
         trip, work, rest = bound.trip, bound.work, bound.trip[-1]
         share_f, share_r = bound.least_shares
         arrival = trip[i] * self._before + self._both_ways[:, None]
@@ -53,7 +53,8 @@ class StageLimits:
             each = k * (1 / v - behind) + steps / v
             in_rounds = (room - k * from_here) / np.maximum(each, 1e-9)
             of_trip = np.where((k >= 2) & (steps >= 0), np.minimum(of_trip, in_rounds), of_trip)
-        own = ((n - 1) * share_r + self._apart * share_f) / v + (share_f + share_r) * (1 / v - behind)
+        own = (n - 1) * share_r / v + self._apart * share_f / q
+        own = own + share_f * (1 / q - behind) + share_r * (1 / v - behind)
         of_work = (room - from_here) / np.maximum(own, 1e-9)
         of_work = np.minimum(of_work, (self._room - bound.forward[i] * self._before) / self._busiest)
         # A little more: the sums are rounded.
@@ -97,15 +98,15 @@ class StageLimits:
         """By how much stages exceed the limits, at most 0 if they keep them all. All [pairs]"""
         bound, i, j = self.bound, self.begins[states], ends
         n, v, w, u = self._n[groups], self._v[groups], self._busiest[groups], self._apart[states, groups]
-        before = self._before[groups]
+        q, before = self._forward_v[groups], self._before[groups]
         arrival = bound.forward[i] * before + self._one_way[states]
         return_ns = bound.trip[i] * before + self._both_ways[states]
         f, r, b = (sums[j] - sums[i] for sums in (bound.forward, bound.critical, bound.backward))
         update = bound.update[j] - bound.update[i]
         work = arrival + w * (f + b) + self._last_ring[groups] + update
         returned = return_ns + w * (f + r)
-        around = (f + r) / v + (bound.trip[-1] - bound.trip[j]) * self._behind[groups]
-        trip = return_ns + around + ((n - 1) * r + u * f) / v
+        around = f / q + r / v + (bound.trip[-1] - bound.trip[j]) * self._behind[groups]
+        trip = return_ns + around + (n - 1) * r / v + u * f / q
         ring = bound.ring_ns(self.groups[groups], bound.gradients[j] - bound.gradients[i], self.position)
         with_gradients = np.maximum(bound.backward[j] - bound.before_gradients[i], 0.0)
         first_full = np.minimum(with_gradients, bound.first_bucket[j])
@@ -114,7 +115,7 @@ class StageLimits:
         longest = np.maximum(np.maximum(work, returned), np.maximum(trip, after + (n * f + (n - 1) * b) / v))
         after -= b / v
         if bound.has_whole_backward:
-            longest = np.maximum(longest, np.where(n >= 2, after + around + ((n - 1) * b + u * f) / v, 0.0))
+            longest = np.maximum(longest, np.where(n >= 2, after + around + (n - 1) * b / v + u * f / q, 0.0))
         for trips, between in self._rounds:
             k, steps = trips[groups], between[groups]
             passed = k * around + steps * (f + r) / v

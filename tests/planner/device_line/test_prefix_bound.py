@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from random import Random
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -128,6 +129,23 @@ def test_a_bucket_does_not_wait_for_first_layers_without_gradients() -> None:
     assert on_all is not None
     assert on_all.step_ns == 303 * 10**6
     assert PrefixBound(line, "1f1b", 1, 3, last_replicas=(3, 3)).path(on_all.step_ns, UNLIMITED) is not None
+
+
+def test_no_gradient_is_sent_back_between_hosts_where_none_crosses_the_cut() -> None:
+    """F of both stages, 10 ms of latency in between, and B of both: 10 ms more there and back would be too much."""
+    profile = chain([2, 2], output_bytes=1)
+    frozen = (replace(profile.layers[0], no_gradient=profile.layers[0].outputs), profile.layers[1])
+    two, slow = devices(2), Bandwidth(bytes_per_s=10**9, latency_ns=10**7)
+    hosts = tuple(replace(device, host=device.name) for device in two.devices)
+    cluster = replace(two, devices=hosts, inter_host=slow)
+    options = PlanOptions(minibatch_size=1)
+    line = DeviceLine({"a": replace(profile, layers=frozen)}, cluster, options)
+    apart = line.time(LinePlan(cuts=(0, 1, 2), counts=(1, 1), schedule="1f1b", microbatch_size=1))
+    assert apart is not None
+    assert apart.step_ns == 22 * 10**6 + 1
+    bound = PrefixBound(line, "1f1b", 1, 2)
+    ends = bound.last_ends(1, np.array([1]), np.array([1]), np.array([0]), float(apart.step_ns))
+    assert ends.tolist() == [[2]]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

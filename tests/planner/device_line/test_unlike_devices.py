@@ -108,5 +108,23 @@ def test_without_replicas_every_plan_is_feasible_at_its_step_time(schedule: str)
                 assert bound.path(timed.step_ns, UNLIMITED) is not None, (seed, cuts)
 
 
+def test_the_forwards_before_the_first_backward_of_a_slow_replica_in_gpipe_may_be_those_of_a_fast_one() -> None:
+    """M = 6, 2 and 3 replicas: B of micro-batch 1 waits for F of 4, which is on the fast device of the first stage."""
+    profile = chain([1, 1])
+    (measured,) = profile.measurements
+    times = zip(measured.layers, (100, 0), (1000, 5000), strict=True)
+    layers = tuple(replace(one, forward_ns=f, input_grad_ns=0, weight_grad_ns=b) for one, f, b in times)
+    five = devices(5)
+    cluster = replace(five, devices=tuple(map(with_speed, five.devices, (1.0, 10.0, 10.0, 10.0, 10.0))))
+    profiles = {"a": replace(profile, measurements=(replace(measured, layers=layers),))}
+    line = DeviceLine(profiles, cluster, PlanOptions(minibatch_size=6))
+    timed = line.time(LinePlan(cuts=(0, 1, 2), counts=(2, 3), schedule="gpipe", microbatch_size=1))
+    assert timed is not None
+    assert timed.step_ns == 3600  # F and B of micro-batch 1 on slow and fast device, 100 + 500, then three B of 1000
+    bound = PrefixBound(line, "gpipe", 1, 5, last_replicas=(3, 3))
+    assert bound.path(timed.step_ns, UNLIMITED) is not None
+    assert bound.path(timed.step_ns * 9 // 10, UNLIMITED) is None
+
+
 def with_speed(device: Device, speed: float) -> Device:
     return replace(device, speed=speed)
