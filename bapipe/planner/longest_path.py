@@ -9,7 +9,12 @@ all-reduces and updates of its stages.
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bapipe.simulator.compiled import CompiledSchedule
+
+IntArray = NDArray[np.int64]
 
 NONE = -1
 """Stands for an action that does not exist."""
@@ -86,6 +91,28 @@ class LongestPath:
                 link_ends[link] = arrival
                 append_arrival(arrival)
         return ends, arrivals
+
+    def lengths(self, duration_ns: IntArray, transfer_ns: IntArray, tail_ns: IntArray) -> IntArray:
+        """Returns the lengths of the longest paths for several columns of times, as `find` does for one.
+
+        [durations, n], [channels, n], [ranks, n] -> [n]
+        """
+        compiled = self.compiled
+        rank_ends, arrivals = list(np.zeros_like(tail_ns)), list[IntArray]()
+        link_ends = list(np.zeros((len(compiled.links) + 1, tail_ns.shape[1]), dtype=np.int64))
+        for rank, producer, duration, channel, link in zip(
+            compiled.ranks, self._producer, compiled.durations, compiled.channel_of, self._links, strict=True
+        ):
+            start = rank_ends[rank] if producer < 0 else np.maximum(rank_ends[rank], arrivals[producer])
+            rank_ends[rank] = arrival = start + duration_ns[duration]
+            if link >= 0:
+                arrival = link_ends[link] = np.maximum(link_ends[link], arrival) + transfer_ns[channel]
+            elif channel >= 0:
+                arrival = arrival + transfer_ns[channel]
+            arrivals.append(arrival)
+        ends = [rank_ends[rank] + tail_ns[rank] for rank in self.last_actions]
+        longest: IntArray = np.maximum.reduce(ends)
+        return longest
 
     def _trace_back(
         self,

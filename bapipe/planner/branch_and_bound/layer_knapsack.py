@@ -16,6 +16,9 @@ from bapipe.planner.deadline import Deadline
 EPSILON = 1e-12
 """Margin for the rounding of floating point, relative to a value."""
 
+BLOCK = 256
+"""Labels that are compared with one another at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageItems:
@@ -246,13 +249,22 @@ def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Lab
         before = np.concatenate([[-INF], np.maximum.accumulate(saved[:, 0])[:-1]])
         chosen = np.flatnonzero(saved[:, 0] > before)
     else:
-        kept: list[int] = []
-        for i in range(len(saved)):
-            if not kept or not (saved[kept] >= saved[i]).all(axis=1).any():
-                kept.append(i)
-        chosen = np.array(kept, dtype=np.int64)
+        chosen = _maximal(saved)
     all_kept = len(chosen) <= max_labels
     if not all_kept:
         chosen = np.sort(chosen[np.argsort(bounds_ns[order[chosen]], kind="stable")[:max_labels]])
     numbers = order[chosen]
     return _Labels(labels.total_ns[numbers], labels.saved[numbers], labels.numbers[numbers]), all_kept
+
+
+def _maximal(saved: IntArray) -> IntArray:
+    """Returns the rows of which no earlier one has no less in any column. [rows, columns] -> [kept]"""
+    kept = np.zeros(0, dtype=np.int64)
+    for first in range(0, len(saved), BLOCK):
+        block = saved[first : first + BLOCK]
+        others = np.concatenate([saved[kept], block])
+        is_no_less = np.tri(len(block), len(others), len(kept) - 1, dtype=bool)  # only those before each
+        for column in range(saved.shape[1]):
+            is_no_less &= others[:, column] >= block[:, column, None]
+        kept = np.concatenate([kept, first + np.flatnonzero(~is_no_less.any(axis=1))])
+    return kept

@@ -6,8 +6,6 @@ for all neighbours; only those whose bound is below the best step are simulated,
 path. So soon almost every neighbour that is no better is recognized without a simulation.
 """
 
-from random import Random
-
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
@@ -17,9 +15,6 @@ from bapipe.planner.fixed_placements.path_bound import PathBound
 
 CUT_MOVES, BLOCK_MOVES = (1, 2, 4, 8), (1, 2)
 """By how many boundaries one cut is moved, and several neighbouring ones together."""
-
-MAX_PERTURBED, MAX_SHIFT = 3, 3
-"""How many cuts a perturbation moves at most, and by how many boundaries."""
 
 PRODUCTS_PER_ACTION = 1_500
 """Exchange rate: multiplications in a product of matrices that take as long as one simulated action."""
@@ -74,13 +69,3 @@ def _neighbours(cuts: IntArray) -> IntArray:
         + [cuts + sign * size * alone for size in CUT_MOVES for sign in (-1, 1) if size not in BLOCK_MOVES]
     )
     return shifted[(np.diff(shifted, axis=1) > 0).all(axis=1)]
-
-
-def perturbed(cuts: Cuts, random: Random) -> Cuts:
-    """Returns the cuts with a few of them moved a little; every stage keeps a layer."""
-    moved = list(cuts)
-    for _ in range(random.randint(1, MAX_PERTURBED)):
-        cut = random.randrange(1, len(cuts) - 1)
-        boundary = moved[cut] + random.choice((-1, 1)) * random.randint(1, MAX_SHIFT)
-        moved[cut] = min(max(boundary, moved[cut - 1] + 1), moved[cut + 1] - 1)
-    return tuple(moved)

@@ -218,6 +218,17 @@ class Pipeline:
         weights[last:] = transfers
         return length, weights
 
+    def lengths(self, times: IntArray) -> IntArray:
+        """Returns the lengths of the longest paths of several time vectors. [n, entries] -> [n]"""
+        last = self._first[-1]
+        per_replica = times[:, :last].reshape(len(times), -1, self._num_times)
+        tail_ns = np.zeros((self._compiled.num_ranks, len(times)), dtype=np.int64)
+        for replica, rank in enumerate(rank for ranks in self._ranks for rank in ranks):
+            tail_ns[rank] += per_replica[:, replica, -1]
+        durations = np.zeros((per_replica.shape[1], NUM_PHASES, len(times)), dtype=np.int64)
+        durations[:, self._phases] = per_replica[:, :, :-1].transpose(1, 2, 0)
+        return self._path.lengths(durations.reshape(-1, len(times)), times[:, last:].T.copy(), tail_ns)
+
     def forbid_slow(self, limit_ns: int) -> None:
         """Leaves out the intervals whose work alone takes a step as long as a limit."""
         self._rows = [

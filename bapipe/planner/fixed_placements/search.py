@@ -2,25 +2,29 @@
 
 That is so where a schedule gives devices several stages: each root of such a problem is one pipeline. The pipeline with
 the smallest bound is always the next: first its naive cuts are simulated and improved by local search, then its bound
-is raised, some rounds at a time. By turns with that, the cuts of the best pipelines are improved by local search from
-changed cuts. All work is counted, so that the result does not depend on the speed of the machine.
+is raised, some rounds at a time. By turns with that, the cuts of the best pipelines are improved by random moves, again
+and again from their best cuts a little changed. All work is counted, so that the result does not depend on the speed of
+the machine.
 """
 
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
-from random import Random
+
+import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
-from bapipe.planner.fixed_placements.local_search import descend, perturbed
+from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
 from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.random_moves import climb, neighbours
 from bapipe.progress import SearchProgress
 
 DEFAULT_MAX_ACTIONS = 12_000_000
@@ -33,7 +37,7 @@ NUM_CLIMBED = 3
 """The number of pipelines whose cuts are improved."""
 
 PROMISING = 1.1
-"""The naive cuts of a pipeline are improved at once if they exceed the best step by no more than this factor."""
+"""The cuts of a pipeline are improved if they exceed the best step by no more than this factor."""
 
 
 def has_fixed_placements(problem: Problem) -> bool:
@@ -72,6 +76,7 @@ class _Entry:
     Attributes:
         game: None before its first turn.
         best_ns, best: the best cuts, `INF` and () without any.
+        is_climbed: whether the climb from the naive cuts is over.
     """
 
     problem: Problem
@@ -80,6 +85,7 @@ class _Entry:
     game: PathBound | None = None
     best_ns: int = INF
     best: Cuts = ()
+    is_climbed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +120,7 @@ class _Search:
         self.num_simulated = 0
         self._started: list[_Entry] = []
         self._is_smallest_final = False
-        self._random = Random(0)
+        self._random = np.random.default_rng(0)
         self._num_pushed = 0
         # (bound, sequence number, devices, the root or all orders)
         self._queue: list[tuple[int, int, _Orders, _Entry | None]] = []
@@ -231,8 +237,10 @@ class _Search:
         if feasible is None:
             entry.bound_ns = INF
             return
-        for cuts in dict.fromkeys((*starts, feasible[1])):
+        for cuts in starts:
             self._try(entry, cuts)
+        if not entry.best:
+            self._try(entry, feasible[1])
         if entry.best and entry.best_ns <= PROMISING * self.best_ns:
             self._descend(entry, entry.best, entry.best_ns)
 
@@ -260,15 +268,29 @@ class _Search:
     def _climbing(self) -> list[_Entry]:
         """The pipelines with the best cuts that may have better ones."""
         ranked = sorted((entry for entry in self._started if entry.best), key=lambda entry: entry.best_ns)
-        return [entry for entry in ranked[:NUM_CLIMBED] if entry.bound_ns < self.best_ns]
+        return [
+            entry
+            for entry in ranked[:NUM_CLIMBED]
+            if entry.bound_ns < self.best_ns and entry.best_ns <= PROMISING * self.best_ns
+        ]
 
     def _climb(self) -> None:
-        """Improves the cuts of the best pipelines, from random changes of their best ones."""
+        """Improves the cuts of the best pipelines: first their best ones, then those that random moves lead to."""
         for entry in self._climbing():
-            cuts = perturbed(entry.best, self._random)
-            step_ns = self._try(entry, cuts)
-            if step_ns is not None:
-                self._descend(entry, cuts, step_ns)
+            assert entry.game is not None
+            pipeline, cuts, step_ns = entry.game.pipeline, entry.best, entry.best_ns
+            if entry.is_climbed:
+                for other in neighbours(pipeline, entry.best, self._random)[:1].tolist():
+                    cuts, step_ns = tuple(other), self._try(entry, tuple(other)) or INF
+            entry.is_climbed = True
+            climb(
+                pipeline,
+                cuts,
+                step_ns,
+                simulated_ns=partial(self._try, entry),
+                budget=self.budget,
+                random=self._random,
+            )
 
     @property
     def bound_ns(self) -> int:
