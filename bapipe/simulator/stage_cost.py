@@ -1,10 +1,11 @@
 """The cost of a stage: the sums over its layers on each of its replicas, and the bytes at each of its cuts."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -234,19 +235,20 @@ def _stage(
     buckets = fill_buckets([layer.summed_bytes(has_replicas=len(devices) > 1) for layer in layers])
     recomputed = frozenset(stage.recomputed)
     ends = tuple(end for end, _ in buckets)
-    tied = {device.kind: views[device.kind].tied_weights.cost_of(set(stage.layers)) for device in devices}
+    kinds = list(dict.fromkeys(device.kind for device in devices))
+    tied = {kind: views[kind].tied_weights.cost_of(set(stage.layers)) for kind in kinds}
+    cost_of = {
+        kind: stage_cost_by_speed(
+            [views[kind].by_name[name] for name in names],
+            recomputed,
+            ends,
+            tied[kind],
+            sends_gradient=entry.num_gradients > 0,
+        )
+        for kind in kinds
+    }
     return Stage(
-        costs=tuple(
-            stage_cost(
-                [views[device.kind].by_name[name] for name in names],
-                device.speed,
-                recomputed,
-                ends,
-                tied[device.kind],
-                sends_gradient=entry.num_gradients > 0,
-            )
-            for device in devices
-        ),
+        costs=tuple(cost_of[device.kind](device.speed) for device in devices),
         num_members=devices[0].num_members,
         send_bytes=cut.send_bytes,
         grad_bytes=cut.grad_bytes,
@@ -297,7 +299,19 @@ def stage_cost(
     *,
     sends_gradient: bool,
 ) -> StageCost:
-    """Returns the cost of layers, given last to first, on a device of some speed.
+    """Returns the cost of layers on a device of some speed; see `stage_cost_by_speed`."""
+    return stage_cost_by_speed(layers, recomputed, bucket_ends, tied, sends_gradient=sends_gradient)(speed)
+
+
+def stage_cost_by_speed(
+    layers: Sequence[tuple[LayerProfile, LayerMeasurement]],
+    recomputed: AbstractSet[str],
+    bucket_ends: Sequence[int],
+    tied: TiedWeightCost,
+    *,
+    sends_gradient: bool,
+) -> Callable[[float], StageCost]:
+    """Returns the cost of layers, given last to first, on a device of any speed; O(layers), then O(buckets) a speed.
 
     Args:
         recomputed: the names of the layers that are recomputed.
@@ -307,15 +321,23 @@ def stage_cost(
     totals = [layer_totals(layer, measured) for layer, measured in layers]
     again = [of for (layer, _), of in zip(layers, totals, strict=True) if layer.name in recomputed]
     in_buckets = [sum_totals(totals[begin:end]) for begin, end in pairwise([0, *bucket_ends])]
-    return cost_of_totals(
-        sum_totals(totals),
-        max(measured.workspace_bytes for _, measured in layers),
-        accumulate(in_buckets, lambda before, bucket: sum_totals((before, bucket))),
-        speed=speed,
-        recomputed=sum_totals(again),
-        tied=tied,
-        sends_gradient=sends_gradient,
-    )
+    last_layers = tuple(accumulate(in_buckets, lambda before, bucket: sum_totals((before, bucket))))
+    every, recomputed_layers = sum_totals(totals), sum_totals(again)
+    workspace_bytes = max(measured.workspace_bytes for _, measured in layers)
+
+    @cache
+    def cost_of(speed: float) -> StageCost:
+        return cost_of_totals(
+            every,
+            workspace_bytes,
+            last_layers,
+            speed=speed,
+            recomputed=recomputed_layers,
+            tied=tied,
+            sends_gradient=sends_gradient,
+        )
+
+    return cost_of
 
 
 def cost_of_totals(
