@@ -47,7 +47,7 @@ def _shares(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
 
 
 def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> str:
-    longer = "a longer time limit lets the search raise the bound and look for faster plans"
+    longer = _longer(plan, options)
     num_choices = len(named_schedules(options)) * len(microbatch_sizes(profiles, plan.cluster, options))
     if num_choices == 1 or plan.schedule not in named_schedules(options):
         return f"{longer}."
@@ -62,6 +62,21 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
         f"{longer}. With {plan.schedule} and micro-batches of {plan.microbatch_size} alone, it leaves "
         f"{best_ns / max(found.lower_bound_ns, 1) - 1:.1%}{faster}."
     )
+
+
+def _longer(plan: Plan, options: PlanOptions) -> str:
+    """What a longer time limit can do."""
+    from bapipe.planner.device_line.search import has_many_devices  # loads numpy
+
+    num_layers = sum(len(stage.layers) for stage in plan.stages)
+    schedules, size = named_schedules(options), options.minibatch_size
+    if has_many_devices(plan.cluster, schedules, num_layers=num_layers, minibatch_size=size):
+        return (
+            "a longer time limit helps only if the search was ended before it was done: for so many devices the bound "
+            "is that of a relaxation, which counts for each stage what comes before and behind it, but not all that "
+            "stages wait for one another, however long it is searched"
+        )
+    return "a longer time limit lets the search raise the bound and look for faster plans"
 
 
 def _ms(time_ns: int) -> str:

@@ -63,6 +63,15 @@ def test_a_gap_is_explained_by_what_the_bound_counts() -> None:
     assert explain(loose, profiles, options)[-1] == gap
 
 
+def test_of_many_devices_a_longer_search_is_not_said_to_close_the_gap() -> None:
+    plan, profiles = planned([3, 1, 4, 1, 5, 9, 2, 6] * 2, 36, schedules=("1f1b",))
+    options = PlanOptions(minibatch_size=8, schedules=("1f1b",))
+    loose = replace(plan, certificate=certify(plan.prediction.step_ns, 1, plan.certificate.space))
+    assert "a longer time limit helps only if the search was ended before it was done" in explain_gap(
+        loose, profiles, options
+    )
+
+
 def test_an_explanation_after_the_time_is_over_leaves_out_what_was_not_examined() -> None:
     plan, profiles = planned([3, 1, 4, 1], 2)
     sentences = explain(plan, profiles, PlanOptions(minibatch_size=4), deadline=Deadline(0.0))
