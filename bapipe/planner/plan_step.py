@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
 
+MAX_TABLE_BYTES = 2**31
+"""Of the times of all intervals on all kinds and speeds of many devices, at all micro-batch sizes."""
+
 UNLIMITED_NODES = 10**12
 """Node budget of a search with a time limit, which ends it earlier."""
 
@@ -72,7 +75,8 @@ def solve_step_time(
     Raises:
         Infeasible: nothing fits; the message names the closest plan and what each device lacks.
         BapipeError: constraints that cannot be met, or sizes that do not divide.
-        OutOfTime: the deadline passed before any plan was found that fits, and no naive plan fits.
+        OutOfTime: the deadline passed before any plan was found that fits, or an exact search needs too much memory,
+            and no naive plan fits.
     """
     searches_order = SEARCH in options.schedules
     if searches_order:
@@ -114,6 +118,22 @@ def solve_partition(
     return _no_slower_than_naive(solution, profiles, cluster, options, deadline)
 
 
+def _has_too_large_tables(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+    """Whether exact searches would tabulate more than memory should hold: five times of each interval.
+
+    Of many devices that differ, only: one of each kind and speed has tables of its own.
+    """
+    from bapipe.planner.device_line.line import DeviceLine
+    from bapipe.planner.device_line.search import MIN_DEVICES
+
+    unlike = {(device.kind, device.speed) for device in cluster.devices}
+    if len(unlike) == 1 or len(cluster.devices) < MIN_DEVICES:
+        return False
+    num_intervals = len(DeviceLine(profiles, cluster, options).cuts) ** 2 // 2
+    num_tables = len(unlike) * len(microbatch_sizes(profiles, cluster, options))
+    return 5 * 8 * num_intervals * num_tables > MAX_TABLE_BYTES
+
+
 def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline = UNLIMITED) -> Solution:
     """Returns the solution with the baselines among its alternatives, those that the deadline leaves time for."""
     space = solution.space
@@ -141,8 +161,12 @@ def find_best_layout(
     """Returns the searched space, and the best layout of it; see `solve_step_time`."""
     from bapipe.planner.branch_and_bound.infeasible import fitting_layout, infeasible_error, least_infeasible
     from bapipe.planner.branch_and_bound.space import search_space  # these load numpy
+    from bapipe.planner.constraints import check_constraints, parse_constraints
     from bapipe.planner.layout_search import search_layouts
 
+    check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
+    if _has_too_large_tables(profiles, cluster, options):
+        raise OutOfTime("the search of so many layers on so many unlike devices needs too much memory")
     space = search_space(profiles, cluster, options, deadline)
     max_nodes = UNLIMITED_NODES if deadline.is_given else MAX_NODES
     result = search_layouts(space.problems, max_nodes=max_nodes, deadline=deadline, progress=progress)
@@ -221,7 +245,7 @@ def _naive_solution(
     best = best_naive(line, schedules, sizes, deadline)
     if best is None:
         raise OutOfTime(
-            "the time was over before a plan was found that fits, and none of the naive plans tried fits; that does "
+            "the search ended before a plan was found that fits, and none of the naive plans tried fits; that does "
             "not prove that there is none: choose a longer `time_limit_s`",
             bound_ns,
         )

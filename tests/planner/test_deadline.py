@@ -23,6 +23,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import pareto
 from bapipe.planner.plan_step import plan_step_time, unsearched_space
 from bapipe.planner.throughput.search import explore_throughput
+from bapipe.planner.work_bound import work_bound_ns
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive
@@ -131,6 +132,21 @@ def test_a_limit_of_no_time_says_that_nothing_was_found_if_no_naive_plan_fits() 
     assert plan_step_time(PROFILES, devices(3), options).stages[0].devices == ("d2",)
     with pytest.raises(OutOfTime, match="does not prove that there is none: choose a longer `time_limit_s`"):
         plan_step_time(PROFILES, devices(3), options, deadline=Deadline(0.0))
+
+
+def test_tables_of_many_layers_on_many_unlike_devices_are_not_made() -> None:
+    """The times of two million intervals at 36 speeds would take 2.9 GB."""
+    profiles, alike = {"a": chain([1, 2] * 1000)}, devices(36)
+    unlike = tuple(replace(device, speed=1 + i / 100) for i, device in enumerate(alike.devices))
+    cluster = replace(alike, devices=unlike)
+    plan = plan_step_time(profiles, cluster, PlanOptions(minibatch_size=2, schedules=["interleaved-1f1b"]))
+    assert plan.certificate.lower_bound_ns == work_bound_ns(profiles, cluster, 2) <= plan.prediction.step_ns
+    with pytest.raises(BapipeError, match="constraint"):
+        plan_step_time(
+            profiles,
+            cluster,
+            PlanOptions(minibatch_size=2, schedules=["interleaved-1f1b"], constraints=["l0 with l9999"]),
+        )
 
 
 def test_naive_plans_are_cut_evenly_and_timed_as_the_simulator_times_them() -> None:
