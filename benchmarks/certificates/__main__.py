@@ -10,7 +10,8 @@ equal shares of time, layers or bytes for the first devices of the cluster, and 
 climbing on the cuts, with the simulator alone, for the given seconds of compute.
 
 Small problems have up to five layers and three devices, and every feature of profiles, clusters and options that
-planning knows; every plan is tried.
+planning knows; every plan is tried. Where a device lacks memory, stages recompute whole: of devices with several, any
+of them.
 
 Prints a line for each large problem, and for each small one with a fault. A plan below the lower bound, one that fits
 where the search says that none does, and a small problem whose best plan was missed are faults: the command then ends

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import StagePlan
@@ -20,6 +20,9 @@ from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import Stage, build_stages
 
 MAX_TABLES = 64
+
+MAX_CHOSEN_STAGES = 8
+"""Stages on devices with several up to which any of them may recompute; of more, all on a device that lacks memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,41 +80,47 @@ class Judge:
 
     def step_ns(self, plan: HandPlan) -> int | None:
         """Returns the step time, None if the plan does not fit. Stages recompute if they do not fit without."""
-        table, _ = self.table(plan)
-        recompute = self._recomputed(plan)
-        if recompute is None:
-            return None
-        return step_ns_of(*self.table(plan), self._stages(plan, table, recompute), self.cluster)
+        fastest = self._fastest(plan)
+        return None if fastest is None else fastest[0]
 
     def simulated_ns(self, plan: HandPlan) -> int:
         """Returns the step time of the whole timeline: what `step_ns` computes a shorter way."""
         table, _ = self.table(plan)
-        recompute = self._recomputed(plan)
-        assert recompute is not None
+        fastest = self._fastest(plan)
+        assert fastest is not None
         stages = [
             StagePlan(
                 layers=tuple(self.names[begin:end]),
                 devices=tuple(self.cluster.devices[rank].name for rank in ranks),
                 recompute=flag,
             )
-            for (begin, end), ranks, flag in zip(pairwise(plan.cuts), table.devices, recompute, strict=True)
+            for (begin, end), ranks, flag in zip(pairwise(plan.cuts), table.devices, fastest[1], strict=True)
         ]
         costs = build_stages(stages, self.profiles, self.cluster, plan.microbatch_size)
         return simulate_schedule(table, costs, self.cluster).step_ns
 
-    def _recomputed(self, plan: HandPlan) -> tuple[bool, ...] | None:
-        """Which stages recompute; None if the plan does not fit."""
+    def _fastest(self, plan: HandPlan) -> tuple[int, tuple[bool, ...]] | None:
+        """The shortest step and which stages then recompute; None if the plan does not fit."""
         table, compiled = self.table(plan)
-        recompute = (False,) * (len(plan.cuts) - 1)
-        for _ in range(2):
-            memory = rank_memory(table, self._stages(plan, table, recompute), compiled)
-            short = {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
-            if not short:
-                return recompute
-            if not self.options.recompute or plan.schedule not in SCHEDULES or any(recompute):
-                return None
-            recompute = tuple(bool(short & set(ranks)) for ranks in table.devices)
-        return None
+        nothing = (False,) * (len(plan.cuts) - 1)
+        short = self._short_ranks(plan, nothing)
+        choices = [nothing]
+        if short and self.options.recompute:
+            may = [bool(short & set(ranks)) for ranks in table.devices]
+            several = plan.schedule not in SCHEDULES and sum(may) <= MAX_CHOSEN_STAGES
+            choices = list(product(*((False, True)[: each + 1] for each in may))) if several else [tuple(may)]
+        steps = (
+            (step_ns_of(table, compiled, self._stages(plan, table, recompute), self.cluster), recompute)
+            for recompute in choices
+            if not self._short_ranks(plan, recompute)
+        )
+        return min(steps, default=None)
+
+    def _short_ranks(self, plan: HandPlan, recompute: Sequence[bool]) -> set[int]:
+        """The ranks on which the plan does not fit."""
+        table, compiled = self.table(plan)
+        memory = rank_memory(table, self._stages(plan, table, recompute), compiled)
+        return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
 
     def _stages(self, plan: HandPlan, table: Schedule, recompute: Sequence[bool]) -> tuple[Stage, ...]:
         return tuple(

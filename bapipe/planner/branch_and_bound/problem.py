@@ -190,6 +190,7 @@ class Problem:
         if placements not in self._on_cluster:
             if len(self._on_cluster) >= MAX_CACHED_SCHEDULES:
                 self._on_cluster.clear()
+                self._shared_devices.clear()
             ranks = self.ranks(placements)
             # The cluster's rank of each rank of the schedule's own table.
             if placements[0].position is None:

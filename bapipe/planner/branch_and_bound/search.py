@@ -68,7 +68,7 @@ def best_first(
             search.begin_with_least_memory()
     except OutOfTime as error:
         if search.incumbent is None:
-            error.lower_bound_ns = int(search.lower_bound_ns)
+            error.lower_bound_ns = int(search.proven_bound_ns)
             raise
     return search.result()
 
@@ -96,7 +96,7 @@ def best_below(
         while search.is_open and search.num_nodes < max_nodes and not search.is_within(max_gap):
             deadline.check()
             search.expand_best()
-    return search.result(), int(search.lower_bound_ns)
+    return search.result(), int(search.proven_bound_ns)
 
 
 class _BestFirst:
@@ -145,7 +145,7 @@ class _BestFirst:
         return min(self.upper_bound_ns, max(self._proved_ns, smallest_ns))
 
     @property
-    def _proven_bound_ns(self) -> int:
+    def proven_bound_ns(self) -> int:
         """The lower bound, also of plans with other recomputed layers, where the best choice of these is not known."""
         return min(self.lower_bound_ns, self._not_best_ns)
 
@@ -156,7 +156,7 @@ class _BestFirst:
             problem=self.incumbent.problem,
             layout=self.incumbent.layout,
             step_ns=self.upper_bound_ns,
-            lower_bound_ns=int(self._proven_bound_ns),
+            lower_bound_ns=int(self.proven_bound_ns),
             is_exhausted=not self.is_open,
         )
 

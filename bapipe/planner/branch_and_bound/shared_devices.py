@@ -10,6 +10,7 @@ attains the bound, or for a few rounds.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import ceil
 
 from bapipe.formats.cluster import Cluster
@@ -41,8 +42,8 @@ class SharedChoice:
     """The recomputed layers of stages that share devices.
 
     Attributes:
-        fits: whether the stages fit with them.
-        is_best: whether no other choice can be faster, or fits if this does not.
+        fits: False if the stages fit with no layers at all.
+        is_best: whether no other choice can be faster.
         bound_ns: no step with any layers with which the stages fit is shorter.
     """
 
@@ -54,7 +55,10 @@ class SharedChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Least:
-    """The choice of the least weighted sum; `total_ns` is a lower bound of that sum, at the speeds of the devices."""
+    """The choice of the least weighted sum; `total_ns` is a lower bound of that sum, at the speeds of the devices.
+
+    If not `fits`, there is none where `is_best`; else none was found, and devices without one recompute all layers.
+    """
 
     recompute: LayersOfStages
     total_ns: int
@@ -85,12 +89,19 @@ class SharedDevices:
         self._schedule, self._compiled, self._cluster = schedule, compiled, cluster
         self._limits, self._choice = limits, choice
         self._own = stages_of_ranks(schedule)
-        self._states = {rank: _peaks(schedule, rank, self._own[rank]) for rank in limits}
         columns = zip(compiled.durations, compiled.channel_of, strict=True)
         self._sending = {duration for duration, channel in columns if channel >= 0}
-        # By whether transfers of channels that share a link cannot overtake one another.
-        self._paths = {
-            in_order: LongestPath(compiled, [in_order or not may_queue for may_queue in compiled.may_queue])
+
+    @cached_property
+    def _states(self) -> dict[int, tuple[State, ...]]:
+        """The states of each rank in use."""
+        return {rank: _peaks(self._schedule, rank, self._own[rank]) for rank in self._limits}
+
+    @cached_property
+    def _paths(self) -> dict[bool, LongestPath]:
+        """By whether transfers of channels that share a link cannot overtake one another."""
+        return {
+            in_order: LongestPath(self._compiled, [in_order or not may_queue for may_queue in self._compiled.may_queue])
             for in_order in (False, True)
         }
 
@@ -115,7 +126,9 @@ class SharedDevices:
         bound_ns = self._longest(plain, plain).plain_ns
         choice = self._least(limits, intervals, plain, [1] * len(intervals))
         if not choice.fits:
-            return SharedChoice(recompute=nothing, fits=False, is_best=choice.is_best, bound_ns=bound_ns)
+            return SharedChoice(
+                recompute=choice.recompute, fits=not choice.is_best, is_best=choice.is_best, bound_ns=bound_ns
+            )
         best, best_ns = choice.recompute, INF
         paths: list[_Path] = []
         for _ in range(MAX_ROUNDS):
@@ -167,12 +180,15 @@ class SharedDevices:
             if found.total_ns >= INF:
                 fits = False
                 if found.is_best:  # no layers make this device hold its stages
-                    return _Least(recompute=tuple(recompute), total_ns=0, fits=False, is_best=True)
+                    nothing = (frozenset[int](),) * len(intervals)
+                    return _Least(recompute=nothing, total_ns=0, fits=False, is_best=True)
             is_best &= found.is_best
             if found.is_best:
                 total_ns += _at_speed(found.total_ns, device.speed, sum(weights[s] for s in own))
             for s in own:
-                recompute[s] = found.layers & frozenset(range(*intervals[s]))
+                layers = frozenset(range(*intervals[s]))
+                # Where no choice was found, that may be because the frontiers were cut: all layers may still fit.
+                recompute[s] = layers if found.total_ns >= INF else found.layers & layers
         return _Least(recompute=tuple(recompute), total_ns=total_ns, fits=fits, is_best=is_best)
 
     def _longest(self, stages: Sequence[Stage], plain: Sequence[Stage]) -> _Path:

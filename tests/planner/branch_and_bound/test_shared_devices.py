@@ -8,7 +8,10 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from bapipe.planner.branch_and_bound import recomputation
+from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
+from bapipe.planner.branch_and_bound.search import best_below
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.layout_search import search_layouts
 from bapipe.planner.options import PlanOptions
@@ -114,3 +117,33 @@ def test_the_bound_of_each_layout_is_below_every_choice(schedule: str) -> None:
     assert num_chosen > 3
     assert num_least >= 0.9 * num_chosen
     assert num_exact > 1
+
+
+def test_no_layout_that_fits_with_all_layers_recomputed_is_lost_if_frontiers_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recomputation, "FEW_LABELS", 1)
+    monkeypatch.setattr(recomputation, "MAX_LABELS_TOGETHER", 1)
+    num_fitting = 0
+    for seed in (12, 28, 34):
+        for problem in tight(seed, "looped-bfs"):
+            for layout in layouts(problem):
+                own = stages_of_ranks(problem.compiled(layout.placements)[0])
+                plain = dataclasses.replace(layout, recompute=(frozenset(),) * len(layout.placements))
+                lacking = {s for rank, short in problem.shortfall_bytes(plain).items() if short > 0 for s in own[rank]}
+                every = _recomputed(layout).recompute
+                recompute = tuple(of if s in lacking else frozenset[int]() for s, of in enumerate(every))
+                whole = dataclasses.replace(layout, recompute=recompute)
+                if lacking and max(problem.shortfall_bytes(whole).values()) <= 0:
+                    assert problem.fits(layout), seed
+                    num_fitting += 1
+    assert num_fitting > 5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 13])
+def test_a_search_below_a_step_bounds_plans_with_other_recomputed_layers(seed: int) -> None:
+    problems = tight(seed, "1f1b-2bp", host_times=True)
+    fastest = least_step(problems)
+    assert fastest is not None
+    _, bound_ns = best_below(problems, INF, max_gap=0.0, max_nodes=20_000)
+    assert bound_ns <= fastest[0]
