@@ -94,6 +94,10 @@ class LayerSums:
         both: FloatArray = self._static + self._stash
         return both[ends] - both[begins]
 
+    def round_trip_ns(self, num_cuts: int) -> float:
+        """Returns what one micro-batch's transfers over some cuts take at least, both ways."""
+        return float(self._both_ways[min(num_cuts, self._both_ways.size - 1)])
+
     def _compare_kinds(self, measured: Mapping[str, Sequence[LayerMeasurement]]) -> None:
         """Notes the speeds of the devices: that of a kind is at most what its least slow layer says."""
         times = {

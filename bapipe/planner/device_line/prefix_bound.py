@@ -17,6 +17,7 @@ Many devices)
 with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
 """
 
+from copy import copy
 from itertools import pairwise
 
 import numpy as np
@@ -31,12 +32,20 @@ from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.stage_limits import StageLimits
 
+LAST_STAGE_GROWTH = 4
+"""GPipe: the replicas of the last stage are told apart by powers of this."""
+
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
 
 
 class PrefixBound(LayerSums):
-    """The problem of one order of the devices, schedule and micro-batch size."""
+    """The problem of one order of the devices, schedule and micro-batch size.
+
+    Attributes:
+        num_cuts: the fewest and the most cuts between the stages of its plans.
+        bound_ns: what is proven of every plan.
+    """
 
     def __init__(
         self,
@@ -49,8 +58,10 @@ class PrefixBound(LayerSums):
     ) -> None:
         """`last_replicas` restricts the last stage's devices to a range; `only_replicas` fixes those of all stages."""
         super().__init__(line, schedule, size, num_devices)
+        most, wanted = min(num_devices, len(line.cuts) - 1) - 1, line.options.num_stages
+        self.num_cuts = (0, most) if wanted is None else (min(wanted - 1, most),) * 2
         self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
-        self.bound_ns = 0  # what is proven of every plan of this problem
+        self.bound_ns = 0
         self._rounded_stages = num_devices if self.is_rounded else 0
         self._has_one_speed = len(set(self.speeds.tolist())) == 1
         self.has_whole_backward = schedule in ("1f1b", "gpipe")
@@ -63,6 +74,30 @@ class PrefixBound(LayerSums):
         self.counts = self.weights.counts.min(axis=0)  # of every replica of a class. [groups]
         self._list_targets()
         self._rings()
+
+    def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
+        """Returns the problem of plans with so many cuts between their stages."""
+        other = copy(self)
+        other.num_cuts = fewest, most
+        return other
+
+    def parts_by_last_stage(self) -> list["PrefixBound"]:
+        """Returns, of GPipe, problems for ranges of the replicas of the last stage, on which its bound depends."""
+        most = int(self.groups.most[-1])
+        if self.schedule != "gpipe" or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
+            return []
+        powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
+        parts = [copy(self) for _ in powers]
+        for part, fewest in zip(parts, powers, strict=True):
+            part.last_replicas = fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)
+        return parts
+
+    def is_refuted(self, limit_ns: int, deadline: Deadline) -> bool:
+        """Returns whether no plan can be within a step time, which raises the bound."""
+        if self.path(limit_ns, deadline) is not None:
+            return False
+        self.bound_ns = max(self.bound_ns, limit_ns + 1)
+        return True
 
     @property
     def is_alike(self) -> bool:
@@ -112,7 +147,7 @@ class PrefixBound(LayerSums):
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
         last, num = len(self.line.cuts) - 1, self.num_devices
-        max_cuts = min(num, last)
+        fewest_cuts, max_cuts = self.num_cuts[0], self.num_cuts[1] + 1
         limit = limit_ns * (1 + 1e-12)
         first = self._first_begins(limit)
         furthest = np.full((num + 1, max_cuts + 1), -1, dtype=np.int64)  # the last column: cuts of a whole plan
@@ -121,8 +156,9 @@ class PrefixBound(LayerSums):
         for position in range(num):
             deadline.check()
             row = furthest[position]
-            # Only states that reach further than those with fewer cuts.
-            reached = np.maximum.accumulate(np.concatenate([[-1], row[:-1]]))
+            # Only states that reach further than those with fewer cuts, and as few transfers to come.
+            reached = np.maximum.accumulate(np.concatenate([[-1], row[fewest_cuts:-1]]))
+            reached = np.concatenate([np.full(fewest_cuts, -1), reached])
             cuts = np.flatnonzero((row > reached) & (row >= first[position]))
             if cuts.size == 0:
                 continue
@@ -151,7 +187,7 @@ class PrefixBound(LayerSums):
         at_least = np.minimum.reduceat(wanted, self._first_targets[groups], axis=0).T
         ends = self.last_ends(position, cuts, begins, groups, limit, at_least=at_least)
         ends = ends[:, self._class_of[: numbers.size]].T
-        if not self._has_one_speed:
+        if not self._has_one_speed or cuts[0] < self.num_cuts[0]:
             # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
             wanted = np.maximum(known + 1, np.maximum(first[rows], 1))
             ends = np.maximum(ends, begins)
@@ -168,6 +204,7 @@ class PrefixBound(LayerSums):
         trip, work = self.trip, self.work
         share_f, share_r = self.least_shares
         arrival = 1 / self.max_speed
+        whole_trip = trip[-1] * arrival + self._both_ways[self.num_cuts[0]]
         slack = self.slack(np.arange(num)[:, None], np.arange(self.groups.fewest.size)[None, :])
         first = np.full(num + 1, last)
         for p in range(num - 1, -1, -1):
@@ -180,7 +217,7 @@ class PrefixBound(LayerSums):
             room = limit + slack[p, g]
             t, x = trip[ends], work[ends] - room / busiest
             apart = (n - 1) * share_r / v + self.forwards_apart(p, g) * share_f / q
-            x = np.maximum(x, work[ends] - np.maximum(room - trip[-1] * arrival, 0) / np.maximum(apart, 1e-9))
+            x = np.maximum(x, work[ends] - np.maximum(room - whole_trip, 0) / np.maximum(apart, 1e-9))
             y = (busiest * t - room) / np.maximum(busiest - arrival, 1e-9)
             for k, steps in self.rounds(p, g, n):
                 here = k * w.from_here[p]
@@ -241,6 +278,11 @@ class PrefixBound(LayerSums):
         forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
         one_way = self._one_way[cuts] + forced * self._extra_one_way
         return one_way, self._both_ways[cuts] + forced * self._extra_both
+
+    def transfers_behind(self, cuts: IntArray) -> FloatArray:
+        """The transfers both ways over the cuts that are still to come behind some, at least. [cuts]"""
+        behind: FloatArray = self._both_ways[np.maximum(0, self.num_cuts[0] - cuts)]
+        return behind
 
     def forwards_apart(
         self, position: int | IntArray, groups: IntArray, most_last: IntArray | int | None = None

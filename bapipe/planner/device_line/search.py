@@ -5,7 +5,8 @@
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
     5. climb             from the best of the plans found since
-    6. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
+    6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them
+    7. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
 
 If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
 estimates, so that results do not depend on the speed of the machine.
@@ -19,6 +20,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
+from bapipe.planner.device_line.cut_ranges import CutRanges
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import MIN_TRIED, naive_plans
 from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
@@ -40,14 +42,17 @@ MAX_ACTIONS = 1_500_000
 MAX_BOUND_WORK = 25 * 512**2
 """Budget of the bisection, without a time limit, in squared devices for each limit that is decided."""
 
-LAST_STAGE_GROWTH = 4
-"""GPipe: the replicas of the last stage are told apart by powers of this."""
-
 BOUND_PRECISION = 200
 """Bisection ends at one part in so many."""
 
 COARSE_PRECISION = 60
-"""... or in so many where the bound of pivots follows."""
+"""... or in so many where other bounds follow."""
+
+MAX_CUTS_WORK = 80 * 512**2
+"""Budget of the bounds by numbers of cuts, without a time limit, in the same unit, ..."""
+
+MIN_TRANSFERS = 0.01
+"""... which are raised where the transfers of a micro-batch take this part of the best step."""
 
 PIVOT_GAPS = (5, 6.5, 8, 10)
 """The gaps, in percent, that the bound of pivots is asked for, one after another."""
@@ -112,7 +117,7 @@ class LineSearch:
                 if self.best is None or not self._climbs.is_slower(line, plan, SLOW * self.best.step_ns):
                     self._time(line, plan)
             if self.rival is None:
-                self._climb(self.deadline.share(3))
+                self._climb(self.deadline.share(8), may_simulate=False)
             problems = self._raise_bound(self.deadline.share(2))
             if self.rival is not None:
                 self._raise_by_pivots(problems, self.deadline.share(2))
@@ -121,14 +126,15 @@ class LineSearch:
             self._num_slow_paths = 0
             with suppress(OutOfTime):
                 self._equal_groups(self.deadline.share(3))
-            self._climb(self.deadline.share(2))
+            self._climb(self.deadline.share(4))
             if self.rival is None:
+                self._raise_by_cuts(problems, self.deadline)
                 self._raise_by_pivots(problems, self.deadline)
 
-    def _climb(self, deadline: Deadline) -> None:
+    def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
         """Steps 2 and 5: changes the cuts and the devices of the best plans from which it has not been done yet."""
         starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.has(timed)]
-        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline, lambda: self._is_over)
+        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline, lambda: self._is_over or not may_simulate)
 
     def _naive_plans(self) -> list[tuple[DeviceLine, LinePlan]]:
         """Step 1: the naive plans of all lines, the smallest bounds first."""
@@ -181,9 +187,10 @@ class LineSearch:
                 low_ns, reached_ns = lowest.bound_ns, max(problem.bound_ns for problem in problems)
                 # The bound of all is no higher than a limit that any problem keeps.
                 high = min(*high_ns.values(), self.best.step_ns)
-                # Where the relaxation leaves a large gap at best, that of pivots goes on.
-                has_pivots = lowest.is_alike and high * (1 + PIVOT_GAPS[0] / 100) < self.best.step_ns
-                precision = COARSE_PRECISION if has_pivots else BOUND_PRECISION
+                # Where the relaxation leaves a large gap at best, other bounds go on.
+                has_others = lowest.is_alike or self._has_long_transfers(lowest)
+                is_coarse = has_others and high * (1 + PIVOT_GAPS[0] / 100) < self.best.step_ns
+                precision = COARSE_PRECISION if is_coarse else BOUND_PRECISION
                 if high - low_ns <= low_ns // precision or low_ns >= enough_ns:
                     break
                 # What is proven of one problem often holds for the next; below the best plan most is infeasible.
@@ -195,7 +202,7 @@ class LineSearch:
                     limit_ns = enough_ns - 1
                 if self._path(lowest, limit_ns, deadline) is not None:
                     high_ns[lowest] = limit_ns
-                    parts = self._parts(lowest)
+                    parts = lowest.parts_by_last_stage()
                     if parts:
                         problems = [problem for problem in problems if problem is not lowest] + parts
                         del high_ns[lowest]
@@ -204,8 +211,32 @@ class LineSearch:
                 num_left -= 1
         return problems
 
+    def _raise_by_cuts(self, problems: Sequence[PrefixBound], deadline: Deadline) -> None:
+        """Step 6: of plans with each number of cuts by themselves the relaxation knows more transfers.
+
+        At first for GPipe as a whole, and if that is of no use for `problems`, its parts.
+        """
+        if self.best is None or not self._has_long_transfers(problems[0]):
+            return
+        asked = iter(range(MAX_CUTS_WORK // self._num_devices**2))
+        enough_ns = self.bound_ns + self.bound_ns // COARSE_PRECISION
+        for apart in (list(self._problems()), problems):
+            ranges = CutRanges(apart, len(self.best.plan.counts) - 1)
+            with suppress(OutOfTime):
+                ranges.raise_bound(
+                    self.best.step_ns, deadline, lambda: self.deadline.is_given or next(asked, None) is not None
+                )
+            self.bound_ns = max(self.bound_ns, ranges.bound_ns)
+            if self.bound_ns >= enough_ns or len(problems) == len(apart):
+                return
+
+    def _has_long_transfers(self, problem: PrefixBound) -> bool:
+        """Whether the transfers of one micro-batch are a part of the best step that a bound should know."""
+        assert self.best is not None
+        return problem.round_trip_ns(len(self.best.plan.counts) - 1) > MIN_TRANSFERS * self.best.step_ns
+
     def _raise_by_pivots(self, problems: Sequence[PrefixBound], deadline: Deadline) -> None:
-        """Step 6: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
+        """Step 7: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
 
         A problem for which the bound of another one is too high a goal has the next lower one, and so have all others.
         """
@@ -230,15 +261,6 @@ class LineSearch:
         """The relaxations, one for each order of the devices, schedule and micro-batch size."""
         for line, size, schedule in product(self.lines, self.sizes, self.schedules):
             yield self._problem(line, schedule, size, (1, self._most_replicas(size)), self.bound_ns)
-
-    def _parts(self, problem: PrefixBound) -> list[PrefixBound]:
-        """GPipe: relaxations for a few ranges of the replicas of the last stage, on which its bound depends."""
-        most = self._most_replicas(problem.size)
-        if problem.schedule != "gpipe" or problem.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
-            return []
-        powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
-        ranges = [(fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)) for fewest in powers]
-        return [self._problem(problem.line, problem.schedule, problem.size, each, problem.bound_ns) for each in ranges]
 
     def _problem(
         self, line: DeviceLine, schedule: str, size: int, last_replicas: tuple[int, int], bound_ns: int

@@ -34,6 +34,7 @@ class StageLimits:
             bound.forwards_apart(position, every, most_last), (begins.size, groups.size)
         )  # [states, groups]
         self._one_way, self._both_ways = bound.transfers_before(position, cuts)
+        self._ways_behind = bound.transfers_behind(cuts)  # [states]
         self._room = limit + bound.slack(position, groups)
         self._rounds = bound.rounds(position, groups, self._n)
         self._last_ring = bound.last_ring_ns(position, groups)
@@ -48,7 +49,7 @@ class StageLimits:
         arrival = trip[i] * self._before + self._both_ways[:, None]
         room = self._room - arrival  # [states, groups]
         of_trip = room / self._busiest
-        from_here = (rest - trip[i]) * behind
+        from_here = (rest - trip[i]) * behind + self._ways_behind[:, None]
         for k, steps in self._rounds:
             each = k * (1 / v - behind) + steps / v
             in_rounds = (room - k * from_here) / np.maximum(each, 1e-9)
@@ -63,7 +64,7 @@ class StageLimits:
         if bound.schedule == "1f1b":
             # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
             num_rounds = bound.num_rounds(self.position, self.groups)
-            here = (rest - trip[i]) * bound.weights.from_here[self.position]
+            here = (rest - trip[i]) * bound.weights.from_here[self.position] + self._ways_behind[:, None]
             may_begin = trip[i] / bound.max_speed + self._both_ways[:, None] + num_rounds * here <= self._room
             ends = np.where(may_begin, ends, i)
         highest: IntArray = np.maximum(ends, i)
@@ -105,7 +106,7 @@ class StageLimits:
         update = bound.update[j] - bound.update[i]
         work = arrival + w * (f + b) + self._last_ring[groups] + update
         returned = return_ns + w * (f + r)
-        around = f / q + r / v + (bound.trip[-1] - bound.trip[j]) * self._behind[groups]
+        around = f / q + r / v + (bound.trip[-1] - bound.trip[j]) * self._behind[groups] + self._ways_behind[states]
         trip = return_ns + around + (n - 1) * r / v + u * f / q
         ring = bound.ring_ns(self.groups[groups], bound.gradients[j] - bound.gradients[i], self.position)
         with_gradients = np.maximum(bound.backward[j] - bound.before_gradients[i], 0.0)

@@ -1,0 +1,86 @@
+"""Raises the bound of the prefixes by taking plans apart by their numbers of cuts.
+
+A round trip of a micro-batch takes the transfers over all cuts, and `prefix_bound.py` counts, of stages whose number is
+not known, those before a stage only. Plans with many cuts have long round trips, and those with few have long stages,
+whose gradients take long to sum; what neither can do, the relaxation of all numbers may. So every range of numbers has
+a bound of its own, and one in which the relaxation has a plan within the goal is divided. The goal is what a narrow
+range cannot be shown to exceed, so most ranges are asked once.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+
+SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.4, 2.0, 4.0)
+"""The first ranges end at these parts of the best plan's number of cuts."""
+
+NARROW = 20
+"""Ranges of fewer numbers than one in so many are not divided."""
+
+PRECISION = 100
+"""What a narrow range may exceed is searched for to one part in so many."""
+
+
+class CutRanges:
+    """The plans of several problems, by ranges of their numbers of cuts. No plan is faster than `bound_ns`."""
+
+    def __init__(self, problems: Sequence[PrefixBound], num_cuts: int) -> None:
+        """`num_cuts` are those of the best plan; the ranges are narrow near them."""
+        self._likely = num_cuts
+        self._ranges = [problem.with_num_cuts(*problem.num_cuts) for problem in problems]
+
+    @property
+    def bound_ns(self) -> int:
+        """What is proven of every plan."""
+        return min(each.bound_ns for each in self._ranges)
+
+    def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
+        """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget.
+
+        Args:
+            may_go_on: asked before each question to the relaxation.
+        """
+        goal_ns, low_ns = high_ns - 1, self.bound_ns
+        left = sorted(self._ranges, key=self._distance, reverse=True)
+        self._ranges = []
+        try:
+            while left and may_go_on():
+                each = left[-1]
+                if each.bound_ns <= goal_ns and not each.is_refuted(goal_ns, deadline):
+                    parts = self._parts(each)
+                    if parts:
+                        left[-1:] = sorted(parts, key=self._distance, reverse=True)
+                        continue
+                    goal_ns = self._refuted_ns(each, low_ns, goal_ns, deadline, may_go_on)
+                self._ranges.append(left.pop())
+        finally:
+            self._ranges += left
+
+    def _refuted_ns(
+        self, each: PrefixBound, low_ns: int, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]
+    ) -> int:
+        """The highest limit that a range can be shown to exceed, by bisection."""
+        low_ns = max(low_ns, each.bound_ns - 1)
+        while high_ns - low_ns > low_ns // PRECISION and may_go_on():
+            middle_ns = (low_ns + high_ns) // 2
+            if each.is_refuted(middle_ns, deadline):
+                low_ns = middle_ns
+            else:
+                high_ns = middle_ns
+        return low_ns
+
+    def _distance(self, problem: PrefixBound) -> tuple[int, int]:
+        """How far the best plan's number of cuts is from those of a problem."""
+        fewest, most = problem.num_cuts
+        return max(fewest - self._likely, self._likely - most, 0), most - fewest
+
+    def _parts(self, problem: PrefixBound) -> list[PrefixBound]:
+        """The problem's plans, divided by their number of cuts; [] if these are nearly equal."""
+        fewest, most = problem.num_cuts
+        if (most - fewest) * NARROW <= fewest:
+            return []
+        inner = {int(share * self._likely) for share in SHARES} | {self._likely - 1}
+        ends = sorted(end for end in inner if fewest <= end < most) or [(fewest + most) // 2]
+        return [problem.with_num_cuts(before + 1, end) for before, end in pairwise([fewest - 1, *ends, most])]
