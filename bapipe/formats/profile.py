@@ -309,18 +309,6 @@ def has_host_times(profile: ModelProfile) -> bool:
     return any(layer.host is not msgspec.UNSET for measured in profile.measurements for layer in measured.layers)
 
 
-def without_host_times(profile: ModelProfile) -> ModelProfile:
-    """Returns the profile with the times of the device alone."""
-    replace = msgspec.structs.replace
-    return replace(
-        profile,
-        measurements=tuple(
-            replace(measured, layers=tuple(replace(layer, host=msgspec.UNSET) for layer in measured.layers))
-            for measured in profile.measurements
-        ),
-    )
-
-
 def is_estimate(profile: ModelProfile) -> bool:
     """Returns whether a profile was estimated, not measured."""
     return ESTIMATE in profile.environment

@@ -13,7 +13,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex
+from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals
 
@@ -94,7 +94,7 @@ class Constraints:
             return lambda placement, rows: None
         forbidden_to_replicas = np.logical_or.reduce([always_forbidden, *map(contain, without_replicas)])
 
-        def forbidden(placement: StagePlacement, rows: slice) -> IntArray:
+        def forbidden(placement: StagePlacement, rows: Rows) -> IntArray:
             mask: IntArray = (forbidden_to_replicas if placement.num_replicas > 1 else always_forbidden)[rows]
             if len({num_members[c] for c in placement.device_classes}) > 1:
                 return np.ones_like(mask)

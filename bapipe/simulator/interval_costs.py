@@ -7,6 +7,7 @@ keeps numpy out of `import bapipe`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -159,8 +160,7 @@ class IntervalCosts:
         self._optimizer = sums([layer.optimizer_state_bytes for layer in layers])
         self._stash = sums([m.stash_bytes for m in measured])
         self._gradient_stash = sums([m.left_by_input_grad_bytes for m in measured])
-        self.speed, self._max_ns = speed, max_ns
-        self._up, self._down = Fraction(str(speed)).as_integer_ratio()
+        self._max_ns = max_ns
         host = [m.host or NO_HOST_TIMES for m in measured]
         self._has_host_times = any(m.host is not UNSET for m in measured)
         self._host_forward = sums([h.forward_ns for h in host])
@@ -169,9 +169,31 @@ class IntervalCosts:
         self._host_backward = sums([h.backward_ns for h in host])
         times = self._forward, self._input_grad, self._weight_grad, self._backward, self._update
         host_times = self._host_forward, self._host_input_grad, self._host_weight_grad, self._host_backward
-        longest = max(int(sums_ns.max()) for sums_ns in times + host_times)
+        self._longest = max(int(sums_ns.max()) for sums_ns in times + host_times)
+        self._set_speed(speed)
+
+    def _set_speed(self, speed: float) -> None:
+        self.speed = speed
+        self._up, self._down = up, down = Fraction(str(speed)).as_integer_ratio()
         # No interval takes longer than all layers: if these need no more than 63 bits, no interval has to be checked.
-        self._is_exact = longest * 2 * self._down + self._up < 1 << 62 and longest * self._down // self._up < max_ns
+        self._is_exact = self._longest * 2 * down + up < 1 << 62 and self._longest * down // up < self._max_ns
+
+    def at_speed(self, speed: float) -> "IntervalCosts":
+        """Returns the costs on devices of another speed."""
+        other = copy(self)
+        other._set_speed(speed)
+        return other
+
+    @property
+    def has_host_times(self) -> bool:
+        """Whether the host's times count."""
+        return self._has_host_times
+
+    def without_host_times(self) -> "IntervalCosts":
+        """Returns the costs without the host's times."""
+        other = copy(self)
+        other._has_host_times = False
+        return other
 
     def forward_ns(self, begin: Index, end: Index) -> IntArray:
         """Returns F of one micro-batch."""

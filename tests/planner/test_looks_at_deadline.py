@@ -11,7 +11,7 @@ from bapipe.planner.branch_and_bound.intervals import IntervalIndex
 from bapipe.planner.branch_and_bound.placements import PlacementGraph
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.stage_times import StageTimes
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
@@ -52,7 +52,7 @@ def random_chain(num_layers: int) -> Any:
 
 def test_tables_of_several_stages_a_device_are_made_one_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch)
-    looks.count(Pipeline, "_stage_times_on")
+    looks.count(StageTimes, "_table_on")
     options = PlanOptions(minibatch_size=8, schedules=["looped-bfs"])
     plan(random_chain(120), devices(6), options, deadline=Deadline(60, clock=looks))
     assert looks.most == 1

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.formats.profile import LayerProfile, ModelProfile, has_host_times, without_host_times
+from bapipe.formats.profile import LayerProfile, ModelProfile
 from bapipe.simulator.in_flight import InFlight, in_flight_bytes
 from bapipe.simulator.interval_costs import IntervalCosts, gradient_crosses, prefix_sums, ring_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
@@ -26,6 +26,9 @@ IntArray = NDArray[Any]
 """Nanoseconds, bytes, counts or numbers: int64, and if a sum could overflow, Python integers."""
 
 BoolArray = NDArray[Any]
+
+Rows = slice | IntArray
+"""Some intervals: from one number to another, or by their numbers in any order."""
 
 INF = 1 << 60
 """Stands for infinity in arrays of nanoseconds and bytes; the sum of two still fits in 64 bits."""
@@ -112,7 +115,7 @@ class IntervalMemory:
         send, grad = (np.array([side[cut] for cut in intervals.cuts], dtype=np.int64) for side in cut_bytes)
         self.input_bytes, self.output_grad_bytes = send[intervals.begins], grad[intervals.ends]
 
-    def in_flight_bytes(self, peaks: Sequence[InFlight], rows: slice, *, recompute: bool) -> IntArray:
+    def in_flight_bytes(self, peaks: Sequence[InFlight], rows: Rows, *, recompute: bool) -> IntArray:
         """Returns the maximum over some states of a device of what its micro-batches in flight keep. [rows]"""
         stash, gradient_stash = self.stash_bytes[rows], self.gradient_stash_bytes[rows]
         # Without recomputation a micro-batch keeps its stash all the time, and nothing besides during its backward.
@@ -123,7 +126,7 @@ class IntervalMemory:
         )
         return num_bytes
 
-    def least_in_flight_bytes(self, peaks: Sequence[InFlight], rows: slice) -> IntArray:
+    def least_in_flight_bytes(self, peaks: Sequence[InFlight], rows: Rows) -> IntArray:
         """Returns what these keep at least if any layers are recomputed: a lower bound of the maximum. [rows]"""
         stash, gradient_stash = self.stash_bytes[rows], self.gradient_stash_bytes[rows]
         num_bytes: IntArray = np.maximum.reduce(
@@ -150,33 +153,92 @@ def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArra
     return num_bytes
 
 
-class IntervalTimes:
-    """Times of every interval at one micro-batch size, on one kind of device at one speed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Times of some intervals. All [rows]
 
     Attributes:
-        forward_ns, input_grad_ns, weight_grad_ns, backward_ns: F, I, W and B of a micro-batch. [intervals]
-        update_ns: the optimizer's update, once per step. [intervals]
+        forward_ns, input_grad_ns, weight_grad_ns, backward_ns: F, I, W and B of a micro-batch.
+        update_ns: the optimizer's update, once per step.
     """
 
-    def __init__(self, intervals: IntervalIndex, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
+    forward_ns: IntArray
+    input_grad_ns: IntArray
+    weight_grad_ns: IntArray
+    backward_ns: IntArray
+    update_ns: IntArray
+
+
+class IntervalTimes:
+    """Times of every interval at one micro-batch size, on one kind of device at one speed."""
+
+    def __init__(
+        self,
+        intervals: IntervalIndex,
+        profile: ModelProfile,
+        microbatch_size: int,
+        speed: float,
+        costs: IntervalCosts | None = None,
+    ) -> None:
+        """`costs` are those of the profile at this size and any speed, if they are known."""
         self.intervals, self.profile = intervals, profile
         self._microbatch_size, self._speed = microbatch_size, speed
         self._bucket_fills: dict[tuple[bool, bool, bool], _BucketFill] = {}
         self.has_group_sums = any(layer.group_gradient_bytes for layer in profile.layers)
-        self._costs = costs = IntervalCosts(profile, microbatch_size, speed, max_ns=MAX_TIME)
-        cuts = np.array(intervals.cuts)
-        first, stop = cuts[intervals.begins], cuts[intervals.ends]  # the layers of each interval. [intervals]
-        self.forward_ns = costs.forward_ns(first, stop)
-        self.input_grad_ns = costs.input_grad_ns(first, stop)
-        self.weight_grad_ns = costs.weight_grad_ns(first, stop)
-        self.backward_ns = costs.backward_ns(first, stop)
-        self.update_ns = costs.update_ns(first, stop)
-        self._sends_gradient = intervals.sends_gradient(profile)
+        self._costs = (costs or IntervalCosts(profile, microbatch_size, speed, max_ns=MAX_TIME)).at_speed(speed)
+        self._cuts = np.array(intervals.cuts)
+
+    def at(self, rows: Rows) -> Times:
+        """Returns the times of some intervals: with a slice from a table of all, which is kept."""
+        if not isinstance(rows, slice):
+            return self._times(rows)
+        every = self._every
+        return Times(
+            forward_ns=every.forward_ns[rows],
+            input_grad_ns=every.input_grad_ns[rows],
+            weight_grad_ns=every.weight_grad_ns[rows],
+            backward_ns=every.backward_ns[rows],
+            update_ns=every.update_ns[rows],
+        )
+
+    @cached_property
+    def _every(self) -> Times:
+        """Of all intervals, made when first asked for: long chains have very many."""
+        return self._times(slice(None))
+
+    def _times(self, rows: Rows) -> Times:
+        # The layers of each interval. [rows]
+        first, stop = self._cuts[self.intervals.begins[rows]], self._cuts[self.intervals.ends[rows]]
+        return Times(
+            forward_ns=self._costs.forward_ns(first, stop),
+            input_grad_ns=self._costs.input_grad_ns(first, stop),
+            weight_grad_ns=self._costs.weight_grad_ns(first, stop),
+            backward_ns=self._costs.backward_ns(first, stop),
+            update_ns=self._costs.update_ns(first, stop),
+        )
+
+    @cached_property
+    def longest(self) -> Times:
+        """Upper bounds of the times of all intervals. One row."""
+        first, stop = self._cuts[:1], self._cuts[-1:]
+        apart = self._costs.weight_grad_after_input_grad_ns(first, stop)
+        sent = self._costs.input_grad_if_sent_ns(first, stop)
+        backward = np.maximum(self._costs.backward_ns(first, stop), sent + apart)
+        return Times(
+            forward_ns=self._costs.forward_ns(first, stop),
+            input_grad_ns=sent,
+            weight_grad_ns=backward,  # all of it in a stage that sends no gradient back
+            backward_ns=backward,
+            update_ns=self._costs.update_ns(first, stop),
+        )
+
+    @cached_property
+    def _sends_gradient(self) -> BoolArray:
+        return self.intervals.sends_gradient(self.profile)
 
     def unit_input_grad_ns(self) -> IntArray:
         """Returns I from each boundary to the next, if that stage sends a gradient back. [boundaries - 1]"""
-        cuts = np.array(self.intervals.cuts)
-        return self._costs.input_grad_if_sent_ns(cuts[:-1], cuts[1:])
+        return self._costs.input_grad_if_sent_ns(self._cuts[:-1], self._cuts[1:])
 
     @cached_property
     def on_device(self) -> "IntervalTimes":
@@ -185,9 +247,10 @@ class IntervalTimes:
         An action takes the longer of what device and host need, so what actions of stages take does not add up over
         layers, or with the F that is recomputed. What the device needs does, and bounds it from below.
         """
-        if not has_host_times(self.profile):
+        if not self._costs.has_host_times:
             return self
-        return IntervalTimes(self.intervals, without_host_times(self.profile), self._microbatch_size, self._speed)
+        costs = self._costs.without_host_times()
+        return IntervalTimes(self.intervals, self.profile, self._microbatch_size, self._speed, costs)
 
     def all_reduce_done_ns(
         self,
@@ -263,7 +326,7 @@ class IntervalTimes:
         if overlapped:
             return all_done_ns
         # Not overlapped: all buckets were taken as ready at 0, which is the end of the last action.
-        return all_done_ns + (self.backward_ns if full_backward else self.weight_grad_ns)
+        return all_done_ns + (self._every.backward_ns if full_backward else self._every.weight_grad_ns)
 
     def _fill_buckets(self, full_backward: bool, overlapped: bool, has_replicas: bool) -> "_BucketFill":
         """How the buckets fill, which depends neither on the devices nor on the links."""

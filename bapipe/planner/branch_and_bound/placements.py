@@ -11,7 +11,7 @@ that the cost-to-go of a placement is computed once.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import permutations, product
 
 from bapipe.planner.branch_and_bound.devices import ClassSymmetry
@@ -32,7 +32,6 @@ class StagePlacement:
 
     Attributes:
         device_classes: the class of each replica's device. [replicas]
-        schedule: the order of the stage.
         is_last: whether the pipeline ends here.
         position: the device's position in the pipeline if devices have several stages, else None.
         receives_activations, receives_gradients: whether the stages before and after are on other devices, so that
@@ -45,7 +44,7 @@ class StagePlacement:
     def __init__(
         self,
         device_classes: ClassSequence,
-        schedule: StageSchedule,
+        make_schedule: Callable[[], StageSchedule],
         is_last: bool,
         make_successors: "Callable[[], tuple[StagePlacement, ...]]",
         position: int | None = None,
@@ -54,15 +53,20 @@ class StagePlacement:
         max_last_replicas: int = 1,
         symmetry_key: Hashable = None,
     ) -> None:
-        self.device_classes, self.schedule, self.is_last, self.position = device_classes, schedule, is_last, position
+        self.device_classes, self.is_last, self.position = device_classes, is_last, position
         self.receives_activations, self.receives_gradients = receives_activations, receives_gradients
         self.max_last_replicas, self.symmetry_key = max_last_replicas, symmetry_key
-        self._make_successors = make_successors
+        self._make_schedule, self._make_successors = make_schedule, make_successors
         self._successors: tuple[StagePlacement, ...] | None = None
 
     @property
     def num_replicas(self) -> int:
         return len(self.device_classes)
+
+    @cached_property
+    def schedule(self) -> StageSchedule:
+        """The order of the stage, made when first asked for: some tables take long to make."""
+        return self._make_schedule()
 
     def on(self, device_classes: ClassSequence) -> "StagePlacement":
         """Returns the placement on devices of other classes."""
@@ -138,6 +142,7 @@ class PlacementGraph:
         self._order_ids: dict[tuple[int, int], int] = {}
         self._suffix_ids: dict[tuple[int, int], int] = {}
         self._stage_schedules: dict[tuple[int, int], StageSchedule] = {}
+        self._multi_stage_schedules: dict[tuple[int, int], StageSchedule] = {}
         self._placements: dict[Hashable, StagePlacement] = {}
 
     def table(self, num_devices: int) -> Schedule:
@@ -159,21 +164,20 @@ class PlacementGraph:
         """Returns the first placement of a schedule with several stages per device, on devices given by class."""
         # The table says which device runs each stage, so every placement has one successor, and stages have no
         # replicas.
-        table = self.table(len(devices))
+        positions = positions_of_stages(self.schedule, len(devices))
 
         def make(stage: int) -> StagePlacement:
-            position = table.devices[stage][0]
-            order = tuple(action for action in table.order[position] if action.stage == stage)
-            is_last = stage + 1 == table.num_stages
+            position = positions[stage]
+            is_last = stage + 1 == len(positions)
             return StagePlacement(
                 (devices[position],),
-                stage_schedule_of(order, 1),
+                partial(self._multi_stage_schedule, len(devices), stage),
                 is_last,
                 lambda: () if is_last else (make(stage + 1),),
                 position,
                 # Tensors between two stages of one device need no receive buffer.
-                receives_activations=stage > 0 and table.devices[stage - 1][0] != position,
-                receives_gradients=not is_last and table.devices[stage + 1][0] != position,
+                receives_activations=stage > 0 and positions[stage - 1] != position,
+                receives_gradients=not is_last and positions[stage + 1] != position,
             )
 
         return (make(0),)
@@ -237,7 +241,7 @@ class PlacementGraph:
             first = num_used - num_remaining
             self._placements[key] = StagePlacement(
                 devices,
-                self._stage_schedule(num_used, first, len(devices)),
+                partial(self._stage_schedule, num_used, first, len(devices)),
                 is_last,
                 (lambda: ()) if is_last else make_successors,
                 max_last_replicas=self._max_replicas(num_remaining - len(devices)),
@@ -278,6 +282,21 @@ class PlacementGraph:
         if key not in self._stage_schedules:
             self._stage_schedules[key] = stage_schedule_of(self.table(num_used).order[first], num_replicas)
         return self._stage_schedules[key]
+
+    def _multi_stage_schedule(self, num_devices: int, stage: int) -> StageSchedule:
+        """The order of a stage on a device with several, the same whichever devices the pipeline has."""
+        if (num_devices, stage) not in self._multi_stage_schedules:
+            table = self.table(num_devices)
+            (position,) = table.devices[stage]
+            order = tuple(action for action in table.order[position] if action.stage == stage)
+            self._multi_stage_schedules[num_devices, stage] = stage_schedule_of(order, 1)
+        return self._multi_stage_schedules[num_devices, stage]
+
+
+@cache
+def positions_of_stages(schedule: str, num_devices: int) -> tuple[int, ...]:
+    """Returns the rank of each stage of a schedule with several stages per device: the same for all micro-batches."""
+    return tuple(rank for (rank,) in ALL[schedule](num_devices, 1).devices)
 
 
 def _one_less(num_stages: int | None) -> int | None:

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray, IntervalIndex
+from bapipe.planner.branch_and_bound.intervals import INF, IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.layer_knapsack import EPSILON, KnapsackSolution, LayerKnapsack, StageItems
 from bapipe.planner.deadline import UNLIMITED, Deadline
 
@@ -104,7 +104,7 @@ class RecomputationBound:
             deadline.check()
             self._surplus.append(intervals.sums([int(value) for value in of_layers]))
 
-    def least_ns(self, saved_bytes: IntArray, rows: slice) -> IntArray:
+    def least_ns(self, saved_bytes: IntArray, rows: Rows) -> IntArray:
         """Returns a lower bound of F of any layers of each interval whose stashes have so many bytes. [rows]"""
         # For any multiplier: F >= ns * saved - sum over the layers of max(0, ns * stash - F).
         least = np.zeros(saved_bytes.shape, dtype=np.int64)

@@ -8,7 +8,13 @@ from fractions import Fraction
 from itertools import product
 
 from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.placements import ClassCounts, ClassSequence, PlacementGraph, StagePlacement
+from bapipe.planner.branch_and_bound.placements import (
+    ClassCounts,
+    ClassSequence,
+    PlacementGraph,
+    StagePlacement,
+    positions_of_stages,
+)
 from bapipe.planner.branch_and_bound.problem import Root
 from bapipe.schedules import SCHEDULES
 
@@ -76,7 +82,8 @@ def make_roots(
     # Several stages per device: the order of the devices is the only choice, so each order is a root.
     if placements.schedule not in SCHEDULES:
         for devices, used in _device_orders(classes, max_stages, any_order):
-            if placements.table(len(devices)).num_stages in _allowed_stage_counts(num_stages, max_stages):
+            count = len(positions_of_stages(placements.schedule, len(devices)))
+            if count in _allowed_stage_counts(num_stages, max_stages):
                 add(used, placements.roots_multi_stage(devices), len(devices))
     # A root per number of devices of each class; its placements divide them among stages in every way.
     elif any_order:

@@ -10,9 +10,15 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.branch_and_bound.devices import ClassLinks, ClassSymmetry, DeviceClass, device_classes
-from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, IntervalMemory, IntervalTimes
+from bapipe.planner.branch_and_bound.intervals import (
+    MAX_TIME,
+    IntArray,
+    IntervalIndex,
+    IntervalMemory,
+    IntervalTimes,
+)
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import PlacementGraph
+from bapipe.planner.branch_and_bound.placements import PlacementGraph, positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.recomputation import LayerChoice, Recomputation, RecomputationBound
 from bapipe.planner.branch_and_bound.roots import allow_any_order, make_roots, total_rate
@@ -24,6 +30,7 @@ from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import SCHEDULES
+from bapipe.simulator.interval_costs import IntervalCosts
 
 MAX_PERMUTED_DEVICES = 5
 """Up to so many devices in a cluster, those of one stage take their micro-batches in any order; with more, the fastest
@@ -179,7 +186,9 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int
         else:
             device_counts = range(1, min(num_devices, max_stages // 2) + 1)
             stage_counts |= {
-                count for count in (placements.table(n).num_stages for n in device_counts) if count <= max_stages
+                count
+                for count in (len(positions_of_stages(placements.schedule, n)) for n in device_counts)
+                if count <= max_stages
             }
     return tuple(sorted(stage_counts))
 
@@ -244,6 +253,7 @@ def _stage_costs(
         for num_members in {chain.num_members for chain in chains}
     }
     times: dict[Hashable, IntervalTimes] = {}
+    costs: dict[str, IntervalCosts] = {}
     memory: dict[str, IntervalMemory] = {}
     for cls in classes:
         kind, speed = cls.device.kind, cls.device.speed
@@ -251,9 +261,9 @@ def _stage_costs(
         if kind not in memory:
             deadline.check()
             memory[kind] = IntervalMemory(intervals, profiles[kind], size, max_bytes[cls.device.num_members])
+            costs[kind] = IntervalCosts(profiles[kind], size, 1.0, max_ns=MAX_TIME)
         if (kind, speed) not in times:
-            deadline.check()
-            times[kind, speed] = IntervalTimes(intervals, profiles[kind], size, speed)
+            times[kind, speed] = IntervalTimes(intervals, profiles[kind], size, speed, costs[kind])
     recomputation_bounds: dict[str, RecomputationBound] = {}
     for kind, profile in profiles.items() if recompute else ():
         recomputation_bounds[kind] = RecomputationBound(intervals, profile, size, deadline)

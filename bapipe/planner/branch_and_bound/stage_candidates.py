@@ -26,6 +26,7 @@ from bapipe.planner.branch_and_bound.intervals import (
     IntervalIndex,
     IntervalMemory,
     IntervalTimes,
+    Rows,
 )
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit, Recomputation, RecomputedLayers
@@ -35,7 +36,7 @@ from bapipe.simulator.interval_costs import at_speed, transfer_ns
 MAX_CACHED_ROWS = 20_000
 """Rows of candidates (one placement and one begin) that are kept."""
 
-ForbiddenIntervals = Callable[[StagePlacement, slice], BoolArray | None]
+ForbiddenIntervals = Callable[[StagePlacement, Rows], BoolArray | None]
 """Which of some intervals constraints forbid on a placement; None if they forbid none."""
 
 
@@ -141,21 +142,11 @@ class StageCostTable:
             self._rows[key] = self.candidates(placement, self.intervals.row(begin))
         return self._rows[key]
 
-    def candidates(self, placement: StagePlacement, rows: slice) -> StageCandidates:
+    def candidates(self, placement: StagePlacement, rows: Rows) -> StageCandidates:
         """Returns the stages with the intervals in `rows`."""
         replicas = [self.replica_cost(placement, k, rows) for k in self.distinct_replicas(placement)]
-        fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
-        fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
-        again_ns: dict[int, IntArray] = {}
-        if self.may_recompute and not fits_plain.all():
-            # Recomputation only costs time, so a stage recomputes only if it does not fit without.
-            again_ns = self.recomputed_ns(placement, rows)
-            fits = np.logical_and.reduce([ns < INF for ns in again_ns.values()])
-            recompute = fits & ~fits_plain
-        forbidden = self._forbidden(placement, rows)
-        if forbidden is not None:
-            fits = fits & ~forbidden
-        if recompute.any():
+        fits, recompute, again_ns = self.fitting(placement, rows)
+        if again_ns:
             replicas = [
                 self._with_recomputation(
                     placement, replica, rows, recompute, again_ns[placement.device_classes[replica.index]]
@@ -192,12 +183,27 @@ class StageCostTable:
             microbatch_ns=_min(microbatch_ns),
         )
 
+    def fitting(self, placement: StagePlacement, rows: Rows) -> tuple[BoolArray, BoolArray, dict[int, IntArray]]:
+        """Returns which intervals fit, which of them with recomputation only, and the F that it adds (if any do)."""
+        fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
+        fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
+        again_ns: dict[int, IntArray] = {}
+        if self.may_recompute and not fits_plain.all():
+            # Recomputation only costs time, so a stage recomputes only if it does not fit without.
+            again_ns = self.recomputed_ns(placement, rows)
+            fits = np.logical_and.reduce([ns < INF for ns in again_ns.values()])
+            recompute = fits & ~fits_plain
+        forbidden = self._forbidden(placement, rows)
+        if forbidden is not None:
+            fits = fits & ~forbidden
+        return fits, recompute, again_ns if recompute.any() else {}
+
     @property
     def may_recompute(self) -> bool:
         """Whether layers of stages may be recomputed."""
         return self.recomputation is not None
 
-    def recomputed_ns(self, placement: StagePlacement, rows: slice) -> dict[int, IntArray]:
+    def recomputed_ns(self, placement: StagePlacement, rows: Rows) -> dict[int, IntArray]:
         """Returns for each class of the replicas a lower bound of the F that recomputation adds; `INF` if none fits.
 
         Without the tensors between layers that are recomputed and layers that are not, a state fits if
@@ -249,7 +255,7 @@ class StageCostTable:
             whole_fits=bool(self._shortfall_bytes(placement, row, recompute=True)[0] <= 0),
         )
 
-    def _room_bytes(self, placement: StagePlacement, k: int, rows: slice, num_before_weight_grad: int) -> IntArray:
+    def _room_bytes(self, placement: StagePlacement, k: int, rows: Rows, num_before_weight_grad: int) -> IntArray:
         """What is left on replica k for the stashes, after all else. [rows]"""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
         memory = self.memory[c]
@@ -270,7 +276,7 @@ class StageCostTable:
         forbidden = self._forbidden(placement, slice(None))
         return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)
 
-    def _shortfall_bytes(self, placement: StagePlacement, rows: slice, *, recompute: bool) -> IntArray:
+    def _shortfall_bytes(self, placement: StagePlacement, rows: Rows, *, recompute: bool) -> IntArray:
         """The bytes by which the worst replica exceeds its device's limit; negative if all fit. [n]
 
         As the simulator counts: static bytes, receive buffers of all micro-batches of the step, and the maximum over
@@ -359,7 +365,7 @@ class StageCostTable:
         return sorted(last_of.values())
 
     def _with_recomputation(
-        self, placement: StagePlacement, replica: ReplicaCost, rows: slice, recompute: BoolArray, again_ns: IntArray
+        self, placement: StagePlacement, replica: ReplicaCost, rows: Rows, recompute: BoolArray, again_ns: IntArray
     ) -> ReplicaCost:
         """Returns lower bounds of a replica that repeats F at the start of every backward in some intervals.
 
@@ -377,15 +383,16 @@ class StageCostTable:
             sync_ns=np.where(recompute, on_device.sync_ns, replica.sync_ns),
         )
 
-    def replica_cost(self, placement: StagePlacement, k: int, rows: slice, *, on_device: bool = False) -> ReplicaCost:
+    def replica_cost(self, placement: StagePlacement, k: int, rows: Rows, *, on_device: bool = False) -> ReplicaCost:
         """Returns the k-th replica of a placement with some intervals; `on_device` without the host's times."""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
         times = self.times[c].on_device if on_device else self.times[c]
-        forward, backward = times.forward_ns[rows], times.backward_ns[rows]
+        at = times.at(rows)
+        forward, backward = at.forward_ns, at.backward_ns
         # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
         if placement.schedule.has_split_backward:
-            critical, deferred = times.input_grad_ns[rows], times.weight_grad_ns[rows]
+            critical, deferred = at.input_grad_ns, at.weight_grad_ns
             if placement.schedule.has_full_backward:
                 # Some micro-batches run B, others I and W: take the minimum of both, part by part.
                 total = np.minimum(critical + deferred, backward)
@@ -397,14 +404,14 @@ class StageCostTable:
             forward_ns=forward,
             critical_backward_ns=critical,
             deferred_ns=deferred,
-            sync_ns=times.update_ns[rows] + self._all_reduce_ns(placement, c, times, rows),
+            sync_ns=at.update_ns + self.all_reduce_ns(placement, c, times, rows),
         )
 
-    def _all_reduce_ns(self, placement: StagePlacement, c: int, times: IntervalTimes, rows: slice) -> IntArray:
+    def all_reduce_ns(self, placement: StagePlacement, c: int, times: IntervalTimes, rows: Rows) -> IntArray:
         """The minimum time that the all-reduces take after the last action of a device of class `c`."""
         # All-reduces of a device with several stages go on while it runs another stage.
         if placement.num_replicas == 1 and not (times.has_group_sums and placement.position is None):
-            return np.zeros_like(times.forward_ns[rows])
+            return np.zeros(self.intervals.begins[rows].shape, dtype=np.int64)
         after_last = []
         for phase in sorted(placement.schedule.last_phases):
             full_backward = phase is Phase.BACKWARD
@@ -416,7 +423,8 @@ class StageCostTable:
                     placement.num_replicas, links, full_backward, overlapped, member_links=member_links
                 )
             # `all_reduce_done_ns` counts from the start of the last action, `sync_ns` from its end.
-            action_ns = times.backward_ns[rows] if full_backward else times.weight_grad_ns[rows]
+            at = times.at(rows)
+            action_ns = at.backward_ns if full_backward else at.weight_grad_ns
             after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))
         # Replicas may end with B or with W: the minimum holds for both.
         return _min(after_last)

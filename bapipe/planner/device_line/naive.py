@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.schedules import ALL, SCHEDULES
+from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 
 MIN_TRIED, MAX_LATE = 3, 12
@@ -125,11 +125,11 @@ class _LayerSums:
 
     def bound_ns(self, plan: LinePlan) -> int:
         """Returns a time that the plan's step does not beat: the bounds work and, of a ring, all-reduce."""
-        stages = None if plan.schedule in SCHEDULES else _devices_of_stages(plan.schedule, len(plan.counts))
+        stages = None if plan.schedule in SCHEDULES else positions_of_stages(plan.schedule, len(plan.counts))
         begins, ends = np.array(plan.cuts[:-1]), np.array(plan.cuts[1:])
         groups = np.arange(sum(plan.counts)).reshape(len(plan.counts), -1)  # [groups, replicas]
         if stages is not None:
-            groups = groups[[rank for (rank,) in stages]]
+            groups = groups[list(stages)]
         num, replicas = self._num_microbatches, groups.shape[1]
         per_microbatch = np.zeros(groups.shape)
         for kind, sums in self.work_of.items():
@@ -171,13 +171,7 @@ def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
 def _num_stages(shape: NaiveShape) -> int:
     if shape.schedule in SCHEDULES:
         return shape.num_devices // shape.num_replicas
-    return len(_devices_of_stages(shape.schedule, shape.num_devices))
-
-
-@cache
-def _devices_of_stages(schedule: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each stage of a schedule with several stages per device."""
-    return ALL[schedule](num_devices, 1).devices
+    return len(positions_of_stages(shape.schedule, shape.num_devices))
 
 
 def _shares(line: DeviceLine, shape: NaiveShape, num_stages: int) -> IntArray:

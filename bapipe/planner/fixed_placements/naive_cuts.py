@@ -15,11 +15,11 @@ Cuts = tuple[int, ...]
 def naive_cuts(problem: Problem, placements: Sequence[StagePlacement]) -> Iterator[Cuts]:
     """Yields cuts that give each stage time in proportion to its devices' speeds, then equal numbers of layers."""
     intervals = problem.lower_bound.costs.intervals
-    whole_chain = np.arange(intervals.num_boundaries - 1)  # row 0: from the start of the chain to each boundary
+    from_start = np.arange(intervals.num_boundaries - 1)  # the intervals from the start of the chain to each boundary
     rates, work = [], np.zeros(intervals.num_boundaries)
     for placement in placements:
-        of_device = [problem.lower_bound.costs.times[c] for c in placement.device_classes]
-        until = [np.append(0, (t.forward_ns + t.backward_ns)[whole_chain]) for t in of_device]
+        of_device = [problem.lower_bound.costs.times[c].at(from_start) for c in placement.device_classes]
+        until = [np.append(0, t.forward_ns + t.backward_ns) for t in of_device]
         rates.append(sum(1 / max(float(each[-1]), 1.0) for each in until))
         work += sum(each / max(float(each[-1]), 1.0) for each in until)
     equal_time = _nearest(work / max(work[-1], 1.0), np.cumsum(rates) / sum(rates))

@@ -6,8 +6,7 @@ does after its last action (all-reduces and update), and one transfer of each ch
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
+from bapipe.planner.fixed_placements.stage_times import StageTable, StageTimes
 from bapipe.planner.longest_path import LongestPath
 from bapipe.schedules.table import Phase
 from bapipe.simulator.compiled import NUM_PHASES
@@ -26,21 +26,6 @@ INTERVALS_PER_ACTION = 20
 
 MAX_SUM = INF >> 1
 """Weighted sums of times stay below this, so that they fit in 64 bits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageTimes:
-    """A stage with each interval.
-
-    Attributes:
-        entries: its entries of the time vector. [entries, intervals]
-        fits: whether its devices can hold it. [intervals]
-        work_ns: F and backward of all micro-batches that a replica has at least. [intervals]
-    """
-
-    entries: IntArray
-    fits: BoolArray
-    work_ns: IntArray
 
 
 class Pipeline:
@@ -70,70 +55,32 @@ class Pipeline:
         num_replicas = [placement.num_replicas for placement in placements]
         self._first = [0, *np.cumsum([self._num_times * count for count in num_replicas]).tolist()]
         self._stages = self._make_stages()
+        self._limit_ns, self._tables = INF, list[StageTable]()
         self._transfers = self._times_of_transfers()
         # The channels whose transfers happen at the end of each stage.
         self._channels_after: list[list[int]] = [[] for _ in placements]
         for channel, (_, _, stage, is_forward) in enumerate(self._compiled.channels):
             self._channels_after[stage if is_forward else stage - 1].append(channel)
         self._path = LongestPath(self._compiled, self._queues())
-        # The maximum of each entry over all cuts.
-        self._maxima = [int(each.max()) for stage in self._stages for each in stage.entries]
-        self._maxima += [int(times.max()) for times in self._transfers]
-        self._rows = [np.flatnonzero(stage.fits) for stage in self._stages]
 
-    def _make_stages(self) -> list[_StageTimes]:
-        shared: dict[Hashable, _StageTimes] = {}
+    def _make_stages(self) -> list[StageTimes]:
+        """The times of each stage; equal ones are shared."""
+        shared: dict[Hashable, StageTimes] = {}
         stages = []
         for placement in self.placements:
             buffers = placement.receives_activations, placement.receives_gradients
             key = (placement.device_classes, placement.schedule, buffers)
             if key not in shared:
-                self.problem.deadline.check()
-                shared[key] = self._stage_times(placement)
+                shared[key] = StageTimes(
+                    self.costs,
+                    placement,
+                    self._phases,
+                    self.problem.num_microbatches,
+                    self._anywhere,
+                    self.problem.deadline,
+                )
             stages.append(shared[key])
         return stages
-
-    def _stage_times(self, placement: StagePlacement) -> _StageTimes:
-        if not self._anywhere:
-            return self._stage_times_on(placement)
-        # On whichever device takes the least time for each interval.
-        on_each = [self._stage_times_on(placement.on((c,) * placement.num_replicas)) for c in self._anywhere]
-        return _StageTimes(
-            entries=np.minimum.reduce([each.entries for each in on_each]),
-            fits=np.logical_or.reduce([each.fits for each in on_each]),
-            work_ns=np.minimum.reduce([each.work_ns for each in on_each]),
-        )
-
-    def _stage_times_on(self, placement: StagePlacement) -> _StageTimes:
-        candidates = self.costs.candidates(placement, slice(None))
-        again_ns = self.costs.recomputed_ns(placement, slice(None)) if candidates.recompute.any() else {}
-        entries = []
-        for k, c in enumerate(placement.device_classes):
-            plain = self._entries(placement, k, 0, on_device=False)
-            if again_ns:  # F is repeated in B and in I; the host's times do not count then
-                again = np.where(candidates.recompute, again_ns[c], 0)
-                repeated = self._entries(placement, k, again, on_device=True)
-                plain = [np.where(candidates.recompute, *both) for both in zip(repeated, plain, strict=True)]
-            entries += plain
-        num_microbatches = self.problem.num_microbatches // placement.num_replicas
-        return _StageTimes(
-            entries=np.stack(entries), fits=candidates.fits, work_ns=num_microbatches * candidates.microbatch_ns
-        )
-
-    def _entries(
-        self, placement: StagePlacement, k: int, again_ns: IntArray | int, *, on_device: bool
-    ) -> list[IntArray]:
-        """The entries of the k-th replica in the time vector, with `again_ns` more in B and I. [entries][intervals]"""
-        times = self.costs.times[placement.device_classes[k]]
-        times = times.on_device if on_device else times
-        by_phase = (
-            times.forward_ns,
-            times.backward_ns + again_ns,
-            times.input_grad_ns + again_ns,
-            times.weight_grad_ns,
-        )
-        sync_ns = self.costs.replica_cost(placement, k, slice(None), on_device=on_device).sync_ns
-        return [*(by_phase[i] for i in self._phases), sync_ns]
 
     def _times_of_transfers(self) -> list[IntArray]:
         """Per channel the time of one transfer at each boundary. [channels][boundaries]"""
@@ -159,8 +106,10 @@ class Pipeline:
         """
         classes = sorted({c for placement in self.placements for c in placement.device_classes})
         units = self.intervals.row_offset[:-1]  # the shortest intervals; longer ones take as long or longer
-        times = [self.costs.times[c] for c in classes]
-        sending = [ns for t in times for ns in (t.forward_ns[units], t.backward_ns[units], t.unit_input_grad_ns())]
+        sending = []
+        for times in (self.costs.times[c] for c in classes):
+            at = times.at(units)
+            sending += [at.forward_ns, at.backward_ns, times.unit_input_grad_ns()]
         all_take_time = all((ns > 0).all() for ns in sending)
         channels = self._compiled.channels
         takes_time = {
@@ -175,21 +124,22 @@ class Pipeline:
         boundaries = np.asarray(cuts)
         begins, ends = boundaries[:, :-1], boundaries[:, 1:]
         at = self.intervals.row_offset[begins] + ends - begins - 1
-        columns = [stage.entries[:, at[:, s]].T for s, stage in enumerate(self._stages)]
+        of_stages = [stage.at(at[:, s]) for s, stage in enumerate(self._stages)]
+        columns = [entries.T for entries, _ in of_stages]
         columns += [
             times[ends[:, channel.stage if channel.forward else channel.stage - 1]][:, None]
             for times, channel in zip(self._transfers, self._compiled.channels, strict=True)
         ]
-        fits = np.logical_and.reduce([stage.fits[at[:, s]] for s, stage in enumerate(self._stages)])
+        fits = np.logical_and.reduce([of_stage for _, of_stage in of_stages])
         return np.concatenate(columns, axis=1), fits
 
     def stage_fits(self, s: int) -> BoolArray:
         """Returns which intervals a stage can hold. [intervals]"""
-        return self._stages[s].fits
+        return self._stages[s].every.fits
 
     def stage_entries(self, s: int) -> tuple[IntArray, slice]:
         """Returns the entries of a stage in time vectors, with each interval, and where. [entries, intervals]"""
-        return self._stages[s].entries, slice(self._first[s], self._first[s + 1])
+        return self._stages[s].every.entries, slice(self._first[s], self._first[s + 1])
 
     def transfers_after(self, s: int) -> tuple[IntArray, IntArray]:
         """Returns the entries of the transfers at each end of a stage, and where. [channels, boundaries], [channels]"""
@@ -231,9 +181,19 @@ class Pipeline:
 
     def forbid_slow(self, limit_ns: int) -> None:
         """Leaves out the intervals whose work alone takes a step as long as a limit."""
-        self._rows = [
-            rows[stage.work_ns[rows] < limit_ns] for rows, stage in zip(self._rows, self._stages, strict=True)
-        ]
+        if limit_ns < self._limit_ns:
+            self._limit_ns = limit_ns
+            self._tables = [table.only(table.work_ns < limit_ns) for table in self._tables]
+
+    def _left(self) -> list[StageTable]:
+        """The intervals of each stage that fit and are not left out, tabulated when first asked for."""
+        if not self._tables:
+            tables: dict[StageTimes, StageTable] = {}
+            for stage in self._stages:
+                if stage not in tables:
+                    tables[stage] = stage.faster_than(self._limit_ns)
+            self._tables = [tables[stage] for stage in self._stages]
+        return self._tables
 
     def min_cuts(self, weights: IntArray) -> tuple[int, Cuts] | None:
         """Returns the minimum of weights @ times over all cuts that are left, and cuts that attain it; None if none is.
@@ -243,27 +203,27 @@ class Pipeline:
         num_boundaries = self.intervals.num_boundaries
         to_go = np.full(num_boundaries, INF)
         to_go[-1] = 0
-        values: list[IntArray] = []
+        tables, values = self._left(), list[IntArray]()
         for s in reversed(range(len(self.placements))):
             if s + 1 < len(self.placements):
                 for channel in self._channels_after[s]:
                     to_go = to_go + weights[self._first[-1] + channel] * self._transfers[channel]
-            rows = self._rows[s]
+            table = tables[s]
             stage_weights = weights[self._first[s] : self._first[s + 1]]
-            value = to_go[self.intervals.ends[rows]]
+            value = to_go[self.intervals.ends[table.rows]]
             for i in np.flatnonzero(stage_weights):
-                value = value + stage_weights[i] * self._stages[s].entries[i, rows]
+                value = value + stage_weights[i] * table.entries[i]
             values.append(value)
             to_go = np.full(num_boundaries, INF)
-            if len(rows):
-                begins = self.intervals.begins[rows]
+            if len(table.rows):
+                begins = self.intervals.begins[table.rows]
                 starts = np.flatnonzero(np.diff(begins, prepend=-1))  # rows ascend by begin
                 to_go[begins[starts]] = np.minimum(np.minimum.reduceat(value, starts), INF)
         if to_go[0] >= INF:
             return None
         cuts = [0]
         for s, value in enumerate(reversed(values)):
-            begin_rows = self._rows[s]
+            begin_rows = tables[s].rows
             begins = self.intervals.begins[begin_rows]
             low, high = np.searchsorted(begins, [cuts[-1], cuts[-1] + 1])
             cuts.append(int(self.intervals.ends[begin_rows[low + np.argmin(value[low:high])]]))
@@ -272,7 +232,13 @@ class Pipeline:
     @property
     def min_cuts_cost(self) -> int:
         """The cost of `min_cuts` in simulated actions."""
-        return sum(map(len, self._rows)) // INTERVALS_PER_ACTION
+        return sum(len(table.rows) for table in self._left()) // INTERVALS_PER_ACTION
+
+    @cached_property
+    def _maxima(self) -> list[int]:
+        """No less than each entry with any cuts."""
+        of_stages = [longest for stage in self._stages for longest in stage.maxima()]
+        return of_stages + [int(times.max()) for times in self._transfers]
 
     def max_sum(self, weights: IntArray) -> int:
         """Returns an upper bound of weights @ times over all cuts."""
@@ -280,8 +246,8 @@ class Pipeline:
 
     def step_ns(self, cuts: Cuts) -> int | None:
         """Returns the simulated step time, None if it does not fit."""
-        for placement, (begin, end) in zip(self.placements, pairwise(cuts), strict=True):
-            if not self.costs.candidates_from(placement, begin).fits[end - begin - 1]:
-                return None
+        _, fits = self.time_vectors([cuts])
+        if not fits[0]:
+            return None
         layout = self.problem.layout(cuts, self.placements)
         return self.problem.step_ns(layout) if self.problem.fits(layout) else None

@@ -32,6 +32,9 @@ MAX_SIMULATED = 3
 MAX_WORSE = 16
 """A climb ends after so many times without a faster neighbour."""
 
+MAX_TRIES = 32
+"""How many times a climb looks for a faster neighbour before another search has its turn."""
+
 ESTIMATE_COST = 3
 """Exchange rate: simulated actions that take as long as an action of all neighbours that are estimated at once."""
 
@@ -44,21 +47,26 @@ def climb(
     simulated_ns: Callable[[Cuts], int | None],
     budget: Budget,
     random: np.random.Generator,
-) -> None:
-    """Goes from some cuts to faster ones as long as random moves find any.
+) -> bool:
+    """Goes from some cuts to faster ones for some time; returns whether random moves find none any more.
 
     Args:
         step_ns: of the cuts.
         simulated_ns: times cuts, and keeps the best ones; None if they do not fit.
     """
     num_worse = 0
-    while num_worse < MAX_WORSE and not budget.is_over():
+    for _ in range(MAX_TRIES):
+        if budget.is_over():
+            break
         num_worse += 1
         for other in _promising(pipeline, neighbours(pipeline, cuts, random), step_ns, budget):
             other_ns = simulated_ns(other)
             if other_ns is not None and other_ns < step_ns:
                 cuts, step_ns, num_worse = other, other_ns, 0
                 break
+        if num_worse == MAX_WORSE:
+            return True
+    return False
 
 
 def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budget) -> list[Cuts]:

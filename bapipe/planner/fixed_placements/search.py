@@ -1,10 +1,10 @@
 """Searches the cuts of the problems in which the choice of devices fixes the placements.
 
-That is so where a schedule gives devices several stages: each root of such a problem is one pipeline. The pipeline with
-the smallest bound is always the next: first its naive cuts are simulated and improved by local search, then its bound
-is raised, some rounds at a time. By turns with that, the cuts of the best pipelines are improved by random moves, again
-and again from their best cuts a little changed. All work is counted, so that the result does not depend on the speed of
-the machine.
+That is so where a schedule gives devices several stages: each root of such a problem is one pipeline. First of all the
+naive cuts of some pipelines are simulated. Then the pipeline with the smallest bound is always the next: its naive cuts
+are improved by local search, and its bound is raised, some rounds at a time. By turns with that, the cuts of the best
+pipelines are improved by random moves, again and again from their best cuts a little changed. All work is counted, so
+that the result does not depend on the speed of the machine.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,6 +35,10 @@ ROUNDS_PER_TURN = 5
 
 NUM_CLIMBED = 3
 """The number of pipelines whose cuts are improved."""
+
+MAX_DESCENDED = 240
+"""Local search begins with small moves of cuts in chains of up to so many boundaries; in longer ones they are too small
+to begin with."""
 
 PROMISING = 1.1
 """The cuts of a pipeline are improved if they exceed the best step by no more than this factor."""
@@ -146,6 +150,7 @@ class _Search:
 
     def run(self) -> None:
         """Raises bounds and improves cuts by turns, with as much work for the one as for the other."""
+        self._start_naive()
         raising = climbing = 0
         while not self._is_over() and (self._can_raise() or self._climbing()):
             before = self.budget.spent
@@ -157,6 +162,20 @@ class _Search:
                 climbing += self.budget.spent - before
             if self.progress and self.best_ns < INF:
                 self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.bound_ns))
+
+    def _start_naive(self) -> None:
+        """Begins with some devices of each number: all, half of them and so on, the smallest bounds first."""
+        first: dict[tuple[Problem, int], tuple[int, _Orders]] = {}
+        for orders in self.orders.values():
+            root = orders.entries[0].root
+            key = orders.entries[0].problem, root.num_devices
+            if root.num_devices in _halves(max(r.num_devices for r in key[0].roots)):
+                first[key] = min(first.get(key, (INF, orders)), (orders.bound_ns, orders), key=lambda each: each[0])
+        for bound_ns, orders in sorted(first.values(), key=lambda each: each[0]):
+            if bound_ns >= self.best_ns or self._is_over():
+                break
+            if orders.entries[0].game is None:
+                self._start(orders, orders.entries[0])
 
     def _is_over(self) -> bool:
         """Whether the search ends; without a plan that fits only the deadline ends it."""
@@ -197,8 +216,10 @@ class _Search:
     def _raise_for_all(self, orders: _Orders) -> bool:
         """Raises the bound of all orders of some devices; returns whether it does not rise any more."""
         first = orders.entries[0]
-        if orders.game is None:
+        if first.game is None:
             self._start(orders, first)  # for paths and a best step
+            return False
+        if orders.game is None:
             pipeline = Pipeline(first.problem, _path_of(first.root), in_any_order=True)
             self.budget.spend(pipeline.num_actions)
             orders.game = PathBound(pipeline, orders.paths)
@@ -212,10 +233,10 @@ class _Search:
         """Raises the bound of one root; returns whether it does not rise any more."""
         if entry.game is None:
             self._start(orders, entry)
-        if entry.game is not None:
-            self._play(entry.game)
-            entry.bound_ns = max(entry.bound_ns, entry.game.bound_ns)
-        return entry.game is None or entry.game.is_solved
+            return False
+        self._play(entry.game)
+        entry.bound_ns = max(entry.bound_ns, entry.game.bound_ns)
+        return entry.game.is_solved
 
     def _play(self, game: PathBound) -> None:
         """Some rounds of a game."""
@@ -233,15 +254,18 @@ class _Search:
         entry.game = PathBound(pipeline, orders.paths)
         self._started.append(entry)
         starts = list(naive_cuts(entry.problem, pipeline.placements))
-        feasible = pipeline.min_cuts(entry.game.add_cuts(starts[0]))
-        if feasible is None:
-            entry.bound_ns = INF
-            return
+        weights = entry.game.add_cuts(starts[0])
         for cuts in starts:
             self._try(entry, cuts)
         if not entry.best:
+            pipeline.forbid_slow(self.best_ns)
+            feasible = pipeline.min_cuts(weights)
+            if feasible is None:
+                entry.bound_ns = INF
+                return
             self._try(entry, feasible[1])
-        if entry.best and entry.best_ns <= PROMISING * self.best_ns:
+        is_short = pipeline.intervals.num_boundaries <= MAX_DESCENDED
+        if is_short and entry.best and entry.best_ns <= PROMISING * self.best_ns:
             self._descend(entry, entry.best, entry.best_ns)
 
     def _try(self, entry: _Entry, cuts: Cuts) -> int | None:
@@ -282,8 +306,7 @@ class _Search:
             if entry.is_climbed:
                 for other in neighbours(pipeline, entry.best, self._random)[:1].tolist():
                     cuts, step_ns = tuple(other), self._try(entry, tuple(other)) or INF
-            entry.is_climbed = True
-            climb(
+            entry.is_climbed |= climb(
                 pipeline,
                 cuts,
                 step_ns,
@@ -319,6 +342,11 @@ class _Search:
             step_ns=best.best_ns,
             lower_bound_ns=min(best.best_ns, self.bound_ns),
         )
+
+
+def _halves(number: int) -> list[int]:
+    """The number, half of it, a quarter and so on, down to one."""
+    return [number >> halvings for halvings in range(number.bit_length())]
 
 
 def _path_of(root: Root) -> tuple[StagePlacement, ...]:

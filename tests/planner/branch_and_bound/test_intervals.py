@@ -52,7 +52,11 @@ def test_times_of_all_intervals_are_those_of_each() -> None:
         profile = random_profile(random, 7, splits_badly=seed % 2 == 1)
         speed = random.choice([1.0, 0.3, 1.5])
         intervals, chain = IntervalIndex(CUTS), Chain(profile, 2, speed)
-        times = IntervalTimes(intervals, profile, 2, speed)
+        table = IntervalTimes(intervals, profile, 2, speed)
+        times = table.at(slice(None))
+        shuffled = np.array(random.sample(range(len(intervals.begins)), len(intervals.begins)))
+        for name in ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "update_ns"):
+            assert (getattr(table.at(shuffled), name) == getattr(times, name)[shuffled]).all()
         for i, (begin, end) in enumerate(zip(intervals.begins, intervals.ends, strict=True)):
             cost = chain.cost(CUTS[begin], CUTS[end])
             assert times.forward_ns[i] == cost.forward_ns

@@ -1,6 +1,7 @@
 """The search of fixed placements: never worse than naive cuts, its bounds hold, and small problems are solved."""
 
 import pytest
+from msgspec.structs import replace
 
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
@@ -69,6 +70,25 @@ def test_long_chains_on_devices_with_two_stages_come_near_their_bound(schedule: 
         (placements,) = pipelines(root.first_placements)
         naive_ns = [problem.step_ns(problem.layout(cuts, placements)) for cuts in naive_cuts(problem, placements)]
         assert best.step_ns <= min(naive_ns)
+
+
+def test_naive_cuts_come_first_on_all_devices_half_of_them_and_so_on() -> None:
+    profile = chain([3 + i % 4 for i in range(300)], output_bytes=40_000_000)  # transfers take longer than the layers
+    cluster = devices(6, bytes_per_s=10**9)
+    speeds = (0.3, 0.9, 1.0, 0.7, 0.8, 0.6)
+    unlike = tuple(replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True))
+    options = PlanOptions(minibatch_size=4, schedules=["zb-v"])
+    (problem,) = build_space({"a": profile}, replace(cluster, devices=unlike), options, sizes=[1]).problems
+    _, best = search_fixed_placements([problem], max_actions=10_000)
+    assert best is not None
+    naive_ns = []
+    for root in problem.roots:
+        if root.num_devices in (6, 3, 1):
+            (placements,) = pipelines(root.first_placements)
+            naive_ns += [problem.step_ns(problem.layout(cuts, placements)) for cuts in naive_cuts(problem, placements)]
+    assert best.layout.placements[-1].position is not None
+    assert best.step_ns <= min(naive_ns)
+    assert best.problem.simulate(best.layout).step_ns == best.step_ns
 
 
 def test_schedules_of_both_kinds_share_one_bound_on_long_chains() -> None:
