@@ -58,7 +58,11 @@ def search_layouts(
     is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
     nodes = min(max_nodes, MAX_CUT_NODES) if is_followed else max_nodes
     raised, best = search_fixed_placements(
-        fixed, max_actions=ACTIONS_PER_NODE * nodes, deadline=deadline, progress=progress, incumbent=best
+        fixed,
+        max_actions=ACTIONS_PER_NODE * nodes,
+        deadline=deadline.share(2) if others else deadline,
+        progress=progress,
+        incumbent=best,
     )
     if best is None or is_branched:
         # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.

@@ -24,6 +24,9 @@ from bapipe.simulator.simulate import longest_path_is_exact
 INTERVALS_PER_ACTION = 20
 """Exchange rate: intervals of the dynamic programme that take as long as one simulated action."""
 
+VECTORS_COST = 100
+"""Exchange rate: simulated actions that take as long as one stage's times in hundreds of vectors."""
+
 MAX_SUM = INF >> 1
 """Weighted sums of times stay below this, so that they fit in 64 bits."""
 
@@ -228,6 +231,11 @@ class Pipeline:
             low, high = np.searchsorted(begins, [cuts[-1], cuts[-1] + 1])
             cuts.append(int(self.intervals.ends[begin_rows[low + np.argmin(value[low:high])]]))
         return int(to_go[0]), tuple(cuts)
+
+    @property
+    def vectors_cost(self) -> int:
+        """The cost of `time_vectors` of hundreds of cuts, in simulated actions."""
+        return VECTORS_COST * len(self.placements)
 
     @property
     def min_cuts_cost(self) -> int:

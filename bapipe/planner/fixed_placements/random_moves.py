@@ -73,7 +73,7 @@ def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budge
     """The cuts with the shortest estimates, if these are below the step."""
     times, fits = pipeline.time_vectors(others)
     others, times = others[fits], times[fits]
-    budget.spend(ESTIMATE_COST * pipeline.num_actions)
+    budget.spend(ESTIMATE_COST * pipeline.num_actions + pipeline.vectors_cost)
     if not len(others):
         return []
     lengths_ns = pipeline.lengths(times)
