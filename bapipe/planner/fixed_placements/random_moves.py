@@ -6,6 +6,7 @@ little more than one simulation. Only neighbours that are estimated to be faster
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,41 +33,53 @@ MAX_SIMULATED = 3
 MAX_WORSE = 16
 """A climb ends after so many times without a faster neighbour."""
 
-MAX_TRIES = 32
+TRIES_PER_TURN = 32
 """How many times a climb looks for a faster neighbour before another search has its turn."""
 
 ESTIMATE_COST = 3
 """Exchange rate: simulated actions that take as long as an action of all neighbours that are estimated at once."""
 
 
-def climb(
+@dataclass(slots=True)
+class Climb:
+    """Where a climb is.
+
+    Attributes:
+        cuts, step_ns: the last ones, and their step time.
+        num_worse: how many times in a row no faster neighbour was found.
+    """
+
+    cuts: Cuts
+    step_ns: int
+    num_worse: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_worse >= MAX_WORSE
+
+
+def go_on(
+    climb: Climb,
     pipeline: Pipeline,
-    cuts: Cuts,
-    step_ns: int,
     *,
     simulated_ns: Callable[[Cuts], int | None],
     budget: Budget,
     random: np.random.Generator,
-) -> bool:
-    """Goes from some cuts to faster ones for some time; returns whether random moves find none any more.
+) -> None:
+    """Goes on with a climb for a turn, or to its end.
 
     Args:
-        step_ns: of the cuts.
         simulated_ns: times cuts, and keeps the best ones; None if they do not fit.
     """
-    num_worse = 0
-    for _ in range(MAX_TRIES):
-        if budget.is_over():
+    for _ in range(TRIES_PER_TURN):
+        if climb.is_over or budget.is_over():
             break
-        num_worse += 1
-        for other in _promising(pipeline, neighbours(pipeline, cuts, random), step_ns, budget):
+        climb.num_worse += 1
+        for other in _promising(pipeline, neighbours(pipeline, climb.cuts, random), climb.step_ns, budget):
             other_ns = simulated_ns(other)
-            if other_ns is not None and other_ns < step_ns:
-                cuts, step_ns, num_worse = other, other_ns, 0
+            if other_ns is not None and other_ns < climb.step_ns:
+                climb.cuts, climb.step_ns, climb.num_worse = other, other_ns, 0
                 break
-        if num_worse == MAX_WORSE:
-            return True
-    return False
 
 
 def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budget) -> list[Cuts]:

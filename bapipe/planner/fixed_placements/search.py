@@ -24,7 +24,7 @@ from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
 from bapipe.planner.fixed_placements.pipeline import Pipeline
-from bapipe.planner.fixed_placements.random_moves import climb, neighbours
+from bapipe.planner.fixed_placements.random_moves import Climb, go_on, neighbours
 from bapipe.progress import SearchProgress
 
 DEFAULT_MAX_ACTIONS = 12_000_000
@@ -80,7 +80,7 @@ class _Entry:
     Attributes:
         game: None before its first turn.
         best_ns, best: the best cuts, `INF` and () without any.
-        is_climbed: whether the climb from the naive cuts is over.
+        climb: where its climb is; None before its first turn.
     """
 
     problem: Problem
@@ -89,7 +89,7 @@ class _Entry:
     game: PathBound | None = None
     best_ns: int = INF
     best: Cuts = ()
-    is_climbed: bool = False
+    climb: Climb | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -302,18 +302,23 @@ class _Search:
         """Improves the cuts of the best pipelines: first their best ones, then those that random moves lead to."""
         for entry in self._climbing():
             assert entry.game is not None
-            pipeline, cuts, step_ns = entry.game.pipeline, entry.best, entry.best_ns
-            if entry.is_climbed:
-                for other in neighbours(pipeline, entry.best, self._random)[:1].tolist():
-                    cuts, step_ns = tuple(other), self._try(entry, tuple(other)) or INF
-            entry.is_climbed |= climb(
-                pipeline,
-                cuts,
-                step_ns,
+            if entry.climb is None:
+                entry.climb = Climb(entry.best, entry.best_ns)
+            elif entry.climb.is_over:
+                entry.climb = self._next_climb(entry, entry.game.pipeline)
+            go_on(
+                entry.climb,
+                entry.game.pipeline,
                 simulated_ns=partial(self._try, entry),
                 budget=self.budget,
                 random=self._random,
             )
+
+    def _next_climb(self, entry: _Entry, pipeline: Pipeline) -> Climb:
+        """A climb from a random neighbour of the best cuts."""
+        for other in neighbours(pipeline, entry.best, self._random)[:1].tolist():
+            return Climb(tuple(other), self._try(entry, tuple(other)) or INF)
+        return Climb(entry.best, entry.best_ns)
 
     @property
     def bound_ns(self) -> int:
