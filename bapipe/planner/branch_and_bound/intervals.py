@@ -209,11 +209,13 @@ class IntervalTimes:
     def _times(self, rows: Rows) -> Times:
         # The layers of each interval. [rows]
         first, stop = self._cuts[self.intervals.begins[rows]], self._cuts[self.intervals.ends[rows]]
+        apart_ns = self._costs.weight_grad_after_input_grad_ns(first, stop)
+        backward_ns = self._costs.backward_ns(first, stop)
         return Times(
             forward_ns=self._costs.forward_ns(first, stop),
             input_grad_ns=self._costs.input_grad_ns(first, stop),
-            weight_grad_ns=self._costs.weight_grad_ns(first, stop),
-            backward_ns=self._costs.backward_ns(first, stop),
+            weight_grad_ns=np.where(self._sends_gradient[rows], apart_ns, backward_ns),
+            backward_ns=backward_ns,
             update_ns=self._costs.update_ns(first, stop),
         )
 

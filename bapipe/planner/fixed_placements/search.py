@@ -31,7 +31,7 @@ DEFAULT_MAX_ACTIONS = 12_000_000
 """Budget: simulated actions, and other work at the rates of `budget.py`."""
 
 ROUNDS_PER_TURN = 5
-"""How many rounds a bound is raised before the smallest bound is chosen anew."""
+"""How many rounds a bound is raised at most before the smallest bound is chosen anew."""
 
 NUM_CLIMBED = 3
 """The number of pipelines whose cuts are improved."""
@@ -239,12 +239,13 @@ class _Search:
         return entry.game.is_solved
 
     def _play(self, game: PathBound) -> None:
-        """Some rounds of a game."""
+        """Some rounds of a game, as long as its bound is the smallest of all."""
         if self.best_ns < INF:
             game.pipeline.forbid_slow(self.best_ns)
+        enough_ns = min(self.best_ns, self._queue[0][0] + 1 if self._queue else INF)
         for _ in range(ROUNDS_PER_TURN):
             self.budget.spend(game.improve())
-            if game.is_solved or game.bound_ns >= self.best_ns or self.budget.is_out_of_time:
+            if game.is_solved or game.bound_ns >= enough_ns or self.budget.is_out_of_time:
                 return
 
     def _start(self, orders: _Orders, entry: _Entry) -> None:
