@@ -234,8 +234,8 @@ class Pipeline:
 
     @property
     def vectors_cost(self) -> int:
-        """The cost of `time_vectors` of hundreds of cuts, in simulated actions."""
-        return VECTORS_COST * len(self.placements)
+        """The cost of `time_vectors` of hundreds of cuts, in simulated actions: little if they come from tables."""
+        return VECTORS_COST * sum(not stage.is_tabled for stage in self._stages)
 
     @property
     def min_cuts_cost(self) -> int:

@@ -44,7 +44,11 @@ class StageTable:
 
 
 class StageTimes:
-    """A stage of a pipeline; `anywhere` are the classes of devices of which the fastest counts, () for its own."""
+    """A stage of a pipeline.
+
+    Attributes:
+        is_tabled: whether the times of all intervals are tabulated at once.
+    """
 
     def __init__(
         self,
@@ -55,20 +59,24 @@ class StageTimes:
         anywhere: Sequence[int],
         deadline: Deadline,
     ) -> None:
-        """`phases` are the numbers of those that have entries, `num_microbatches` those of the step.
+        """Begins without any times.
 
-        `deadline` ends the making of tables with OutOfTime.
+        Args:
+            phases: the numbers of those that have entries.
+            num_microbatches: of the step.
+            anywhere: the classes of devices of which the fastest counts, () for the stage's own.
+            deadline: ends the making of tables with OutOfTime.
         """
         self.costs, self.placement, self._phases = costs, placement, phases
         self._deadline = deadline
         self._num_of_replica = num_microbatches // placement.num_replicas
         self._placements = [placement.on((c,) * placement.num_replicas) for c in anywhere] or [placement]
         # All-reduces among replicas are tabulated for all intervals at once.
-        self._has_all = len(costs.intervals.begins) <= MAX_TABLED or placement.position is None
+        self.is_tabled = len(costs.intervals.begins) <= MAX_TABLED or placement.position is None
 
     def at(self, rows: IntArray) -> tuple[IntArray, BoolArray]:
         """Returns the entries with some intervals, and whether these fit. [entries, rows], [rows]"""
-        if self._has_all:
+        if self.is_tabled:
             return self.every.entries[:, rows], self.every.fits[rows]
         table = self._table(rows)
         return table.entries, table.fits
@@ -80,7 +88,7 @@ class StageTimes:
 
     def faster_than(self, limit_ns: int) -> StageTable:
         """Returns the intervals that fit and whose work alone takes less than a limit."""
-        table = self.every if self._has_all else self._table(self._short_rows(limit_ns))
+        table = self.every if self.is_tabled else self._table(self._short_rows(limit_ns))
         return table.only(table.fits & (table.work_ns < limit_ns))
 
     def _short_rows(self, limit_ns: int) -> IntArray:
@@ -146,7 +154,7 @@ class StageTimes:
 
     def maxima(self) -> list[int]:
         """Returns upper bounds of each entry, over all intervals."""
-        if self._has_all:
+        if self.is_tabled:
             return [int(each.max()) for each in self.every.entries]
         found = []
         for placement in self._placements:
