@@ -13,15 +13,18 @@ from bapipe.planner.baselines import baseline_alternatives
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace
+from bapipe.planner.partition_space import partition_space
+from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace, on_first_devices
 from bapipe.planner.solution import Rival, Solution, make_plan, sort_alternatives
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import SearchProgress
+from bapipe.schedules.placement import permute_ranks
 
 if TYPE_CHECKING:
     from bapipe.planner.branch_and_bound.problem import SearchResult
     from bapipe.planner.branch_and_bound.space import SearchSpace
+    from bapipe.planner.line_solution import LineSolution
 
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
@@ -99,23 +102,64 @@ def solve_partition(
     rival: Rival | None = None,
 ) -> Solution:
     """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
-    from bapipe.planner.device_line.search import has_many_devices
+    from bapipe.planner.device_line.search import has_many_devices  # these load numpy
+    from bapipe.planner.line_solution import naive_solution, no_slower_than_naive, solve_first, solve_on_line
 
     num_layers = len(next(iter(profiles.values())).layers)
     if has_many_devices(
         cluster, named_schedules(options), num_layers=num_layers, minibatch_size=options.minibatch_size
     ):
-        solution = _solve_many_devices(profiles, cluster, options, deadline, progress, rival)
-        if solution is not None:
-            return solution
+        found = solve_on_line(profiles, cluster, options, deadline=deadline, progress=progress, rival=rival)
+        if found is not None:
+            return found.solution
+    first = solve_first(profiles, cluster, options, deadline=deadline, progress=progress)
+    if first is not None:
+        return _solve_after(first, profiles, cluster, options, deadline, progress)
     try:
         space, result = find_best_layout(profiles, cluster, options, deadline=deadline, progress=progress)
     except OutOfTime as error:
-        return _naive_solution(profiles, cluster, options, deadline, error.lower_bound_ns)
+        return naive_solution(profiles, cluster, options, deadline, error.lower_bound_ns)
     solution = solution_of(profiles, result, options.minibatch_size, space)
     if result.lower_bound_ns == result.step_ns:
         return solution
-    return _no_slower_than_naive(solution, profiles, cluster, options, deadline)
+    return no_slower_than_naive(solution, profiles, cluster, options, deadline)
+
+
+def _solve_after(
+    first: "LineSolution",
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+    progress: SearchProgress | None,
+) -> Solution:
+    """Returns the first solution joined with that of an exact search of the same order of devices, or of any order."""
+    from bapipe.planner.branch_and_bound.space import tries_any_order
+
+    has_any = tries_any_order(profiles, cluster, options)
+    ordered, ranks = (cluster, tuple(range(len(cluster.devices)))) if has_any else (first.cluster, first.ranks)
+    try:
+        space, result = find_best_layout(
+            profiles, ordered, options, deadline=deadline, progress=_without_worse(progress, first)
+        )
+    except OutOfTime:
+        return first.solution
+    if not has_any:
+        space = replace(space, device_order=on_first_devices([first.order]))
+    exact = solution_of(profiles, result, options.minibatch_size, space, given=(cluster, ranks))
+    return first.joined(exact)
+
+
+def _without_worse(progress: SearchProgress | None, first: "LineSolution | None") -> SearchProgress | None:
+    """Returns the progress of a search that follows another one: its best plan is the best of both."""
+    if progress is None or first is None:
+        return progress
+    first_ns = first.solution.prediction.step_ns
+
+    def report(num_simulated: int, best_ns: int, bound_ns: int) -> None:
+        progress(num_simulated, min(first_ns, best_ns), min(first_ns, bound_ns))
+
+    return report
 
 
 def _has_too_large_tables(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
@@ -184,7 +228,7 @@ def space_of_problems(
     space: "SearchSpace", profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
 ) -> PartitionSpace:
     """Returns what a certificate says of the problems of a search."""
-    return _partition_space(
+    return partition_space(
         profiles,
         cluster,
         options,
@@ -194,106 +238,32 @@ def space_of_problems(
     )
 
 
-def _solve_many_devices(
+def solution_of(
     profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    deadline: Deadline,
-    progress: SearchProgress | None,
-    rival: Rival | None,
-) -> Solution | None:
-    """Returns the solution of the search for many devices, None if it has found no plan that fits."""
-    from bapipe.planner.device_line.line import DeviceLine
-    from bapipe.planner.device_line.orders import device_orders, in_words
-    from bapipe.planner.device_line.search import LineSearch
-
-    line = DeviceLine(profiles, cluster, options)
-    orders = device_orders(cluster, line.ns_per_sample)
-    search = LineSearch(
-        [line, *(line.in_order(order.ranks) for order in orders[1:])],
-        named_schedules(options),
-        microbatch_sizes(profiles, cluster, options),
-        bound_ns=work_bound_ns(profiles, cluster, options.minibatch_size),
-        deadline=deadline,
-        progress=progress,
-        rival=rival,
-    )
-    search.run()
-    if search.best is None:
-        return None
-    space = replace(unsearched_space(profiles, cluster, options), device_order=in_words(orders))
-    return search.best.line.solution(search.best, search.bound_ns, space)
-
-
-def _naive_solution(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline, bound_ns: int
+    result: "SearchResult",
+    minibatch_size: int,
+    space: SearchedSpace,
+    *,
+    given: tuple[Cluster, tuple[int, ...]] | None = None,
 ) -> Solution:
-    """Returns the best of the naive plans, for when the deadline has passed before a search has found any plan.
+    """Returns the result of a branch and bound as a solution, without alternatives.
 
     Args:
-        bound_ns: a lower bound on all plans that the search has reached.
-
-    Raises:
-        OutOfTime: none of those tried fits.
+        given: the cluster and its ranks in the order in which the search had them, if that is another order.
     """
-    from bapipe.planner.device_line.line import DeviceLine
-    from bapipe.planner.device_line.naive import best_naive
-
-    bound_ns = max(bound_ns, work_bound_ns(profiles, cluster, options.minibatch_size))
-    line = DeviceLine(profiles, cluster, options)
-    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
-    best = best_naive(line, schedules, sizes, deadline)
-    if best is None:
-        raise OutOfTime(
-            "the search ended before a plan was found that fits, and none of the naive plans tried fits; that does "
-            "not prove that there is none: choose a longer `time_limit_s`",
-            bound_ns,
-        )
-    return line.solution(best, bound_ns, unsearched_space(profiles, cluster, options))
-
-
-def _no_slower_than_naive(
-    solution: Solution,
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    deadline: Deadline,
-) -> Solution:
-    """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
-    from bapipe.planner.device_line.line import DeviceLine
-    from bapipe.planner.device_line.naive import best_naive
-
-    line, step_ns = DeviceLine(profiles, cluster, options), solution.prediction.step_ns
-    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
-    best = best_naive(line, schedules, sizes, deadline, below_ns=step_ns)
-    return solution if best is None else line.solution(best, solution.lower_bound_ns, solution.space)
-
-
-def unsearched_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> PartitionSpace:
-    """Returns the space that a lower bound holds for if the deadline passed before the search."""
-    from bapipe.planner.branch_and_bound.space import device_order_text
-
-    num_devices = len(cluster.devices)
-    return _partition_space(
-        profiles,
-        cluster,
-        options,
-        stage_counts=(1, min(num_devices, len(_layer_names(profiles)))),
-        device_counts=(1, num_devices),
-        device_order=device_order_text(False, cluster, ()),
-    )
-
-
-def solution_of(
-    profiles: Mapping[str, ModelProfile], result: "SearchResult", minibatch_size: int, space: SearchedSpace
-) -> Solution:
-    """Returns the result of a branch and bound as a solution, without alternatives."""
     problem, layout = result.problem, result.layout
-    names = _layer_names(profiles)
+    names = [layer.name for layer in next(iter(profiles.values())).layers]
     table, _ = problem.compiled(layout.placements)
+    cluster, prediction = problem.cluster, problem.simulate(layout).prediction(minibatch_size)
+    if given is not None:
+        from bapipe.simulator.simulate import simulate_columns  # loads numpy
+
+        cluster, ranks = given
+        table = permute_ranks(table, ranks, len(ranks))
+        prediction = simulate_columns(table, problem.stages(layout), cluster).prediction(minibatch_size)
     return Solution(
         profiles=profiles,
-        cluster=problem.cluster,
+        cluster=cluster,
         minibatch_size=minibatch_size,
         microbatch_size=problem.microbatch_size,
         schedule=problem.schedule,
@@ -301,44 +271,15 @@ def solution_of(
         stages=tuple(
             stage_plan(
                 tuple(names[begin:end]),
-                tuple(problem.cluster.devices[rank].name for rank in ranks),
+                tuple(cluster.devices[rank].name for rank in of_stage),
                 recompute=bool(recompute),
                 recompute_layers=frozenset(names[i] for i in recompute),
             )
-            for (begin, end), ranks, recompute in zip(
+            for (begin, end), of_stage, recompute in zip(
                 pairwise(layout.cuts), table.devices, layout.recompute, strict=True
             )
         ),
-        prediction=problem.simulate(layout).prediction(minibatch_size),
-        lower_bound_ns=result.lower_bound_ns,
+        prediction=prediction,
+        lower_bound_ns=min(result.lower_bound_ns, prediction.step_ns),
         space=space,
     )
-
-
-def _partition_space(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    *,
-    stage_counts: tuple[int, int],
-    device_counts: tuple[int, int],
-    device_order: str,
-) -> PartitionSpace:
-    stages = options.num_stages
-    return PartitionSpace(
-        num_layers=len(_layer_names(profiles)),
-        num_devices=len(cluster.devices),
-        stage_counts=(stages, stages) if stages else stage_counts,
-        device_counts=device_counts,
-        device_order=device_order,
-        microbatch_sizes=tuple(microbatch_sizes(profiles, cluster, options)),
-        schedules=tuple(named_schedules(options)),
-        replicas=options.replicas,
-        recompute=options.recompute,
-        constraints=tuple(options.constraints),
-    )
-
-
-def _layer_names(profiles: Mapping[str, ModelProfile]) -> list[str]:
-    """Returns the names of the layers, which are the same in every profile."""
-    return [layer.name for layer in next(iter(profiles.values())).layers]

@@ -1,9 +1,18 @@
 """The space that a search covered, as records; and the one function that describes a record in a certificate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
 
 from bapipe.schedules import LOOPED
+
+GIVEN_ORDER = "in the cluster's order"
+"""How plans take devices where orders are too many to try all."""
+
+
+def on_first_devices(orders: Sequence[str]) -> str:
+    """Returns which devices plans take in some orders, given in words; they are part of plan files."""
+    return f", {', or '.join(orders)}, of too many choices only the first devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,9 @@ from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.goal_search import objective_ns
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
-from bapipe.planner.plan_step import plan_step_time, unsearched_space
+from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.throughput.search import explore_throughput
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.simulator.simulate import simulate
@@ -162,7 +163,7 @@ def test_naive_plans_are_cut_evenly_and_timed_as_the_simulator_times_them() -> N
         timed = line.time(plan)
         assert timed is not None
         assert bound_ns <= timed.step_ns
-        solution = line.solution(timed, 0, unsearched_space(PROFILES, devices(4), options))
+        solution = line.solution(timed, 0, line_space(PROFILES, devices(4), options))
         assert solution.prediction.step_ns == timed.step_ns
 
 

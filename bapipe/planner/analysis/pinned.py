@@ -9,7 +9,8 @@ from bapipe.formats.plan import NOT_CERTIFIED, Alternative, Plan, certify, with_
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import solve_partition, unsearched_space
+from bapipe.planner.partition_space import line_space
+from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.searched_space import in_words
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs
@@ -49,7 +50,7 @@ def certify_pinned(
         found = solve_partition(profiles, plan.cluster, options, deadline=deadline, progress=progress)
         best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
     except OutOfTime as error:  # then the pinned plan is the only one known
-        space, bound_ns = unsearched_space(profiles, plan.cluster, options), error.lower_bound_ns
+        space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns
     judged = msgspec.structs.replace(
         plan, prediction=timeline.prediction(plan.minibatch_size), certificate=NOT_CERTIFIED, alternatives=best
     )

@@ -25,7 +25,7 @@ in the cluster's order."""
 MAX_DEVICE_ORDERS = 500
 """Maximum number of orders of the devices of one pipeline, for a schedule with several stages per device."""
 
-MAX_CONSECUTIVE_COUNTS = 16
+MAX_CONSECUTIVE_COUNTS = 64
 """If devices are taken in the cluster's order, every number up to this one is tried, then powers of two."""
 
 

@@ -28,6 +28,7 @@ from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.searched_space import GIVEN_ORDER, on_first_devices
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import IntervalCosts
@@ -108,8 +109,7 @@ def build_space(
     links = ClassLinks(cluster, classes)
     symmetry = ClassSymmetry(types=tuple(cls.type_number for cls in classes), hosts=tuple(cls.host for cls in classes))
     intervals: IntervalIndex | None = None
-    # A stage has at most one replica per micro-batch, and there are at most as many stages as layers.
-    any_order = allow_any_order(classes, min(len(cluster.devices), options.minibatch_size * _num_layers(profiles)))
+    any_order = _allows_any_order(profiles, cluster, options, classes)
     problems = []
     # Problems of one micro-batch size share chains and costs; the intervals serve all sizes, as legal cuts do not
     # depend on the size.
@@ -170,6 +170,20 @@ def build_space(
     )
 
 
+def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+    """Returns whether the space has any order of the devices, which are few or alike, or only the cluster's."""
+    allowed = parse_constraints(options.constraints).allowed_layers(cluster)
+    classes = device_classes(cluster, options.limits(cluster), allowed, ns_per_sample(profiles, cluster))
+    return _allows_any_order(profiles, cluster, options, classes)
+
+
+def _allows_any_order(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, classes: Sequence[DeviceClass]
+) -> bool:
+    # A stage has at most one replica per micro-batch, and there are at most as many stages as layers.
+    return allow_any_order(classes, min(len(cluster.devices), options.minibatch_size * _num_layers(profiles)))
+
+
 def _runs_forwards_first(schedule: str) -> bool:
     """Whether a schedule with one stage per device runs all F of a device before its first backward, as GPipe does."""
     if schedule not in SCHEDULES:
@@ -198,7 +212,7 @@ def device_order_text(any_order: bool, cluster: Cluster, classes: Sequence[Devic
     if len(cluster.devices) == 1:
         return ""
     if not any_order:
-        return ", in the cluster's order, of too many choices only the first devices"
+        return on_first_devices([GIVEN_ORDER])
     if len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES:
         return ", in any order"
     return ", in any order, those of one stage the fastest first"

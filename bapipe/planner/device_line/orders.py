@@ -7,6 +7,7 @@ from statistics import fmean
 from msgspec import UNSET
 
 from bapipe.formats.cluster import Cluster
+from bapipe.planner.searched_space import GIVEN_ORDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +37,10 @@ def device_orders(cluster: Cluster, ns_per_sample: Sequence[float]) -> list[Devi
         return (sign * mean_ns[host], first[host], own) if keeps_hosts else (own, 0, 0.0)
 
     every = range(len(hosts))
-    orders = [DeviceOrder(words="in the cluster's order", ranks=tuple(every))]
+    orders = [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(every))]
     what = " hosts" if keeps_hosts else ""
     for words, sign in ((f"the fastest{what} first", 1), (f"the slowest{what} first", -1)):
         ranks = tuple(sorted(every, key=lambda rank, sign=sign: key(rank, sign)))  # type: ignore[misc]
         if all(ranks != order.ranks for order in orders):
             orders.append(DeviceOrder(words=words, ranks=ranks))
     return orders
-
-
-def in_words(orders: Sequence[DeviceOrder]) -> str:
-    """Returns which devices plans take, as a certificate states it."""
-    return f", {', or '.join(order.words for order in orders)}, of too many choices only the first devices"

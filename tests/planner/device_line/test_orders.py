@@ -4,9 +4,11 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.orders import device_orders, in_words
+from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time, unsearched_space
+from bapipe.planner.partition_space import line_space
+from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.searched_space import on_first_devices
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 
@@ -55,7 +57,7 @@ def test_a_plan_in_another_order_names_the_devices_of_the_cluster() -> None:
     assert timed is not None
     assert mixed is not None
     assert timed.step_ns < mixed.step_ns
-    solution = sorted_line.solution(timed, 0, unsearched_space(profiles, cluster, line.options))
+    solution = sorted_line.solution(timed, 0, line_space(profiles, cluster, line.options))
     assert [stage.devices for stage in solution.stages] == [("d1", "d3"), ("d0", "d2")]
     assert solution.prediction.step_ns == timed.step_ns
 
@@ -68,6 +70,6 @@ def test_the_search_for_many_devices_sorts_them_and_its_certificate_says_so() ->
     speed = {device.name: device.speed for device in mixed.devices}
     assert all(len({speed[name] for name in stage.devices}) == 1 for stage in made.stages)
     orders = device_orders(mixed, [1 / device.speed for device in mixed.devices])
-    assert in_words(orders) in made.certificate.space
+    assert on_first_devices([order.words for order in orders]) in made.certificate.space
     assert ", in the cluster's order, or the fastest first, or the slowest first, of too many" in made.certificate.space
     assert simulate(made, profiles).step_ns == made.prediction.step_ns >= made.certificate.lower_bound_ns

@@ -1,0 +1,156 @@
+"""Plans whose stages take consecutive devices: the whole answer for many devices, else a first one.
+
+Such plans are a few numbers, without tables of intervals and placements, so a good one and a bound are known within a
+second or two (`device_line/`). With few devices the exact searches know more plans, and often prove more, but take
+longer to begin. What both have found is joined, as far as it holds for the same plans.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.naive import best_naive
+from bapipe.planner.device_line.orders import device_orders
+from bapipe.planner.device_line.search import LineSearch
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.partition_space import line_space
+from bapipe.planner.searched_space import PartitionSpace, SearchedSpace, on_first_devices
+from bapipe.planner.solution import Rival, Solution
+from bapipe.planner.validation import microbatch_sizes, named_schedules
+from bapipe.planner.work_bound import work_bound_ns
+from bapipe.progress import SearchProgress
+from bapipe.schedules import SCHEDULES
+
+MIN_FIRST = 600
+"""From so many boundaries, times devices, on exact searches begin with this one, ..."""
+
+MIN_FIRST_DEVICES = 3
+"""... and from so many devices on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineSolution:
+    """The best plan whose stages take consecutive devices, in one of some orders.
+
+    Attributes:
+        ranks: the order of its devices, by their ranks in the cluster.
+        cluster: with its devices in that order.
+        order: this order in words.
+        has_every_order: whether all devices are alike, so that there is no other order.
+    """
+
+    solution: Solution
+    ranks: tuple[int, ...]
+    cluster: Cluster
+    order: str
+    has_every_order: bool
+
+    def joined(self, exact: Solution) -> Solution:
+        """Returns the faster of this plan and that of an exact search, with what is proven of a space with both.
+
+        The exact search tries any order of the devices or, of too many, only that of this plan.
+        """
+        own = self.solution
+        assert isinstance(exact.space, PartitionSpace)
+        tries_one_order = exact.space.device_order == on_first_devices([self.order])
+        fastest = min(exact, own, key=lambda each: each.prediction.step_ns)
+        space: SearchedSpace = exact.space
+        bound_ns = exact.lower_bound_ns
+        if tries_one_order or self.has_every_order:  # what holds for all plans of this search holds for the other's
+            bound_ns = max(bound_ns, own.lower_bound_ns)
+        if tries_one_order and own.lower_bound_ns == bound_ns:  # and it holds for more orders
+            space = own.space
+        return replace(fastest, lower_bound_ns=min(bound_ns, fastest.prediction.step_ns), space=space)
+
+
+def solve_first(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    deadline: Deadline = UNLIMITED,
+    progress: SearchProgress | None = None,
+) -> LineSolution | None:
+    """Returns a first solution where an exact search may take long, None if it does not, or if no plan was found."""
+    if not all(name in SCHEDULES for name in named_schedules(options)):
+        return None
+    num_devices = len(cluster.devices)
+    if num_devices < MIN_FIRST_DEVICES or num_devices * len(DeviceLine(profiles, cluster, options).cuts) < MIN_FIRST:
+        return None
+    return solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress)
+
+
+def solve_on_line(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    deadline: Deadline = UNLIMITED,
+    progress: SearchProgress | None = None,
+    rival: Rival | None = None,
+) -> LineSolution | None:
+    """Returns the best plan found whose stages take consecutive devices, None without one that fits."""
+    line = DeviceLine(profiles, cluster, options)
+    orders = device_orders(cluster, line.ns_per_sample)
+    search = LineSearch(
+        [line, *(line.in_order(order.ranks) for order in orders[1:])],
+        named_schedules(options),
+        microbatch_sizes(profiles, cluster, options),
+        bound_ns=work_bound_ns(profiles, cluster, options.minibatch_size),
+        deadline=deadline,
+        progress=progress,
+        rival=rival,
+    )
+    search.run()
+    best = search.best
+    if best is None:
+        return None
+    space = line_space(profiles, cluster, options, [order.words for order in orders])
+    return LineSolution(
+        solution=best.line.solution(best, search.bound_ns, space),
+        ranks=best.line.ranks,
+        cluster=best.line.cluster,
+        order=next(order.words for order in orders if order.ranks == best.line.ranks),
+        has_every_order=len(set(line.class_of.values())) == 1,
+    )
+
+
+def naive_solution(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline, bound_ns: int
+) -> Solution:
+    """Returns the best of the naive plans, for when the deadline has passed before a search has found any plan.
+
+    Args:
+        bound_ns: a lower bound on all plans that the search has reached.
+
+    Raises:
+        OutOfTime: none of those tried fits.
+    """
+    bound_ns = max(bound_ns, work_bound_ns(profiles, cluster, options.minibatch_size))
+    line = DeviceLine(profiles, cluster, options)
+    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
+    best = best_naive(line, schedules, sizes, deadline)
+    if best is None:
+        raise OutOfTime(
+            "the search ended before a plan was found that fits, and none of the naive plans tried fits; that does "
+            "not prove that there is none: choose a longer `time_limit_s`",
+            bound_ns,
+        )
+    return line.solution(best, bound_ns, line_space(profiles, cluster, options))
+
+
+def no_slower_than_naive(
+    solution: Solution,
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+) -> Solution:
+    """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
+    line, step_ns = DeviceLine(profiles, cluster, options), solution.prediction.step_ns
+    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
+    best = best_naive(line, schedules, sizes, deadline, below_ns=step_ns)
+    return solution if best is None else line.solution(best, solution.lower_bound_ns, solution.space)

@@ -1,0 +1,53 @@
+"""What a certificate says of searches for partitions: which schedules, orders of devices and so on they cover."""
+
+from collections.abc import Mapping, Sequence
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, on_first_devices
+from bapipe.planner.validation import microbatch_sizes, named_schedules
+
+
+def partition_space(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    stage_counts: tuple[int, int],
+    device_counts: tuple[int, int],
+    device_order: str,
+) -> PartitionSpace:
+    """Returns the space of some options; see `PartitionSpace`."""
+    stages = options.num_stages
+    return PartitionSpace(
+        num_layers=_num_layers(profiles),
+        num_devices=len(cluster.devices),
+        stage_counts=(stages, stages) if stages else stage_counts,
+        device_counts=device_counts,
+        device_order=device_order,
+        microbatch_sizes=tuple(microbatch_sizes(profiles, cluster, options)),
+        schedules=tuple(named_schedules(options)),
+        replicas=options.replicas,
+        recompute=options.recompute,
+        constraints=tuple(options.constraints),
+    )
+
+
+def line_space(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
+) -> PartitionSpace:
+    """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words."""
+    num_devices = len(cluster.devices)
+    return partition_space(
+        profiles,
+        cluster,
+        options,
+        stage_counts=(1, min(num_devices, _num_layers(profiles))),
+        device_counts=(1, num_devices),
+        device_order=on_first_devices(orders) if num_devices > 1 else "",
+    )
+
+
+def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
+    return len(next(iter(profiles.values())).layers)
