@@ -1,0 +1,157 @@
+"""Lines of devices searched before exact searches: plans and bounds of both, joined, against every plan of a line."""
+
+from dataclasses import replace as with_fields
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.formats.cluster import Cluster
+from bapipe.planner import line_solution
+from bapipe.planner.branch_and_bound import roots
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.orders import device_orders
+from bapipe.planner.line_solution import LineSolution, solve_on_line
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import find_best_layout, plan_step_time, solution_of, solve_partition
+from bapipe.planner.searched_space import PartitionSpace, on_first_devices
+from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
+from tests.planner.device_line.test_prefix_bound import plans
+from tests.planner.device_line.test_unlike_devices import unlike_line, with_speed
+
+
+@pytest.fixture(autouse=True)
+def _small_problems_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches a line first for problems of any size, and the exact search takes devices in one order."""
+    monkeypatch.setattr(line_solution, "MIN_FIRST", 1)
+    monkeypatch.setattr(roots, "MAX_DEVICE_GROUPS", 1)
+
+
+def solved_on_line(line: DeviceLine) -> LineSolution:
+    found = solve_on_line(line.profiles, line.cluster, line.options)
+    assert found is not None
+    return found
+
+
+def single_samples(seed: int, schedule: str) -> DeviceLine:
+    """A random line of unlike devices, planned with micro-batches of one sample."""
+    line = unlike_line(seed, schedule, buckets=seed % 4 > 1)
+    line.options = with_fields(line.options, microbatch_size=1)
+    return line
+
+
+def cluster_with(speeds: list[float], hosts: list[str] | None = None) -> Cluster:
+    cluster = devices(len(speeds))
+    named = zip(cluster.devices, speeds, hosts or ["h"] * len(speeds), strict=True)
+    return replace(
+        cluster, devices=tuple(replace(with_speed(device, speed), host=host) for device, speed, host in named)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_plans_are_the_best_of_the_orders_that_the_certificate_names(schedule: str) -> None:
+    """The plan is no slower than any of the best order, and the bound is at most the best of each order that it covers."""
+    num_reordered = 0
+    for seed in range(8):
+        line = single_samples(seed, schedule)
+        plan = plan_step_time(line.profiles, line.cluster, line.options)
+        step_ns, bound_ns, space = plan.prediction.step_ns, plan.certificate.lower_bound_ns, plan.certificate.space
+        assert simulate(plan, line.profiles).step_ns == step_ns
+        orders = device_orders(line.cluster, line.ns_per_sample)
+        best_ns = {
+            order.words: min(
+                timed.step_ns
+                for timed in map(line.in_order(order.ranks).time, plans(line, schedule))
+                if timed is not None
+            )
+            for order in orders
+        }
+        every = on_first_devices([order.words for order in orders])
+        (stated,) = [words for words in (every, *(on_first_devices([words]) for words in best_ns)) if words in space]
+        covered = [words for words in best_ns if words in stated]
+        assert step_ns == min(best_ns[words] for words in covered), (seed, stated)
+        assert bound_ns <= step_ns
+        num_reordered += "in the cluster's order" not in covered
+    assert num_reordered >= 2
+
+
+def test_the_better_bound_and_the_better_plan_are_kept() -> None:
+    line = single_samples(0, "1f1b")
+    first = solved_on_line(line)
+    step_ns = first.solution.prediction.step_ns
+    exact = first.solution
+
+    def joined(
+        *, step: int, bound: int, own_bound: int, order: str, has_every_order: bool = False
+    ) -> tuple[int, int, str]:
+        assert isinstance(exact.space, PartitionSpace)
+        other = with_fields(
+            exact,
+            prediction=replace(exact.prediction, step_ns=step),
+            lower_bound_ns=bound,
+            space=with_fields(exact.space, device_order=order),
+        )
+        own = with_fields(first.solution, lower_bound_ns=own_bound)
+        made = with_fields(first, solution=own, has_every_order=has_every_order).joined(other)
+        assert isinstance(made.space, PartitionSpace)
+        return made.prediction.step_ns, made.lower_bound_ns, made.space.device_order
+
+    assert isinstance(exact.space, PartitionSpace)
+    every, one, any_order = exact.space.device_order, on_first_devices([first.order]), ", in any order"
+    assert every not in (one, any_order)
+    # One order: the better bound holds, for all orders if it is that of the search for them.
+    assert joined(step=step_ns + 5, bound=10, own_bound=20, order=one) == (step_ns, 20, every)
+    assert joined(step=step_ns - 5, bound=20, own_bound=10, order=one) == (step_ns - 5, 20, one)
+    # Any order: plans in other orders may be below the bound for some.
+    assert joined(step=step_ns + 5, bound=10, own_bound=20, order=any_order) == (step_ns, 10, any_order)
+    assert joined(step=step_ns, bound=10, own_bound=20, order=any_order, has_every_order=True) == (
+        step_ns,
+        20,
+        any_order,
+    )
+    assert joined(step=step_ns + 5, bound=step_ns + 5, own_bound=20, order=any_order) == (step_ns, step_ns, any_order)
+
+
+def test_a_plan_of_another_order_is_timed_on_the_cluster_as_it_was_given() -> None:
+    """Hosts and links belong to devices, not to places in an order."""
+    for seed in range(6):
+        random = Random(seed)
+        speeds = [random.choice([1.0, 0.4, 0.7]) for _ in range(4)]
+        cluster = cluster_with(speeds, [random.choice("ab") for _ in speeds])
+        profiles = {"a": chain([random.randint(1, 5) for _ in range(5)], output_bytes=10**6)}
+        line = DeviceLine(profiles, cluster, PlanOptions(minibatch_size=4, schedules=["1f1b"], microbatch_size=1))
+        order = random.sample(range(4), 4)
+        ordered = line.in_order(tuple(order))
+        space, result = find_best_layout(profiles, ordered.cluster, line.options)
+        solution = solution_of(profiles, result, 4, space, given=(cluster, tuple(order)))
+        assert solution.cluster == cluster
+        assert solution.prediction.step_ns == result.step_ns
+        for stage, ranks in zip(solution.stages, solution.table.devices, strict=True):
+            assert stage.devices == tuple(cluster.devices[rank].name for rank in ranks)
+
+
+def test_without_time_for_an_exact_search_the_first_plan_is_kept() -> None:
+    """The slow devices are last in the cluster; the plan has its bound wherever the search ends."""
+    line = single_samples(3, "1f1b")
+    best_ns = min(timed.step_ns for timed in map(line.time, plans(line, "1f1b")) if timed is not None)
+    for num_looks in (1, 10, 100, 1000):
+        ticks = iter(range(10**9))
+        deadline = Deadline(num_looks, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
+        found = solve_partition(line.profiles, line.cluster, line.options, deadline=deadline)
+        assert found.lower_bound_ns <= min(best_ns, found.prediction.step_ns)
+
+
+def test_progress_never_shows_a_slower_plan_than_the_first_one() -> None:
+    line = single_samples(2, "gpipe")
+    shown: list[tuple[int, int]] = []
+    solve_partition(
+        line.profiles,
+        line.cluster,
+        line.options,
+        progress=lambda _, best_ns, bound_ns: shown.append((best_ns, bound_ns)),
+    )
+    assert shown
+    assert [best for best, _ in shown] == sorted((best for best, _ in shown), reverse=True)
+    assert all(bound <= best for best, bound in shown)
