@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.space import tries_any_order
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.naive import best_naive
@@ -24,11 +25,11 @@ from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
-MIN_FIRST = 600
-"""From so many boundaries, times devices, on exact searches begin with this one, ..."""
-
 MIN_FIRST_DEVICES = 3
-"""... and from so many devices on."""
+"""From so many devices on exact searches may begin with this one: ..."""
+
+MIN_FIRST = 600
+"""... from so many boundaries, times devices, on, and wherever exact searches try one order of the devices only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,10 @@ def solve_first(
     if not all(name in SCHEDULES for name in named_schedules(options)):
         return None
     num_devices = len(cluster.devices)
-    if num_devices < MIN_FIRST_DEVICES or num_devices * len(DeviceLine(profiles, cluster, options).cuts) < MIN_FIRST:
+    if num_devices < MIN_FIRST_DEVICES:
+        return None
+    is_small = num_devices * len(DeviceLine(profiles, cluster, options).cuts) < MIN_FIRST
+    if is_small and tries_any_order(profiles, cluster, options):
         return None
     return solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress)
 
