@@ -28,7 +28,7 @@ from bapipe.schedules import SCHEDULES
 MIN_FIRST_DEVICES = 3
 """From so many devices on exact searches may begin with this one: ..."""
 
-MIN_FIRST = 600
+MIN_FIRST = 2_000
 """... from so many boundaries, times devices, on, and wherever exact searches try one order of the devices only."""
 
 

@@ -49,7 +49,6 @@ def _fewest_of_alike(every: int, num: int, schedule: str) -> list[int]:
     if schedule == "gpipe":  # those that divide the micro-batches have more forwards first
         few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
         fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
-    # The more replicas, the fewer of them have the most micro-batches.
     # The more replicas, the fewer of them have the most micro-batches: classes of few micro-batches are cut finer.
     cut: set[int] = set()
     for few, after in pairwise([*fewest, every + 1]):
