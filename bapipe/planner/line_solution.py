@@ -12,8 +12,8 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import tries_any_order
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.line import DeviceLine
-from bapipe.planner.device_line.naive import best_naive
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions

@@ -17,8 +17,8 @@ from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.search import best_below
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, deadline_of
+from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.planner.device_line.naive import best_naive
 from bapipe.planner.device_line.search import has_many_devices
 from bapipe.planner.long_chain.bisection import is_long_chain
 from bapipe.planner.options import PlanOptions

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+from bapipe.planner.device_line.stage_memory import StageMemory
+from bapipe.simulator.interval_costs import prefix_sums
 from bapipe.simulator.stage_cost import fill_buckets
 
 ESTIMATED = ("1f1b", "gpipe")
@@ -118,14 +119,10 @@ class StepEstimate:
         self._backward = np.array([prefix_sums([m.whole_backward_ns for m in of_kind]) for of_kind in measured]) * 1.0
         layers = profiles[0].layers
         self._update = prefix_sums([layer.update_ns for layer in layers]).astype(float)
-        self._stash = prefix_sums([m.stash_bytes for m in measured[0]])
-        state = [x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in layers]
-        self._static = prefix_sums(state)
-        self._workspace = np.array([m.workspace_bytes for m in measured[0]])
         self._gradients = [layer.summed_bytes(has_replicas=True) for layer in layers]
-        self._sent, self._returned = (np.asarray(of_cuts) for of_cuts in cut_bytes(profiles[0], microbatch_size))
+        self._memory = StageMemory(line, microbatch_size)
         # Transfers over each cut within and between hosts, forwards and backwards. [2, layers + 1]
-        sizes = [self._sent.tolist(), self._returned.tolist()]
+        sizes = [self._memory.sent.tolist(), self._memory.returned.tolist()]
         self._inside, self._between = (
             np.array([[float(link.transfer_ns(size)) if size else 0.0 for size in of_way] for of_way in sizes])
             for link in (cluster.intra_host, cluster.inter_host)
@@ -201,10 +198,10 @@ class StepEstimate:
         backward = (self._backward[kinds, end] - self._backward[kinds, begin]) / speeds
         order = _order(self.num_microbatches, count, depth)
         ready, rings = self._buckets(begin, end, ranks)
-        limit = min(self.line.limits[rank] for rank in ranks)
-        if self._held(begin, end, order, recomputes=False) > limit:
-            if not self.line.options.recompute or self._held(begin, end, order, recomputes=True) > limit:
-                return None
+        recomputes = self._memory.recomputes(begin, end, ranks.tolist(), int(order.backward[0]))
+        if recomputes is None:
+            return None
+        if recomputes:
             backward, ready = backward + forward, ready + forward
         times = np.empty((2 * order.forward.size, count))
         times[order.forward], times[order.backward] = forward, backward
@@ -214,15 +211,6 @@ class StepEstimate:
         after = np.cumsum(times, axis=0)
         update = (self._update[end] - self._update[begin]) / speeds
         return _Stage(order, after - times, after, self._hosts[ranks], backward, ready, rings, update)
-
-    def _held(self, begin: int, end: int, order: _Order, *, recomputes: bool) -> int:
-        """Bytes of a device: parameters, stashes, or inputs and one stash, and receive buffers."""
-        in_flight, n = int(order.backward[0]), order.forward.size
-        stash, received = int(self._stash[end] - self._stash[begin]), int(self._sent[begin]) if begin else 0
-        kept = in_flight * received + stash if recomputes else in_flight * stash
-        returned = int(self._returned[end]) if end < self._stash.size - 1 else 0
-        held = int(self._static[end] - self._static[begin]) + int(self._workspace[begin:end].max())
-        return held + kept + n * (received + returned)
 
     def _buckets(self, begin: int, end: int, ranks: IntArray) -> tuple[Floats, Floats]:
         """When each bucket is full after the start of the last B, and its ring and those behind it."""

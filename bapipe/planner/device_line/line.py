@@ -135,6 +135,10 @@ class DeviceLine:
         step_ns = step_ns_of(order, compiled, stages, self.cluster)
         return TimedPlan(line=self, plan=plan, recompute=recompute, step_ns=step_ns)
 
+    def num_actions(self, plan: LinePlan) -> int:
+        """Returns the number of forwards and backwards of a plan."""
+        return 2 * (len(plan.cuts) - 1) * (self.options.minibatch_size // plan.microbatch_size)
+
     def solution(self, timed: TimedPlan, lower_bound_ns: int, space: SearchedSpace) -> Solution:
         """Returns a plan as a solution, without alternatives."""
         plan = timed.plan

@@ -8,14 +8,9 @@ import numpy as np
 from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
-
-MIN_TRIED, MAX_LATE = 3, 12
-"""After the deadline so many plans are tried, and up to so many if none of them fits or is faster."""
-
 
 ROUNDED = 1 - 1e-6
 """Times are rounded once per action, so a step may be a little shorter than the sums over its layers."""
@@ -31,38 +26,15 @@ class NaiveShape:
     num_replicas: int
 
 
-def best_naive(
-    line: DeviceLine,
-    schedules: Sequence[str],
-    sizes: Sequence[int],
-    deadline: Deadline,
-    below_ns: int | None = None,
-) -> TimedPlan | None:
-    """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none.
-
-    Args:
-        below_ns: plans that are no faster are of no use.
-    """
-    best: TimedPlan | None = None
-    plans = naive_plans(line, schedules, sizes)
-    if deadline.is_over:  # tables of several stages per device take long to make: these come last
-        plans.sort(key=lambda each: each[1].schedule not in SCHEDULES)
-    for number, (bound_ns, plan) in enumerate(plans):
-        limit_ns = below_ns if best is None else best.step_ns
-        if limit_ns is not None and bound_ns >= limit_ns:
-            continue
-        if deadline.is_over and number >= (MAX_LATE if best is None else MIN_TRIED):
-            break
-        timed = line.time(plan)
-        if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
-            best = timed
-    return best
-
-
-def naive_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> list[tuple[int, LinePlan]]:
+def naive_plans(
+    line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int], *, may_lack_memory: bool = False
+) -> list[tuple[int, LinePlan]]:
     """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
     On all devices, and half, a quarter and so on: one stage on all, or stages of 1, 2, 4 ... devices each.
+
+    Args:
+        may_lack_memory: whether plans whose parameters alone do not fit are among them.
     """
     wanted, max_stages = line.options.num_stages, len(line.cuts) - 1
     plans: dict[LinePlan, int] = {}
@@ -80,7 +52,7 @@ def naive_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]
                     schedule=shape.schedule,
                     microbatch_size=size,
                 )
-                if plan not in plans and sums.may_fit(plan):
+                if plan not in plans and (may_lack_memory or sums.may_fit(plan)):
                     plans[plan] = sums.bound_ns(plan)
     return sorted(((bound_ns, plan) for plan, bound_ns in plans.items()), key=lambda each: each[0])
 

@@ -1,6 +1,6 @@
 """Plans for many devices: a lower bound by bisection over prefixes of the devices, and the best of the plans near it.
 
-    1. naive plans       equal groups of devices, cut evenly
+    1. naive plans       equal groups of devices, cut evenly; where memory is tight, with cuts moved so that they fit
     2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
@@ -21,8 +21,9 @@ from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.cut_ranges import CutRanges
+from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.planner.device_line.naive import MIN_TRIED, naive_plans
+from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.solution import Rival
@@ -56,6 +57,12 @@ MIN_TRANSFERS = 0.01
 
 PIVOT_GAPS = (5, 6.5, 8, 10)
 """The gaps, in percent, that the bound of pivots is asked for, one after another."""
+
+MIN_TRIED = 3
+"""So many naive plans are timed also if that takes more than its share of the time."""
+
+NUM_FITTING = 6
+"""The number of plans of each order of the devices that are tried where memory is tight."""
 
 MAX_SLOW_PATHS = 3
 """So many of the relaxation's stages are timed without any as fast as the best plan and this much:"""
@@ -104,6 +111,7 @@ class LineSearch:
         self._climbs = Climbs(self._time)
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
         self._num_actions = self._num_slow_paths = 0
+        self._is_memory_tight = False  # whether a plan did not fit
         self._max_actions = 10**15 if deadline.is_given else MAX_ACTIONS
 
     def run(self) -> None:
@@ -114,8 +122,9 @@ class LineSearch:
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
-                if self.best is None or not self._climbs.is_slower(line, plan, SLOW * self.best.step_ns):
-                    self._time(line, plan)
+                self._time_unless_slow(line, plan)
+            if self.best is None or self._is_memory_tight:
+                self._time_fitting(self.deadline.share(6))
             if self.rival is None:
                 self._climb(self.deadline.share(8), may_simulate=False)
             problems = self._raise_bound(self.deadline.share(2))
@@ -145,6 +154,23 @@ class LineSearch:
         ]
         return [(line, plan) for _, line, plan in sorted(plans, key=lambda each: each[0])]
 
+    def _time_fitting(self, deadline: Deadline) -> None:
+        """Step 1, where memory is tight: naive plans with cuts moved so that they fit, a few of each line."""
+        plans = [fitting_plans(line, self.schedules, self.sizes) for line in self.lines]
+        for _, (line, of_line) in product(range(NUM_FITTING), zip(self.lines, plans, strict=True)):
+            if deadline.is_over and self.best is not None:
+                break
+            plan = next(of_line, None)
+            if plan is not None:
+                self._time_unless_slow(line, plan)
+
+    def _time_unless_slow(self, line: DeviceLine, plan: LinePlan) -> None:
+        """Times a plan unless its estimate is that of a slow one, or says that it does not fit."""
+        if not self._climbs.is_slower(line, plan, INF if self.best is None else SLOW * self.best.step_ns):
+            self._time(line, plan)
+        elif self.best is None:
+            self._is_memory_tight = True
+
     def _fastest(self, count: int) -> list[TimedPlan]:
         """The fastest plans so far, of different schedules and numbers of stages."""
         of_shapes: dict[tuple[DeviceLine, str, int, int], TimedPlan] = {}
@@ -158,8 +184,9 @@ class LineSearch:
         key = line, plan
         if key not in self._timed:
             self.deadline.check()
-            self._num_actions += 2 * len(plan.counts) * (self._minibatch_size // plan.microbatch_size)
+            self._num_actions += line.num_actions(plan)
             timed = self._timed[key] = line.time(plan)
+            self._is_memory_tight |= timed is None
             if timed is not None and (self.best is None or timed.step_ns < self.best.step_ns):
                 self.best = timed
             if self.progress and self.best is not None:
