@@ -387,8 +387,27 @@ class StageCostTable:
         """Returns the k-th replica of a placement with some intervals; `on_device` without the host's times."""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
         times = self.times[c].on_device if on_device else self.times[c]
+        forward, critical, deferred = self._action_times(placement, times, rows)
+        return ReplicaCost(
+            index=k,
+            num_microbatches=load.num_microbatches,
+            forward_ns=forward,
+            critical_backward_ns=critical,
+            deferred_ns=deferred,
+            sync_ns=times.at(rows).update_ns + self.all_reduce_ns(placement, c, times, rows),
+        )
+
+    def device_times(self, placement: StagePlacement, c: int, rows: Rows) -> tuple[IntArray, IntArray]:
+        """Returns F and r of some intervals on a device of class `c`, without the host's times: they add up."""
+        forward, critical, _ = self._action_times(placement, self.times[c].on_device, rows)
+        return forward, critical
+
+    def _action_times(
+        self, placement: StagePlacement, times: IntervalTimes, rows: Rows
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """F, r and what is left of the backward after r, of some intervals."""
         at = times.at(rows)
-        forward, backward = at.forward_ns, at.backward_ns
+        backward = at.backward_ns
         # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
         if placement.schedule.has_split_backward:
@@ -398,14 +417,7 @@ class StageCostTable:
                 total = np.minimum(critical + deferred, backward)
                 critical = np.minimum(critical, total)
                 deferred = total - critical
-        return ReplicaCost(
-            index=k,
-            num_microbatches=load.num_microbatches,
-            forward_ns=forward,
-            critical_backward_ns=critical,
-            deferred_ns=deferred,
-            sync_ns=at.update_ns + self.all_reduce_ns(placement, c, times, rows),
-        )
+        return at.forward_ns, critical, deferred
 
     def all_reduce_ns(self, placement: StagePlacement, c: int, times: IntervalTimes, rows: Rows) -> IntArray:
         """The minimum time that the all-reduces take after the last action of a device of class `c`."""

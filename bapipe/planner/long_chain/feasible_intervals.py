@@ -123,15 +123,14 @@ class FeasibleIntervals:
         """Prefix sums of F and r of one micro-batch on a class of devices. [boundaries]"""
         key = (c, placement.schedule.has_split_backward, placement.schedule.has_full_backward)
         if key not in self._layer_sums:
-            k = placement.device_classes.index(c)
-            replica = self.costs.replica_cost(placement, k, slice(None), on_device=True)  # these times add up
             units = self.intervals.row_offset[:-1]  # the intervals from each boundary to the next
+            forward_ns, backward_ns = self.costs.device_times(placement, c, units)
             counts = self._counts_input_grad or not placement.schedule.has_split_backward
             # The time of an interval is rounded as a whole, F and W each: its units may be half a nanosecond too long.
             slack = 0 if self.costs.classes[c].device.speed == 1.0 else 2
             self._layer_sums[key] = (
-                prefix_sums(np.maximum(replica.forward_ns[units] - slack, 0)),
-                prefix_sums(np.maximum(replica.critical_backward_ns[units] - slack, 0) * counts),
+                prefix_sums(np.maximum(forward_ns - slack, 0)),
+                prefix_sums(np.maximum(backward_ns - slack, 0) * counts),
             )
         return self._layer_sums[key]
 
