@@ -1,7 +1,10 @@
-"""Names from elsewhere as plain text: what a terminal would obey, or nobody could see, is written as an escape."""
+"""Text for people: names with escapes for what a terminal would obey or nobody could see, and lists of a few."""
 
 MAX_CHARS = 400
 """Longest name that is shown whole."""
+
+MAX_NAMED = 4
+"""Most devices that are named one by one where something is wrong with them."""
 
 MAX_LINE = 2000
 """Longest sentence with names that is shown whole."""
@@ -18,3 +21,9 @@ def printable(text: str, max_chars: int = MAX_CHARS) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def and_others(texts: list[str], what: str) -> list[str]:
+    """Returns the first texts, and how many others there are: "9 other ..."."""
+    num_others = len(texts) - MAX_NAMED
+    return [*texts[:MAX_NAMED], f"{num_others} other {what}"] if num_others > 0 else texts

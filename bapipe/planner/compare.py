@@ -14,6 +14,10 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
 from bapipe.tables import data_frame, rows_html
 
+WITH_REPLICAS = "any of them, with replicas"
+
+NO_TIME_LEFT = "the time limit was over before its turn: choose a longer `time_limit_s`"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -70,7 +74,7 @@ def compare(
         profiles: one per kind of device.
         cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
         options: as of `bapipe.plan`, or its fields as keyword arguments. Its `time_limit_s` is the limit of all
-            searches together: each has an equal share of what is left.
+            searches together: half is for the one with replicas, and each other one has an equal share of what is left.
         deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
         progress: called with the name of the next strategy.
 
@@ -83,18 +87,26 @@ def compare(
         cluster = homogeneous_cluster(profiles, cluster)
     searches = {name: replace(options, schedules=[name], replicas=False) for name in options.schedules}
     if options.replicas:
-        searches["any of them, with replicas"] = options
+        searches[WITH_REPLICAS] = options
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     deadline = deadline or deadline_of(options.time_limit_s)
-    for number, (name, asked) in enumerate(searches.items()):
+    # With replicas any schedule may be better than all without: this search comes first, with half of the time.
+    order = sorted(searches, key=lambda name: name != WITH_REPLICAS)
+    for number, name in enumerate(order):
+        if deadline.is_over and plans:
+            failed[name] = NO_TIME_LEFT
+            continue
         if progress:
             progress(name)
         try:
-            plans[name] = plan_once(profiles, cluster, asked, deadline=deadline.share(len(searches) - number))
+            share = deadline.share(2 if name == WITH_REPLICAS else len(searches) - number)
+            plans[name] = plan_once(profiles, cluster, searches[name], deadline=share)
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:
         raise last
+    plans = {name: plans[name] for name in searches if name in plans}
+    failed = {name: failed[name] for name in searches if name in failed}
     best = min(plans.values(), key=lambda plan: plan.prediction.step_ns)
     return Comparison(plans=plans, others=best.alternatives, failed=failed)

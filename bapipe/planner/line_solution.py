@@ -41,6 +41,7 @@ class LineSolution:
         cluster: with its devices in that order.
         order: this order in words.
         has_every_order: whether all devices are alike, so that there is no other order.
+        has_every_schedule: whether every schedule asked for has one stage per device, as those of this search have.
     """
 
     solution: Solution
@@ -48,6 +49,7 @@ class LineSolution:
     cluster: Cluster
     order: str
     has_every_order: bool
+    has_every_schedule: bool
 
     def joined(self, exact: Solution) -> Solution:
         """Returns the faster of this plan and that of an exact search, with what is proven of a space with both.
@@ -60,10 +62,11 @@ class LineSolution:
         fastest = min(exact, own, key=lambda each: each.prediction.step_ns)
         space: SearchedSpace = exact.space
         bound_ns = exact.lower_bound_ns
-        if tries_one_order or self.has_every_order:  # what holds for all plans of this search holds for the other's
+        # What holds for all plans of this search holds for those of the other that are of one of its orders, ...
+        if self.has_every_schedule and (tries_one_order or self.has_every_order):
             bound_ns = max(bound_ns, own.lower_bound_ns)
-        if tries_one_order and own.lower_bound_ns == bound_ns:  # and it holds for more orders
-            space = own.space
+            if tries_one_order and own.lower_bound_ns == bound_ns:  # ... and it holds for more orders
+                space = own.space
         return replace(fastest, lower_bound_ns=min(bound_ns, fastest.prediction.step_ns), space=space)
 
 
@@ -76,7 +79,9 @@ def solve_first(
     progress: SearchProgress | None = None,
 ) -> LineSolution | None:
     """Returns a first solution where an exact search may take long, None if it does not, or if no plan was found."""
-    if not all(name in SCHEDULES for name in named_schedules(options)):
+    asked = named_schedules(options)
+    simple = [name for name in asked if name in SCHEDULES]
+    if not simple:
         return None
     num_devices = len(cluster.devices)
     if num_devices < MIN_FIRST_DEVICES:
@@ -84,7 +89,9 @@ def solve_first(
     is_small = num_devices * len(DeviceLine(profiles, cluster, options).cuts) < MIN_FIRST
     if is_small and tries_any_order(profiles, cluster, options):
         return None
-    return solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress)
+    options = replace(options, schedules=simple)
+    found = solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress)
+    return found and replace(found, has_every_schedule=len(simple) == len(asked))
 
 
 def solve_on_line(
@@ -119,6 +126,7 @@ def solve_on_line(
         cluster=best.line.cluster,
         order=next(order.words for order in orders if order.ranks == best.line.ranks),
         has_every_order=len(set(line.class_of.values())) == 1,
+        has_every_schedule=True,
     )
 
 

@@ -39,7 +39,9 @@ def render_comparison(
     for _, cells in sorted(rows, key=lambda timed: timed[0]):
         add_row(table, *cells)
     yield table
-    yield from (f"{name}: {printable(why, MAX_LINE)}" for name, why in failed.items())
+    for why in dict.fromkeys(failed.values()):
+        names = ", ".join(name for name, own in failed.items() if own == why)
+        yield f"{names}: {printable(why, MAX_LINE)}"
     yield from (f"{other.name}: {printable(other.why_not, MAX_LINE)}" for other in others if not other.feasible)
 
 

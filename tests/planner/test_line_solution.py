@@ -12,7 +12,7 @@ from bapipe.planner.branch_and_bound import roots
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.orders import device_orders
-from bapipe.planner.line_solution import LineSolution, solve_on_line
+from bapipe.planner.line_solution import LineSolution, solve_first, solve_on_line
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import find_best_layout, plan_step_time, solution_of, solve_partition
 from bapipe.planner.searched_space import PartitionSpace, on_first_devices
@@ -84,7 +84,13 @@ def test_the_better_bound_and_the_better_plan_are_kept() -> None:
     exact = first.solution
 
     def joined(
-        *, step: int, bound: int, own_bound: int, order: str, has_every_order: bool = False
+        *,
+        step: int,
+        bound: int,
+        own_bound: int,
+        order: str,
+        has_every_order: bool = False,
+        has_every_schedule: bool = True,
     ) -> tuple[int, int, str]:
         assert isinstance(exact.space, PartitionSpace)
         other = with_fields(
@@ -94,7 +100,9 @@ def test_the_better_bound_and_the_better_plan_are_kept() -> None:
             space=with_fields(exact.space, device_order=order),
         )
         own = with_fields(first.solution, lower_bound_ns=own_bound)
-        made = with_fields(first, solution=own, has_every_order=has_every_order).joined(other)
+        made = with_fields(
+            first, solution=own, has_every_order=has_every_order, has_every_schedule=has_every_schedule
+        ).joined(other)
         assert isinstance(made.space, PartitionSpace)
         return made.prediction.step_ns, made.lower_bound_ns, made.space.device_order
 
@@ -112,6 +120,23 @@ def test_the_better_bound_and_the_better_plan_are_kept() -> None:
         any_order,
     )
     assert joined(step=step_ns + 5, bound=step_ns + 5, own_bound=20, order=any_order) == (step_ns, step_ns, any_order)
+    # Other schedules than those of the first search may be below its bound.
+    assert joined(step=step_ns + 5, bound=10, own_bound=20, order=one, has_every_schedule=False) == (step_ns, 10, one)
+
+
+def test_schedules_with_several_stages_per_device_are_searched_after_the_others() -> None:
+    line = single_samples(3, "1f1b")
+    both = with_fields(line.options, schedules=["1f1b", "interleaved-1f1b"], replicas=False)
+    first = solve_first(line.profiles, line.cluster, both)
+    assert first is not None
+    assert not first.has_every_schedule
+    alone = solve_first(line.profiles, line.cluster, with_fields(both, schedules=["1f1b"]))
+    assert alone is not None
+    assert alone.has_every_schedule
+    assert alone.solution.prediction == first.solution.prediction
+    assert solve_first(line.profiles, line.cluster, with_fields(both, schedules=["interleaved-1f1b"])) is None
+    found = solve_partition(line.profiles, line.cluster, both)
+    assert found.lower_bound_ns <= found.prediction.step_ns <= first.solution.prediction.step_ns
 
 
 def test_a_plan_of_another_order_is_timed_on_the_cluster_as_it_was_given() -> None:

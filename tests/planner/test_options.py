@@ -53,6 +53,21 @@ def test_a_stage_recomputes_if_it_does_not_fit_otherwise() -> None:
         plan_step_time({"a": profile}, devices(1), PlanOptions(minibatch_size=4, memory_limit_bytes=399))
 
 
+def test_the_error_that_nothing_fits_names_the_devices_that_lack_most() -> None:
+    """Stage s of 8 holds 8 - s stashes: 7 devices lack memory for one of them or more."""
+    profile = chain([1] * 8, stash_bytes=100)
+    options = PlanOptions(
+        minibatch_size=8, replicas=False, recompute=False, num_stages=8, schedules=("1f1b",), memory_limit_bytes=100
+    )
+    with pytest.raises(Infeasible) as caught:
+        plan_step_time({"a": profile}, devices(8), options)
+    named = "; ".join(
+        f"d{rank} needs {800 - 100 * rank} bytes for 'l{rank}' to 'l{rank}' and has 100 ({700 - 100 * rank} bytes short)"
+        for rank in range(4)
+    )
+    assert f"micro-batches of 1: {named}; 3 other devices lack memory, too. " in str(caught.value)
+
+
 def test_the_error_that_nothing_fits_names_remedies() -> None:
     profile = chain([1, 1, 1, 1], stash_bytes=100, output_bytes=1)
     options = PlanOptions(

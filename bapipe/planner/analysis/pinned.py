@@ -14,6 +14,7 @@ from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.searched_space import in_words
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs
+from bapipe.printable import and_others
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate
 
@@ -42,7 +43,8 @@ def certify_pinned(
         if held.total > limit
     ]
     if short:
-        raise Infeasible(f"the pinned plan does not fit: {'; '.join(short)}. Plan without `pin` for one that does")
+        named = "; ".join(and_others(short, "devices lack memory, too"))
+        raise Infeasible(f"the pinned plan does not fit: {named}. Plan without `pin` for one that does")
     check_inputs(profiles, plan.cluster, options)
     # The bound is that of the whole space, so the gap is the most that planning could gain.
     best: tuple[Alternative, ...] = ()

@@ -15,6 +15,7 @@ from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, Searc
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
+from bapipe.printable import and_others
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
@@ -177,7 +178,7 @@ def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
 
 
 def _device_texts(problem: Problem, layout: Layout, shortfall: Mapping[int, int], names: Sequence[str]) -> list[str]:
-    """Returns for each device what it needs, for which layers, and what it has."""
+    """Returns what the devices that lack most need, for which layers, and what they have."""
     limits = {rank: cls.limit_bytes for cls in problem.classes for rank in cls.ranks}
     layers_of: dict[int, list[str]] = {rank: [] for rank in shortfall}
     ranks_of_stage = problem.ranks(layout.placements)
@@ -185,12 +186,13 @@ def _device_texts(problem: Problem, layout: Layout, shortfall: Mapping[int, int]
         for rank in ranks:
             text = f"'{names[begin]}' to '{names[end - 1]}'"
             layers_of[rank].append(f"{text} ({_recomputed(recompute, end - begin)})" if recompute else text)
-    return [
-        f"{problem.cluster.devices[rank].name} needs {limits[rank] + short:,} bytes for "
-        f"{' and '.join(layers_of[rank])} and has {limits[rank]:,} "
-        f"({f'{short:,} bytes short' if short > 0 else 'fits'})"
-        for rank, short in shortfall.items()
+    lacking = sorted((rank for rank, short in shortfall.items() if short > 0), key=lambda rank: -shortfall[rank])
+    texts = [
+        f"{problem.cluster.devices[rank].name} needs {limits[rank] + shortfall[rank]:,} bytes for "
+        f"{' and '.join(layers_of[rank])} and has {limits[rank]:,} ({shortfall[rank]:,} bytes short)"
+        for rank in lacking
     ]
+    return and_others(texts, "devices lack memory, too")
 
 
 def _recomputed(layers: frozenset[int], num_layers: int) -> str:

@@ -295,7 +295,28 @@ class PlacementGraph:
 
 @cache
 def positions_of_stages(schedule: str, num_devices: int) -> tuple[int, ...]:
-    """Returns the rank of each stage of a schedule with several stages per device: the same for all micro-batches."""
+    """Returns the rank of each stage of a schedule with several stages per device: the same for all micro-batches.
+
+    Rounds over the devices, and Vs, are recognised on three devices: the table of hundreds takes seconds.
+    """
+    of_three = _ranks_in_table(schedule, 3)
+    num_rounds = len(of_three) // 3
+    for of_shape in (_ranks_in_rounds, _ranks_in_v):
+        if of_three == of_shape(3, num_rounds):
+            return of_shape(num_devices, num_rounds)
+    return _ranks_in_table(schedule, num_devices)
+
+
+def _ranks_in_rounds(num_devices: int, num_rounds: int) -> tuple[int, ...]:
+    return tuple(range(num_devices)) * num_rounds
+
+
+def _ranks_in_v(num_devices: int, num_rounds: int) -> tuple[int, ...]:
+    there = tuple(range(num_devices))
+    return tuple(rank for number in range(num_rounds) for rank in (there[::-1] if number % 2 else there))
+
+
+def _ranks_in_table(schedule: str, num_devices: int) -> tuple[int, ...]:
     return tuple(rank for (rank,) in ALL[schedule](num_devices, 1).devices)
 
 

@@ -1,8 +1,8 @@
 """Cuts for tight memory, where equal shares of the time or of the bytes do not fit.
 
 As many layers as fit on each stage, packed from the front and from the back, leave a range for each cut; within the
-ranges the cuts of a plan are moved as little as possible. Where a stage with more layers never needs less memory, this
-finds cuts that fit if there are any for the plan's groups of devices.
+ranges the cuts of a plan are moved as little as possible. Where a stage with more layers never needs less memory, and
+each layer alone fits on each stage, this finds cuts that fit if there are any for the plan's groups of devices.
 """
 
 from bisect import bisect_left
@@ -68,8 +68,11 @@ class _Packing:
         ]
 
     def lowest_begin(self, stage: int, end: int) -> int:
-        """Returns the first boundary at which a stage that ends at one may begin so that it fits; `end` if none is."""
-        begins = range(stage, end)
+        """Returns the first boundary at which a stage that ends at one may begin so that it fits; `end` if none is.
+
+        The first stage, which alone receives nothing, begins at 0 or not at all.
+        """
+        begins = range(stage, end if stage else 1)
         return stage + bisect_left(begins, True, key=lambda begin: self._fits(stage, begin, end))
 
     def highest_end(self, stage: int, begin: int) -> int:

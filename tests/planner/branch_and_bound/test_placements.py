@@ -12,11 +12,12 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.branch_and_bound.devices import ClassSymmetry, device_classes
-from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement
+from bapipe.planner.branch_and_bound.placements import PlacementGraph, StagePlacement, positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.options import PlanOptions
+from bapipe.schedules import ALL, SCHEDULES
 from tests.oracles.exhaustive_layouts import exhaustive, pipelines
 from tests.random_profiles import random_profile
 
@@ -48,6 +49,13 @@ def num_vector_compositions(counts: tuple[int, ...]) -> int:
         return 1
     firsts = [first for first in product(*(range(count + 1) for count in counts)) if any(first)]
     return sum(num_vector_compositions(tuple(a - b for a, b in zip(counts, first, strict=True))) for first in firsts)
+
+
+@pytest.mark.parametrize("schedule", [name for name in ALL if name not in SCHEDULES])
+def test_stages_have_the_positions_of_their_table(schedule: str) -> None:
+    for num_devices in range(1, 8):
+        table = ALL[schedule](num_devices, 2)
+        assert positions_of_stages(schedule, num_devices) == tuple(ranks[0] for ranks in table.devices)
 
 
 def test_without_replicas_every_stage_has_one_device() -> None:

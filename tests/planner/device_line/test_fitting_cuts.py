@@ -1,0 +1,154 @@
+"""Cuts of tight memory, against every choice of cuts, and searches that only such cuts give a plan."""
+
+from dataclasses import replace as with_fields
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.fitting_cuts import fitting_cuts, fitting_plans
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.device_line.stage_memory import StageMemory
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time
+from bapipe.schedules import SCHEDULES
+from tests.builders import chain, devices
+from tests.planner.device_line.test_prefix_bound import compositions
+
+NUM_MICROBATCHES = 8
+
+
+def uneven_chain(random: Random, num_layers: int) -> ModelProfile:
+    """Layers of many sizes: state, stashes and workspace; what passes between them is small."""
+    profile = chain([random.randint(1, 9) for _ in range(num_layers)], output_bytes=1)
+    (measured,) = profile.measurements
+    layers = tuple(
+        replace(layer, param_bytes=random.choice([0, 5, 20, 90]), optimizer_state_bytes=random.choice([0, 10]))
+        for layer in profile.layers
+    )
+    times = tuple(
+        replace(times, stash_bytes=random.choice([1, 4, 15]), workspace_bytes=random.choice([0, 0, 30]))
+        for times in measured.layers
+    )
+    return replace(profile, layers=layers, measurements=(replace(measured, layers=times),))
+
+
+def uneven_line(seed: int, *, recompute: bool) -> DeviceLine:
+    """Six to nine layers on two to five devices with memory for about as much as they must hold."""
+    random = Random(seed)
+    profile, num_devices = uneven_chain(random, random.randint(6, 9)), random.randint(2, 5)
+    held = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers)
+    cluster = devices(num_devices)
+    limits = [int(held * random.uniform(0.9, 2.0) / num_devices) + random.randint(100, 250) for _ in cluster.devices]
+    unlike = tuple(replace(device, memory_bytes=limit) for device, limit in zip(cluster.devices, limits, strict=True))
+    options = PlanOptions(
+        minibatch_size=NUM_MICROBATCHES, microbatch_size=1, schedules=["1f1b", "gpipe"], recompute=recompute
+    )
+    return DeviceLine({"a": profile}, replace(cluster, devices=unlike), options)
+
+
+def stage_fits(line: DeviceLine, plan: LinePlan, stage: int, begin: int, end: int) -> bool:
+    """Whether a stage with these layers fits, from their bytes, added here. (1F1B and GPipe, without recomputation)"""
+    profile, count = line.profiles["a"], plan.counts[stage]
+    first, num_devices = sum(plan.counts[:stage]), sum(plan.counts)
+    depth = NUM_MICROBATCHES if plan.schedule == "gpipe" else min(NUM_MICROBATCHES, num_devices - first)
+    layers, measured = profile.layers[begin:end], profile.at(1)[begin:end]
+    state = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in layers)
+    stashes = -(-depth // count) * sum(m.stash_bytes for m in measured)
+    received = -(-NUM_MICROBATCHES // count) * ((begin > 0) + (end < len(profile.layers)))
+    held = state + stashes + max(m.workspace_bytes for m in measured) + received
+    return held <= min(line.limits[first : first + count])
+
+
+def fits(line: DeviceLine, plan: LinePlan) -> bool:
+    return all(stage_fits(line, plan, stage, *layers) for stage, layers in enumerate(pairwise(plan.cuts)))
+
+
+def each_layer_fits(line: DeviceLine, plan: LinePlan) -> bool:
+    """Whether each layer alone fits on each stage that may have it."""
+    last = len(line.cuts) - 1
+    return all(
+        stage_fits(line, plan, stage, layer, layer + 1)
+        for stage in range(len(plan.counts))
+        for layer in range(stage, last - len(plan.counts) + stage + 1)
+    )
+
+
+def all_cuts(line: DeviceLine, num_stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, line.cuts[-1]) for inner in combinations(line.cuts[1:-1], num_stages - 1)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_cuts_are_found_wherever_some_fit(schedule: str) -> None:
+    """With the numbers of devices of every plan, from cuts at random; the cuts found fit, and do not move without need."""
+    num_found = num_none = num_moved = 0
+    for seed in range(40):
+        random, line = Random(seed), uneven_line(seed, recompute=False)
+        memory = StageMemory(line, 1)
+        for counts in compositions(len(line.cluster.devices)):
+            wanted = LinePlan(
+                cuts=random.choice(all_cuts(line, len(counts))), counts=counts, schedule=schedule, microbatch_size=1
+            )
+            if not each_layer_fits(line, wanted):
+                continue
+            found = fitting_cuts(line, wanted, memory)
+            some_fit = any(fits(line, with_fields(wanted, cuts=cuts)) for cuts in all_cuts(line, len(counts)))
+            assert (found is not None) == some_fit, (seed, counts)
+            if found is None:
+                num_none += 1
+                continue
+            num_found += 1
+            num_moved += found != wanted.cuts
+            assert fits(line, with_fields(wanted, cuts=found))
+            assert found == wanted.cuts or not fits(line, wanted)
+    assert num_found > 50
+    assert num_moved > 20
+    assert num_none > 50
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_plans_with_moved_cuts_fit_as_the_simulator_says(recompute: bool) -> None:
+    """Plans of the random lines above, also with stages that recompute."""
+    num_timed = num_yielded = 0
+    for seed in range(40):
+        line = uneven_line(seed, recompute=recompute)
+        for plan in fitting_plans(line, line.options.schedules, [1]):
+            num_yielded += 1
+            num_timed += line.time(plan) is not None
+    assert num_yielded > 60
+    assert num_timed == num_yielded
+
+
+def test_every_naive_plan_with_its_cuts_moved_comes_once_and_those_with_most_devices_first() -> None:
+    line = uneven_line(3, recompute=True)
+    plans = list(fitting_plans(line, ["1f1b", "gpipe", "interleaved-1f1b"], [1]))
+    memory = StageMemory(line, 1)
+    naive = [plan for _, plan in naive_plans(line, ["1f1b", "gpipe"], [1], may_lack_memory=True)]
+    moved = {with_fields(plan, cuts=cuts) for plan in naive if (cuts := fitting_cuts(line, plan, memory)) is not None}
+    assert len(plans) == len(set(plans)) > 2
+    assert set(plans) == moved
+    assert {plan.schedule for plan in plans} <= set(SCHEDULES)
+    num_devices = [sum(plan.counts) for plan in plans]
+    assert num_devices == sorted(num_devices, reverse=True)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+def test_there_is_a_plan_where_even_shares_of_time_and_of_bytes_do_not_fit(limit_s: float) -> None:
+    """Light layers with large stashes before heavy ones: equal bytes of one micro-batch put too many on the first devices,
+    equal times too many on the last ones.
+    """
+    profile = chain([40] * 20 + [1] * 100, output_bytes=1)
+    layers = tuple(replace(layer, param_bytes=10 if i < 60 else 100) for i, layer in enumerate(profile.layers))
+    (measured,) = profile.measurements
+    stashes = tuple(replace(times, stash_bytes=8 if i < 60 else 1) for i, times in enumerate(measured.layers))
+    profile = replace(profile, layers=layers, measurements=(replace(measured, layers=stashes),))
+    cluster = devices(40, memory_bytes=1100)
+    options = PlanOptions(minibatch_size=64, schedules=["1f1b"], replicas=False, microbatch_size=1, recompute=False)
+    line = DeviceLine({"a": profile}, cluster, options)
+    assert all(line.time(plan) is None for _, plan in naive_plans(line, options.schedules, [1]))
+    plan = plan_step_time({"a": profile}, cluster, options, deadline=Deadline(limit_s))
+    assert max(rank.peak_bytes for rank in plan.prediction.ranks) <= 1100
