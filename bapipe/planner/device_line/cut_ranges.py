@@ -9,9 +9,10 @@ range cannot be shown to exceed, so most ranges are asked once.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
 
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.4, 2.0, 4.0)
 """The first ranges end at these parts of the best plan's number of cuts."""
@@ -23,18 +24,51 @@ PRECISION = 100
 """What a narrow range may exceed is searched for to one part in so many."""
 
 
-class CutRanges:
-    """The plans of several problems, by ranges of their numbers of cuts. No plan is faster than `bound_ns`."""
+class Relaxation(Protocol):
+    """The plans of one order of the devices, schedule and micro-batch size, relaxed: `PrefixBound` or `SingleDevices`.
 
-    def __init__(self, problems: Sequence[PrefixBound], num_cuts: int) -> None:
+    Attributes:
+        num_cuts: the fewest and the most cuts between the stages of its plans.
+        bound_ns: what is proven of every plan.
+        is_alike: whether a pivot says more.
+    """
+
+    line: DeviceLine
+    num_cuts: tuple[int, int]
+    bound_ns: int
+
+    @property
+    def is_alike(self) -> bool: ...
+
+    def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
+        """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
+
+    def is_refuted(self, limit_ns: int, deadline: Deadline) -> bool:
+        """Returns whether no plan can be within a step time, which raises the bound."""
+
+    def with_num_cuts(self, fewest: int, most: int) -> "Relaxation":
+        """Returns the problem of plans with so many cuts between their stages."""
+
+    def parts_by_last_stage(self) -> "Sequence[Relaxation]":
+        """Returns problems with parts of the plans, with higher bounds; none if it has no parts."""
+
+
+class CutRanges:
+    """The plans of several problems, by ranges of their numbers of cuts. No plan is faster than `bound_ns`.
+
+    Attributes:
+        ranges: each with its own bound.
+    """
+
+    def __init__(self, problems: Sequence[Relaxation], num_cuts: int) -> None:
         """`num_cuts` are those of the best plan; the ranges are narrow near them."""
         self._likely = num_cuts
-        self._ranges = [problem.with_num_cuts(*problem.num_cuts) for problem in problems]
+        self.ranges = [problem.with_num_cuts(*problem.num_cuts) for problem in problems]
 
     @property
     def bound_ns(self) -> int:
         """What is proven of every plan."""
-        return min(each.bound_ns for each in self._ranges)
+        return min(each.bound_ns for each in self.ranges)
 
     def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget.
@@ -43,8 +77,8 @@ class CutRanges:
             may_go_on: asked before each question to the relaxation.
         """
         goal_ns, low_ns = high_ns - 1, self.bound_ns
-        left = sorted(self._ranges, key=self._distance, reverse=True)
-        self._ranges = []
+        left = sorted(self.ranges, key=self._distance, reverse=True)
+        self.ranges = []
         try:
             while left and may_go_on():
                 each = left[-1]
@@ -54,12 +88,12 @@ class CutRanges:
                         left[-1:] = sorted(parts, key=self._distance, reverse=True)
                         continue
                     goal_ns = self._refuted_ns(each, low_ns, goal_ns, deadline, may_go_on)
-                self._ranges.append(left.pop())
+                self.ranges.append(left.pop())
         finally:
-            self._ranges += left
+            self.ranges += left
 
     def _refuted_ns(
-        self, each: PrefixBound, low_ns: int, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]
+        self, each: Relaxation, low_ns: int, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]
     ) -> int:
         """The highest limit that a range can be shown to exceed, by bisection."""
         low_ns = max(low_ns, each.bound_ns - 1)
@@ -71,12 +105,12 @@ class CutRanges:
                 high_ns = middle_ns
         return low_ns
 
-    def _distance(self, problem: PrefixBound) -> tuple[int, int]:
+    def _distance(self, problem: Relaxation) -> tuple[int, int]:
         """How far the best plan's number of cuts is from those of a problem."""
         fewest, most = problem.num_cuts
         return max(fewest - self._likely, self._likely - most, 0), most - fewest
 
-    def _parts(self, problem: PrefixBound) -> list[PrefixBound]:
+    def _parts(self, problem: Relaxation) -> list[Relaxation]:
         """The problem's plans, divided by their number of cuts; [] if these are nearly equal."""
         fewest, most = problem.num_cuts
         if (most - fewest) * NARROW <= fewest:

@@ -20,12 +20,13 @@ from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
-from bapipe.planner.device_line.cut_ranges import CutRanges
+from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.solution import Rival
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
@@ -69,6 +70,12 @@ MAX_SLOW_PATHS = 3
 
 SLOW = 1.2
 
+NUM_PATHS = 8
+"""The number of ranges of the number of cuts whose stages by the relaxation are timed, within ..."""
+
+PATH_PERCENTS = (101, 105, 110, 120)
+"""... so many percent of their bounds."""
+
 NUM_CLIMBED = 3
 """The number of plans whose cuts and devices are changed."""
 
@@ -111,6 +118,7 @@ class LineSearch:
         self._climbs = Climbs(self._time)
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
         self._num_actions = self._num_slow_paths = 0
+        self._has_replicas = lines[0].options.replicas
         self._is_memory_tight = False  # whether a plan did not fit
         self._max_actions = 10**15 if deadline.is_given else MAX_ACTIONS
 
@@ -134,7 +142,10 @@ class LineSearch:
                     return
             self._num_slow_paths = 0
             with suppress(OutOfTime):
-                self._equal_groups(self.deadline.share(3))
+                if self._has_replicas:
+                    self._equal_groups(self.deadline.share(3))
+                else:
+                    self._raise_by_cuts(problems, self.deadline.share(3))
             self._climb(self.deadline.share(4))
             if self.rival is None:
                 self._raise_by_cuts(problems, self.deadline)
@@ -198,7 +209,7 @@ class LineSearch:
     def _is_over(self) -> bool:
         return self.best is not None and (self.best.step_ns <= self.bound_ns or self._num_actions > self._max_actions)
 
-    def _raise_bound(self, deadline: Deadline) -> list[PrefixBound]:
+    def _raise_bound(self, deadline: Deadline) -> list[Relaxation]:
         """Step 3: the bound is the smallest over the problems, so the problem with the smallest is always the next.
 
         Returns the problems. Invariant: no plan of a problem is faster than its `bound_ns`.
@@ -231,19 +242,19 @@ class LineSearch:
                     high_ns[lowest] = limit_ns
                     parts = lowest.parts_by_last_stage()
                     if parts:
-                        problems = [problem for problem in problems if problem is not lowest] + parts
+                        problems = [*(problem for problem in problems if problem is not lowest), *parts]
                         del high_ns[lowest]
                         high_ns |= dict.fromkeys(parts, INF)
                 self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
                 num_left -= 1
         return problems
 
-    def _raise_by_cuts(self, problems: Sequence[PrefixBound], deadline: Deadline) -> None:
+    def _raise_by_cuts(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
         """Step 6: of plans with each number of cuts by themselves the relaxation knows more transfers.
 
         At first for GPipe as a whole, and if that is of no use for `problems`, its parts.
         """
-        if self.best is None or not self._has_long_transfers(problems[0]):
+        if self.best is None or (self._has_replicas and not self._has_long_transfers(problems[0])):
             return
         asked = iter(range(MAX_CUTS_WORK // self._num_devices**2))
         enough_ns = self.bound_ns + self.bound_ns // COARSE_PRECISION
@@ -254,27 +265,41 @@ class LineSearch:
                     self.best.step_ns, deadline, lambda: self.deadline.is_given or next(asked, None) is not None
                 )
             self.bound_ns = max(self.bound_ns, ranges.bound_ns)
+            if not self._has_replicas:
+                self._time_paths(ranges.ranges, deadline)
             if self.bound_ns >= enough_ns or len(problems) == len(apart):
                 return
 
-    def _has_long_transfers(self, problem: PrefixBound) -> bool:
+    def _time_paths(self, ranges: Sequence[Relaxation], deadline: Deadline) -> None:
+        """Step 4, without replicas: the stages that the relaxation chooses near the lowest bounds of ranges."""
+        lowest = sorted(ranges, key=lambda each: each.bound_ns)[:NUM_PATHS]
+        with suppress(OutOfTime):
+            for each, percent in product(lowest, PATH_PERCENTS):
+                path = None if self._is_over else each.path(each.bound_ns * percent // 100, deadline)
+                if path is not None:
+                    self._time_unless_slow(each.line, path)
+
+    def _has_long_transfers(self, problem: Relaxation) -> bool:
         """Whether the transfers of one micro-batch are a part of the best step that a bound should know."""
+        if not isinstance(problem, PrefixBound):
+            return True
         assert self.best is not None
         return problem.round_trip_ns(len(self.best.plan.counts) - 1) > MIN_TRANSFERS * self.best.step_ns
 
-    def _raise_by_pivots(self, problems: Sequence[PrefixBound], deadline: Deadline) -> None:
+    def _raise_by_pivots(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
         """Step 7: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
 
         A problem for which the bound of another one is too high a goal has the next lower one, and so have all others.
         """
-        if self.best is None or not all(problem.is_alike for problem in problems):
+        alike = [problem for problem in problems if isinstance(problem, PrefixBound) and problem.is_alike]
+        if self.best is None or len(alike) < len(problems):
             return
         best_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.objective_ns)
         goals_ns = [goal for goal in (int(best_ns / (1 + gap / 100)) for gap in PIVOT_GAPS) if goal > self.bound_ns]
         if self.rival is not None:
             goals_ns = sorted({min(goal, self.rival.lower_bound_ns - 1) for goal in goals_ns}, reverse=True)
         with suppress(OutOfTime):
-            for problem in sorted(problems, key=lambda each: each.bound_ns):
+            for problem in sorted(alike, key=lambda each: each.bound_ns):
                 if not goals_ns or problem.bound_ns > goals_ns[0]:
                     continue
                 bound = PivotBound(problem, best_ns / LEVELS_OF_STEP, deadline)
@@ -284,23 +309,19 @@ class LineSearch:
                     problem.bound_ns = max(problem.bound_ns, goals_ns[0] + 1)
         self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
 
-    def _problems(self) -> Iterator[PrefixBound]:
+    def _problems(self) -> Iterator[Relaxation]:
         """The relaxations, one for each order of the devices, schedule and micro-batch size."""
         for line, size, schedule in product(self.lines, self.sizes, self.schedules):
-            yield self._problem(line, schedule, size, (1, self._most_replicas(size)), self.bound_ns)
+            problem: Relaxation
+            if self._has_replicas:
+                last_replicas = 1, min(self._num_devices, self._minibatch_size // size)
+                problem = PrefixBound(line, schedule, size, self._num_devices, last_replicas=last_replicas)
+            else:
+                problem = SingleDevices(line, schedule, size)
+            problem.bound_ns = self.bound_ns
+            yield problem
 
-    def _problem(
-        self, line: DeviceLine, schedule: str, size: int, last_replicas: tuple[int, int], bound_ns: int
-    ) -> PrefixBound:
-        problem = PrefixBound(line, schedule, size, self._num_devices, last_replicas=last_replicas)
-        problem.bound_ns = bound_ns
-        return problem
-
-    def _most_replicas(self, size: int) -> int:
-        most = min(self._num_devices, self._minibatch_size // size)
-        return most if self.lines[0].options.replicas else 1
-
-    def _path(self, problem: PrefixBound, limit_ns: int, deadline: Deadline) -> LinePlan | None:
+    def _path(self, problem: Relaxation, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """The stages of the relaxation within a step time, which are timed; without any the bound rises."""
         path = problem.path(limit_ns, deadline)
         if path is None:

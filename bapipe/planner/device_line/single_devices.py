@@ -1,0 +1,274 @@
+"""Decides whether any plan with one device for each stage, stage s on device s, can be within a step time.
+
+Without replicas more is known than `prefix_bound.py` takes into account: kind and speed of the device of each stage,
+the link that each cut crosses, and, of plans with a given number of stages, how many micro-batches are in flight and
+what the round trip behind a stage takes. Let reached(s) be the boundaries at which stage s may begin, if those before
+it are within a limit T. A stage [i, j) is within T only if, with M micro-batches, d of them in flight, x and y the
+transfers of one over the cut j, there and back, A the F and transfers before i, D the same there and back, and `around`
+the round trip of one micro-batch from the stage on (docs/algorithm.md, "One device for each stage")
+
+    work         A + M (F + B) + update <= T
+    return       D + M (F + r) <= T
+    link         D + around + (M - 1) max(x, y) <= T
+    round trip   D + around + (M - 1) r + max(0, M - d) F <= T
+    rounds       D + k around + (M - 1 - (k - 1) d) max(F, r, x, y) <= T; of 1F1B with F + r among the maximum
+    GPipe        D + around + (M - 1) (max(F, x) + max(r, y)) <= T
+    memory       parameters, gradients, optimizer state and the stashes in flight fit
+
+Each limit is a sum of something at i and something at j, so its smallest value over all i that are reached is a running
+minimum: O(boundaries) for each stage.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from bapipe.formats.profile import LayerMeasurement, ModelProfile
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
+
+FORWARDS_FIRST = ("gpipe", "gpipe-2bp")
+"""Schedules in which all F of a device come before its first backward."""
+
+IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
+    "1f1b": lambda behind: behind,
+    "1f1b-2bp": lambda behind: behind,
+    "zb-h1": lambda behind: behind,
+    "1f1b+1": lambda behind: min(behind + 1, 2 * behind - 1),
+    "1f1b+2": lambda behind: min(behind + 2, 2 * behind - 1),
+    "eager-1f1b": lambda behind: 2 * behind - 1,
+    "fbp-as": lambda behind: 2 * behind - 1,
+    "zb-h2": lambda behind: 2 * behind - 1,
+    "2f2b": lambda behind: 2 * behind,
+}
+"""The micro-batches in flight at a stage, if there are so many, by the number of stages from it on. The F of as many
+later comes behind the r of each."""
+
+ROUNDING_NS = 2.0
+"""By how much the times of the actions of one micro-batch on a device may be shorter than the sums over its layers."""
+
+
+class SingleDevices:
+    """The plans of one order of the devices, schedule and micro-batch size, with so many cuts.
+
+    Attributes:
+        num_cuts: the fewest and the most cuts between the stages of its plans.
+        bound_ns: what is proven of every plan.
+    """
+
+    is_alike = False  # the bound of pivots is about replicas
+
+    def __init__(self, line: DeviceLine, schedule: str, size: int) -> None:
+        self.line, self.schedule, self.bound_ns = line, schedule, 0
+        self._size = size
+        self._num_microbatches = line.options.minibatch_size // size
+        self._has_recompute = line.options.recompute
+        devices, last = line.cluster.devices, len(line.cuts) - 1
+        most, wanted = min(len(devices), last) - 1, line.options.num_stages
+        self.num_cuts = (0, most) if wanted is None else (min(wanted - 1, most),) * 2
+        sums_of = {kind: _KindSums(profile, line, schedule, size) for kind, profile in line.profiles.items()}
+        sums = [(sums_of[device.kind], device.speed) for device in devices[: most + 1]]
+        # Of the layers before each boundary, on each device. [devices, boundaries]
+        self._forward = np.array([of_kind.forward / speed for of_kind, speed in sums])
+        self._backward = np.array([of_kind.backward / speed for of_kind, speed in sums])
+        self._critical = np.array([of_kind.critical / speed for of_kind, speed in sums])
+        self._update = np.array([of_kind.update / speed for of_kind, speed in sums])
+        self._static = np.array([of_kind.static for of_kind, _ in sums])
+        self._stash = np.array([of_kind.stash for of_kind, _ in sums])
+        self._limits = [float(limit) for limit in line.limits[: most + 1]]
+        # Over each boundary from each device to the next one, and back. [devices - 1, boundaries]
+        links = [(line.cluster.link(k, k + 1), line.cluster.link(k + 1, k)) for k in range(most)]
+        self._sent = np.array([transfer_ns(sums[k][0].send, there) for k, (there, _) in enumerate(links)], dtype=float)
+        self._returned = np.array(
+            [transfer_ns(sums[k][0].grad, back) for k, (_, back) in enumerate(links)], dtype=float
+        )
+        self._rounding_ns = 0.0 if {device.speed for device in devices} == {1.0} else ROUNDING_NS
+
+    def with_num_cuts(self, fewest: int, most: int) -> "SingleDevices":
+        """Returns the problem of plans with so many cuts between their stages."""
+        other = copy(self)
+        other.num_cuts = fewest, most
+        return other
+
+    def parts_by_last_stage(self) -> "list[SingleDevices]":
+        """Returns no parts: the last stage has one device."""
+        return []
+
+    def is_refuted(self, limit_ns: int, deadline: Deadline) -> bool:
+        """Returns whether no plan can be within a step time, which raises the bound."""
+        if self._search(limit_ns, deadline) is not None:
+            return False
+        self.bound_ns = max(self.bound_ns, limit_ns + 1)
+        return True
+
+    def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
+        """Returns stages within the limits, of those the ones with the shortest round trip; None if there are none."""
+        found = self._search(limit_ns, deadline)
+        if found is None:
+            return None
+        begun, behind = found
+        boundaries = [self._forward.shape[1] - 1]
+        for stage, prefix in reversed(list(enumerate(begun))):
+            end, trip = boundaries[-1], self._forward[stage] + self._critical[stage]
+            keeps = self._keeps(stage, prefix, behind[stage], limit_ns, end)
+            wanted = np.where(keeps, prefix.there_and_back - trip, np.inf)[:end]
+            begin = int(wanted.argmin())
+            boundaries.append(begin if wanted[begin] < np.inf else int(np.flatnonzero(prefix.reached[:end])[-1]))
+        return LinePlan(
+            cuts=tuple(self.line.cuts[boundary] for boundary in reversed(boundaries)),
+            counts=(1,) * len(begun),
+            schedule=self.schedule,
+            microbatch_size=self._size,
+        )
+
+    def _search(self, limit_ns: int, deadline: Deadline) -> "tuple[list[_Prefixes], FloatArray] | None":
+        """What is before each stage up to one that may be the last, and the round trips behind; None if none may be."""
+        fewest, most = self.num_cuts[0] + 1, self.num_cuts[1] + 1
+        last = self._forward.shape[1] - 1
+        behind = self._behind(fewest, most)
+        reached = np.arange(last + 1) == 0
+        begun = [
+            _Prefixes(
+                reached=reached, arrival=np.where(reached, 0.0, np.inf), there_and_back=np.where(reached, 0.0, np.inf)
+            )
+        ]
+        for stage in range(most):
+            deadline.check()
+            prefix = begun[-1]
+            ends = self._keeps(stage, prefix, behind[stage], limit_ns)
+            if stage + 1 >= fewest and ends[last]:
+                return begun, behind
+            ends[last] = False
+            if stage + 1 == most or not ends.any():
+                return None
+            f, trip = self._forward[stage], self._forward[stage] + self._critical[stage]
+            arrival = _least_before(prefix.arrival - f) + f + self._sent[stage]
+            both = _least_before(prefix.there_and_back - trip) + trip + self._sent[stage] + self._returned[stage]
+            begun.append(
+                _Prefixes(
+                    reached=ends,
+                    arrival=np.where(ends, arrival, np.inf),
+                    there_and_back=np.where(ends, both, np.inf),
+                )
+            )
+        return None
+
+    def _behind(self, fewest: int, most: int) -> FloatArray:
+        """The round trip of one micro-batch behind each end of each stage, with the transfers. [stages, boundaries]
+
+        The smallest over all cuts, and numbers of stages.
+        """
+        num = self._forward.shape[1]
+        behind = np.full((most, num), np.inf)
+        begun = np.full(num, np.inf)  # from the beginning of the stage after this one on
+        for stage in range(most - 1, -1, -1):
+            if stage < most - 1:
+                behind[stage] = begun + self._sent[stage] + self._returned[stage]
+            behind[stage, -1] = 0.0 if stage + 1 >= fewest else np.inf
+            trip = self._forward[stage] + self._critical[stage]
+            least = np.minimum.accumulate((trip + behind[stage])[::-1])[::-1]
+            begun = np.append(least[1:], np.inf) - trip
+        return behind
+
+    def _keeps(
+        self, stage: int, prefix: "_Prefixes", behind: FloatArray, limit_ns: int, end: int | None = None
+    ) -> BoolArray:
+        """Whether, for each end, each limit is kept by some begin; or by each begin itself for a given `end`."""
+        num, fewest, most = self._num_microbatches, self.num_cuts[0] + 1, self.num_cuts[1] + 1
+        f, r, b = self._forward[stage], self._critical[stage], self._backward[stage]
+        x, y, later = np.zeros_like(f), np.zeros_like(f), num - 1
+        if stage + 1 < most:
+            x[:-1], y[:-1] = self._sent[stage][:-1], self._returned[stage][:-1]
+        limit = limit_ns * (1 + 1e-12)
+
+        def within(before: FloatArray, at_stage: FloatArray, at_end: FloatArray | float, trips: int = 1) -> BoolArray:
+            """Whether before(i) + at_stage(j) - at_stage(i) + at_end(j) is within the limit."""
+            room = limit + self._rounding_ns * (num + most * (trips + 1))
+            if end is None:
+                found: BoolArray = _least_before(before - at_stage) + at_stage + at_end <= room
+                return found
+            of_end = at_end if isinstance(at_end, float) else at_end[end]
+            found = before - at_stage + at_stage[end] + of_end <= room
+            return found
+
+        both = prefix.there_and_back
+        kept = within(prefix.arrival, num * (f + b) + self._update[stage], 0.0)
+        kept &= within(both, num * (f + r), 0.0)
+        kept &= within(both, f + r, behind + later * np.maximum(x, y))
+        if self.schedule in FORWARDS_FIRST:
+            kept &= within(both, num * (f + r), behind)
+            kept &= within(both, num * f + r, behind + later * y)
+            kept &= within(both, f + num * r, behind + later * x)
+            kept &= within(both, f + r, behind + later * (x + y))
+        else:
+            depth = IN_FLIGHT[self.schedule](most - stage)
+            kept &= within(both, (1 + max(0, num - depth)) * f + num * r, behind)
+            for trips in {2, 1 + later // depth}:
+                steps = later - (trips - 1) * depth
+                if trips < 2 or steps < 0:
+                    continue
+                around = trips * (f + r)
+                for step in (f + r,) if self.schedule == "1f1b" else (f, r):
+                    kept &= within(both, around + steps * step, trips * behind, trips)
+                kept &= within(both, around, trips * behind + steps * np.maximum(x, y), trips)
+        held = self._static[stage] + self._in_flight(max(fewest - stage, 1)) * self._stash[stage]
+        least = np.where(prefix.reached, -held, np.inf)
+        least = _least_before(least) + held if end is None else least + held[end]
+        kept &= least <= self._limits[stage]
+        return kept
+
+    def _in_flight(self, num_behind: int) -> int:
+        """How many stashes a device of a stage holds at least, with so many stages from it on."""
+        if self._has_recompute:
+            return 1
+        if self.schedule in FORWARDS_FIRST:
+            return self._num_microbatches
+        return min(IN_FLIGHT[self.schedule](num_behind), self._num_microbatches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prefixes:
+    """What is known of the stages before each boundary. All [boundaries]
+
+    Attributes:
+        reached: whether a stage may begin there.
+        arrival: F of one micro-batch in them, with the transfers, at least.
+        there_and_back: F and r of one micro-batch in them, with the transfers both ways, at least.
+    """
+
+    reached: BoolArray
+    arrival: FloatArray
+    there_and_back: FloatArray
+
+
+class _KindSums:
+    """Sums over the layers before each boundary, on a kind of device at speed 1, for one micro-batch. [boundaries]"""
+
+    def __init__(self, profile: ModelProfile, line: DeviceLine, schedule: str, size: int) -> None:
+        measured, cuts = profile.at(size), line.cuts
+        splits = schedule not in ("1f1b", "gpipe")
+
+        def sums(value: Callable[[LayerMeasurement], int]) -> FloatArray:
+            return prefix_sums([value(m) for m in measured])[cuts].astype(float)
+
+        self.forward = sums(lambda m: m.forward_ns)
+        self.backward = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
+        self.critical = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self.backward
+        if splits and not gradient_crosses(profile)[cuts[1:-1]].all():
+            self.critical = np.zeros_like(self.backward)  # a stage that sends no gradient back has no I
+        self.stash = sums(lambda m: m.stash_bytes)
+        state = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in profile.layers]
+        self.static = prefix_sums(state)[cuts].astype(float)
+        self.update = prefix_sums([layer.update_ns for layer in profile.layers])[cuts].astype(float)
+        send, grad = cut_bytes(profile, size)
+        self.send, self.grad = send[cuts], grad[cuts]
+
+
+def _least_before(values: FloatArray) -> FloatArray:
+    """The smallest of all values before each one. [n] -> [n]"""
+    least: FloatArray = np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
+    return least

@@ -1,0 +1,84 @@
+"""The relaxation of plans without replicas: every plan is feasible in it at its own step time."""
+
+from dataclasses import replace as with_fields
+from itertools import combinations
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.branch_and_bound.stage_schedule import stage_schedule_of
+from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.orders import device_orders
+from bapipe.planner.device_line.single_devices import FORWARDS_FIRST, IN_FLIGHT, SingleDevices
+from bapipe.schedules import SCHEDULES
+from tests.planner.device_line.test_prefix_bound import random_line
+from tests.planner.device_line.test_unlike_devices import unlike_line
+
+
+def single_line(seed: int, schedule: str) -> DeviceLine:
+    """A random line without replicas, over links as slow as layers on one half of the hosts."""
+    random = Random(seed)
+    line = (unlike_line if seed % 2 else random_line)(seed, schedule, buckets=False)
+    options = with_fields(line.options, replicas=False, recompute=seed % 3 == 0, minibatch_size=random.choice([2, 8]))
+    cluster = replace(
+        line.cluster,
+        inter_host=Bandwidth(bytes_per_s=random.choice([10**8, 10**9]), latency_ns=random.choice([0, 40])),
+    )
+    if random.random() < 0.5:
+        limits = [random.randint(60, 400) for _ in cluster.devices]
+        devices = zip(cluster.devices, limits, strict=True)
+        cluster = replace(cluster, devices=tuple(replace(device, memory_bytes=limit) for device, limit in devices))
+    return DeviceLine(line.profiles, cluster, options)
+
+
+def plans_of(line: DeviceLine, schedule: str) -> list[LinePlan]:
+    last = len(line.cuts) - 1
+    return [
+        LinePlan(
+            cuts=(line.cuts[0], *inner, line.cuts[-1]),
+            counts=(1,) * (num_cuts + 1),
+            schedule=schedule,
+            microbatch_size=1,
+        )
+        for num_cuts in range(min(len(line.cluster.devices), last))
+        for inner in combinations(line.cuts[1:-1], num_cuts)
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_plan_is_feasible_at_its_step_time(schedule: str) -> None:
+    checked = refuted = 0
+    for seed in range(24):
+        given = single_line(seed, schedule)
+        for order in device_orders(given.cluster, given.ns_per_sample):
+            line = given.in_order(order.ranks)
+            every = SingleDevices(line, schedule, 1)
+            timed = [each for each in map(line.time, plans_of(line, schedule)) if each is not None]
+            for each in timed:
+                num_cuts = len(each.plan.counts) - 1
+                most = every.num_cuts[1]
+                for fewest, end in (
+                    (0, most),
+                    (num_cuts, num_cuts),
+                    (max(0, num_cuts - 1), min(most, num_cuts + 1)),
+                ):
+                    some = every.with_num_cuts(fewest, end)
+                    assert some.path(each.step_ns, UNLIMITED) is not None, (seed, order.words, each.plan)
+                checked += 1
+            if timed:
+                refuted += every.is_refuted(min(each.step_ns for each in timed) * 3 // 4, UNLIMITED)
+    assert checked > 150
+    assert refuted > 5
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in FORWARDS_FIRST])
+def test_so_many_micro_batches_are_in_flight(schedule: str) -> None:
+    for num_stages in range(1, 7):
+        for num_microbatches in range(1, 16):
+            table = SCHEDULES[schedule](num_stages, num_microbatches)
+            for stage, order in enumerate(table.order):
+                expected = min(IN_FLIGHT[schedule](num_stages - stage), num_microbatches)
+                assert stage_schedule_of(order, 1).max_in_flight == expected
