@@ -70,10 +70,10 @@ MAX_SLOW_PATHS = 3
 
 SLOW = 1.2
 
-NUM_PATHS = 8
+NUM_PATHS = 16
 """The number of ranges of the number of cuts whose stages by the relaxation are timed, within ..."""
 
-PATH_PERCENTS = (101, 105, 110, 120)
+PATH_PERCENTS = (101, 104, 110)
 """... so many percent of their bounds."""
 
 NUM_CLIMBED = 3

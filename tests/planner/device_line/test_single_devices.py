@@ -11,9 +11,13 @@ from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.branch_and_bound.stage_schedule import stage_schedule_of
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.single_devices import FORWARDS_FIRST, IN_FLIGHT, SingleDevices
+from bapipe.planner.line_solution import solve_on_line
+from bapipe.planner.options import PlanOptions
 from bapipe.schedules import SCHEDULES
+from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import random_line
 from tests.planner.device_line.test_unlike_devices import unlike_line
 
@@ -82,3 +86,34 @@ def test_so_many_micro_batches_are_in_flight(schedule: str) -> None:
             for stage, order in enumerate(table.order):
                 expected = min(IN_FLIGHT[schedule](num_stages - stage), num_microbatches)
                 assert stage_schedule_of(order, 1).max_in_flight == expected
+
+
+def test_stashes_in_flight_leave_no_room_for_many_stages() -> None:
+    """Of 4 stages the first one holds 4 stashes, 400 bytes; of 3 with 1, 1 and 2 layers none holds more than 300."""
+    profiles, cluster = {"a": chain([1] * 4, stash_bytes=100)}, devices(4, memory_bytes=399)
+    for recompute in (False, True):
+        options = PlanOptions(minibatch_size=8, schedules=["1f1b"], replicas=False, recompute=recompute)
+        every = SingleDevices(DeviceLine(profiles, cluster, options), "1f1b", 1)
+        assert every.with_num_cuts(3, 3).is_refuted(10**15, UNLIMITED) != recompute
+        assert not every.with_num_cuts(2, 2).is_refuted(10**15, UNLIMITED)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_cuts_between_hosts_are_where_little_is_sent(schedule: str) -> None:
+    """Only every fifth tensor is small, and a large one takes as long as ten layers between hosts."""
+    profile = chain([1] * 120)
+    (measured,) = profile.measurements
+    layers = tuple(
+        replace(times, output_bytes=(10**3 if i % 5 == 2 else 10**6,)) for i, times in enumerate(measured.layers)
+    )
+    profile = replace(profile, measurements=(replace(measured, layers=layers),))
+    cluster = devices(40, bytes_per_s=10**10)
+    hosts = tuple(replace(device, host=f"h{i // 2}") for i, device in enumerate(cluster.devices))
+    cluster = replace(cluster, devices=hosts, inter_host=Bandwidth(bytes_per_s=10**8, latency_ns=0))
+    options = PlanOptions(minibatch_size=64, microbatch_size=1, schedules=[schedule], replicas=False)
+    line = DeviceLine({"a": profile}, cluster, options)
+    naive_ns = min(timed.step_ns for _, plan in naive_plans(line, [schedule], [1]) if (timed := line.time(plan)))
+    found = solve_on_line({"a": profile}, cluster, options)
+    assert found is not None
+    assert found.solution.prediction.step_ns < 0.8 * naive_ns
+    assert found.solution.lower_bound_ns > 0.7 * found.solution.prediction.step_ns
