@@ -3,7 +3,8 @@
     1. naive plans       equal groups of devices, cut evenly; where memory is tight, with cuts moved so that they fit
     2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
-    4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages
+    4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
+                         without replicas, step 6, and the stages that its relaxation chooses are timed
     5. climb             from the best of the plans found since
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them
     7. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
