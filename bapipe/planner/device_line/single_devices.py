@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerMeasurement, ModelProfile
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
@@ -71,21 +72,12 @@ class SingleDevices:
         most, wanted = min(len(devices), last) - 1, line.options.num_stages
         self.num_cuts = (0, most) if wanted is None else (min(wanted - 1, most),) * 2
         sums_of = {kind: _KindSums(profile, line, schedule, size) for kind, profile in line.profiles.items()}
-        sums = [(sums_of[device.kind], device.speed) for device in devices[: most + 1]]
-        # Of the layers before each boundary, on each device. [devices, boundaries]
-        self._forward = np.array([of_kind.forward / speed for of_kind, speed in sums])
-        self._backward = np.array([of_kind.backward / speed for of_kind, speed in sums])
-        self._critical = np.array([of_kind.critical / speed for of_kind, speed in sums])
-        self._update = np.array([of_kind.update / speed for of_kind, speed in sums])
-        self._static = np.array([of_kind.static for of_kind, _ in sums])
-        self._stash = np.array([of_kind.stash for of_kind, _ in sums])
+        self._sums = [sums_of[device.kind] for device in devices[: most + 1]]
+        self._speeds = [device.speed for device in devices[: most + 1]]
         self._limits = [float(limit) for limit in line.limits[: most + 1]]
-        # Over each boundary from each device to the next one, and back. [devices - 1, boundaries]
-        links = [(line.cluster.link(k, k + 1), line.cluster.link(k + 1, k)) for k in range(most)]
-        self._sent = np.array([transfer_ns(sums[k][0].send, there) for k, (there, _) in enumerate(links)], dtype=float)
-        self._returned = np.array(
-            [transfer_ns(sums[k][0].grad, back) for k, (_, back) in enumerate(links)], dtype=float
-        )
+        # Over each boundary from each device to the next one, and back; many are the same arrays. [devices - 1]
+        self._sent = [self._sums[k].transfers(line.cluster.link(k, k + 1), back=False) for k in range(most)]
+        self._returned = [self._sums[k].transfers(line.cluster.link(k + 1, k), back=True) for k in range(most)]
         self._rounding_ns = 0.0 if {device.speed for device in devices} == {1.0} else ROUNDING_NS
 
     def with_num_cuts(self, fewest: int, most: int) -> "SingleDevices":
@@ -111,9 +103,9 @@ class SingleDevices:
         if found is None:
             return None
         begun, behind = found
-        boundaries = [self._forward.shape[1] - 1]
+        boundaries = [len(self.line.cuts) - 1]
         for stage, prefix in reversed(list(enumerate(begun))):
-            end, trip = boundaries[-1], self._forward[stage] + self._critical[stage]
+            end, trip = boundaries[-1], self._sums[stage].trip / self._speeds[stage]
             keeps = self._keeps(stage, prefix, behind[stage], limit_ns, end)
             wanted = np.where(keeps, prefix.there_and_back - trip, np.inf)[:end]
             begin = int(wanted.argmin())
@@ -128,7 +120,7 @@ class SingleDevices:
     def _search(self, limit_ns: int, deadline: Deadline) -> "tuple[list[_Prefixes], FloatArray] | None":
         """What is before each stage up to one that may be the last, and the round trips behind; None if none may be."""
         fewest, most = self.num_cuts[0] + 1, self.num_cuts[1] + 1
-        last = self._forward.shape[1] - 1
+        last = len(self.line.cuts) - 1
         behind = self._behind(fewest, most)
         reached = np.arange(last + 1) == 0
         begun = [
@@ -145,7 +137,7 @@ class SingleDevices:
             ends[last] = False
             if stage + 1 == most or not ends.any():
                 return None
-            f, trip = self._forward[stage], self._forward[stage] + self._critical[stage]
+            f, trip = (sums / self._speeds[stage] for sums in (self._sums[stage].forward, self._sums[stage].trip))
             arrival = _least_before(prefix.arrival - f) + f + self._sent[stage]
             both = _least_before(prefix.there_and_back - trip) + trip + self._sent[stage] + self._returned[stage]
             begun.append(
@@ -162,14 +154,14 @@ class SingleDevices:
 
         The smallest over all cuts, and numbers of stages.
         """
-        num = self._forward.shape[1]
+        num = len(self.line.cuts)
         behind = np.full((most, num), np.inf)
         begun = np.full(num, np.inf)  # from the beginning of the stage after this one on
         for stage in range(most - 1, -1, -1):
             if stage < most - 1:
                 behind[stage] = begun + self._sent[stage] + self._returned[stage]
             behind[stage, -1] = 0.0 if stage + 1 >= fewest else np.inf
-            trip = self._forward[stage] + self._critical[stage]
+            trip = self._sums[stage].trip / self._speeds[stage]
             least = np.minimum.accumulate((trip + behind[stage])[::-1])[::-1]
             begun = np.append(least[1:], np.inf) - trip
         return behind
@@ -179,7 +171,8 @@ class SingleDevices:
     ) -> BoolArray:
         """Whether, for each end, each limit is kept by some begin; or by each begin itself for a given `end`."""
         num, fewest, most = self._num_microbatches, self.num_cuts[0] + 1, self.num_cuts[1] + 1
-        f, r, b = self._forward[stage], self._critical[stage], self._backward[stage]
+        sums, speed = self._sums[stage], self._speeds[stage]
+        f, r = sums.forward / speed, sums.critical / speed
         x, y, later = np.zeros_like(f), np.zeros_like(f), num - 1
         if stage + 1 < most:
             x[:-1], y[:-1] = self._sent[stage][:-1], self._returned[stage][:-1]
@@ -196,7 +189,7 @@ class SingleDevices:
             return found
 
         both = prefix.there_and_back
-        kept = within(prefix.arrival, num * (f + b) + self._update[stage], 0.0)
+        kept = within(prefix.arrival, num * (sums.work / speed) + sums.update / speed, 0.0)
         kept &= within(both, num * (f + r), 0.0)
         kept &= within(both, f + r, behind + later * np.maximum(x, y))
         if self.schedule in FORWARDS_FIRST:
@@ -215,7 +208,7 @@ class SingleDevices:
                 for step in (f + r,) if self.schedule == "1f1b" else (f, r):
                     kept &= within(both, around + steps * step, trips * behind, trips)
                 kept &= within(both, around, trips * behind + steps * np.maximum(x, y), trips)
-        held = self._static[stage] + self._in_flight(max(fewest - stage, 1)) * self._stash[stage]
+        held = sums.static + self._in_flight(max(fewest - stage, 1)) * sums.stash
         least = np.where(prefix.reached, -held, np.inf)
         least = _least_before(least) + held if end is None else least + held[end]
         kept &= least <= self._limits[stage]
@@ -256,16 +249,24 @@ class _KindSums:
             return prefix_sums([value(m) for m in measured])[cuts].astype(float)
 
         self.forward = sums(lambda m: m.forward_ns)
-        self.backward = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
-        self.critical = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self.backward
+        backward = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
+        self.critical = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else backward
         if splits and not gradient_crosses(profile)[cuts[1:-1]].all():
-            self.critical = np.zeros_like(self.backward)  # a stage that sends no gradient back has no I
+            self.critical = np.zeros_like(backward)  # a stage that sends no gradient back has no I
+        self.work, self.trip = self.forward + backward, self.forward + self.critical
         self.stash = sums(lambda m: m.stash_bytes)
         state = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in profile.layers]
         self.static = prefix_sums(state)[cuts].astype(float)
         self.update = prefix_sums([layer.update_ns for layer in profile.layers])[cuts].astype(float)
         send, grad = cut_bytes(profile, size)
-        self.send, self.grad = send[cuts], grad[cuts]
+        self._send, self._grad = send[cuts], grad[cuts]
+        self._transfers: dict[tuple[Bandwidth, bool], FloatArray] = {}
+
+    def transfers(self, link: Bandwidth, *, back: bool) -> FloatArray:
+        """Returns the time of a transfer over each boundary, on one link."""
+        if (link, back) not in self._transfers:
+            self._transfers[link, back] = transfer_ns(self._grad if back else self._send, link).astype(float)
+        return self._transfers[link, back]
 
 
 def _least_before(values: FloatArray) -> FloatArray:
