@@ -1,6 +1,7 @@
 """Sums over layers, and transfers over cuts, that every plan on some devices has at least."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,8 @@ from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.schedules import ALL
+from bapipe.schedules.table import Phase
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
@@ -32,7 +35,7 @@ class LayerSums:
         kinds = sorted({device.kind for device in self.line.cluster.devices})
         profiles = [self.line.profiles[kind] for kind in kinds]
         measured = [profile.at(self.size) for profile in profiles]
-        splits = self.schedule not in ("1f1b", "gpipe")
+        splits = splits_backwards(self.schedule)
         self._compare_kinds(dict(zip(kinds, measured, strict=True)))
 
         def least_of_layers(value: "Callable[[LayerMeasurement], int]") -> FloatArray:
@@ -141,6 +144,12 @@ class LayerSums:
         both_slower = slower if grad.size == 0 or grad.min() == 0 else 2 * slower  # without gradients none are sent
         self._extra_both = both_slower + float((send + grad).min()) * extra_rate if send.size else 0.0
         self._fastest_link = Bandwidth(bytes_per_s=rate, latency_ns=latency)  # the links of no two devices, maybe
+
+
+@cache
+def splits_backwards(schedule: str) -> bool:
+    """Returns whether a schedule runs the two parts of a backward, I and W, as actions of their own."""
+    return any(action.phase is Phase.WEIGHT_GRAD for order in ALL[schedule](2, 2).order for action in order)
 
 
 def _times(layer: LayerMeasurement) -> tuple[int, ...]:

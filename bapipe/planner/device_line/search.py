@@ -146,7 +146,7 @@ class LineSearch:
                 if self._has_replicas:
                     self._equal_groups(self.deadline.share(3))
                 else:
-                    self._raise_by_cuts(problems, self.deadline.share(3))
+                    self._raise_by_cuts(problems, self.deadline.share(4))
             self._climb(self.deadline.share(4))
             if self.rival is None:
                 self._raise_by_cuts(problems, self.deadline)
@@ -267,7 +267,7 @@ class LineSearch:
                 )
             self.bound_ns = max(self.bound_ns, ranges.bound_ns)
             if not self._has_replicas:
-                self._time_paths(ranges.ranges, deadline)
+                self._time_paths(ranges.ranges, self.deadline.share(4))
             if self.bound_ns >= enough_ns or len(problems) == len(apart):
                 return
 

@@ -10,7 +10,8 @@ the round trip of one micro-batch from the stage on (docs/algorithm.md, "One dev
     work         A + M (F + B) + update <= T
     return       D + M (F + r) <= T
     link         D + around + (M - 1) max(x, y) <= T
-    round trip   D + around + (M - 1) r + max(0, M - d) F <= T
+    round trip   D + around + (M - 1) r + max(0, M - d) F <= T, of the first micro-batch
+    last one     D + around + (M - 1) F + max(0, M - d) r <= T, before the round trip of the last micro-batch
     rounds       D + k around + (M - 1 - (k - 1) d) max(F, r, x, y) <= T; of 1F1B with F + r among the maximum
     GPipe        D + around + (M - 1) (max(F, x) + max(r, y)) <= T
     memory       parameters, gradients, optimizer state and the stashes in flight fit
@@ -28,6 +29,7 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerMeasurement, ModelProfile
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.layer_sums import splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
@@ -199,7 +201,9 @@ class SingleDevices:
             kept &= within(both, f + r, behind + later * (x + y))
         else:
             depth = IN_FLIGHT[self.schedule](most - stage)
-            kept &= within(both, (1 + max(0, num - depth)) * f + num * r, behind)
+            most_apart = 1 + max(0, num - depth)
+            kept &= within(both, most_apart * f + num * r, behind)
+            kept &= within(both, num * f + most_apart * r, behind)
             for trips in {2, 1 + later // depth}:
                 steps = later - (trips - 1) * depth
                 if trips < 2 or steps < 0:
@@ -243,7 +247,7 @@ class _KindSums:
 
     def __init__(self, profile: ModelProfile, line: DeviceLine, schedule: str, size: int) -> None:
         measured, cuts = profile.at(size), line.cuts
-        splits = schedule not in ("1f1b", "gpipe")
+        splits = splits_backwards(schedule)
 
         def sums(value: Callable[[LayerMeasurement], int]) -> FloatArray:
             return prefix_sums([value(m) for m in measured])[cuts].astype(float)

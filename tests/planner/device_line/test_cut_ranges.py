@@ -16,7 +16,7 @@ from tests.planner.device_line.test_unlike_devices import unlike_line
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
 def test_every_plan_is_feasible_among_those_with_as_many_cuts(schedule: str, is_alike: bool) -> None:
     checked = closer = 0
     for seed in range(4):

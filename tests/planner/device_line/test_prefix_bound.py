@@ -71,7 +71,7 @@ def compositions(most: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in compositions(most - first))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
 @pytest.mark.parametrize("buckets", [False, True])
 def test_every_plan_is_feasible_at_its_step_time_and_far_below_the_best_nothing_is(
     schedule: str, buckets: bool
