@@ -90,7 +90,7 @@ def solve_first(
     if is_small and tries_any_order(profiles, cluster, options):
         return None
     options = replace(options, schedules=simple)
-    found = solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress)
+    found = solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress, is_last=False)
     return found and replace(found, has_every_schedule=len(simple) == len(asked))
 
 
@@ -102,8 +102,13 @@ def solve_on_line(
     deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
     rival: Rival | None = None,
+    is_last: bool = True,
 ) -> LineSolution | None:
-    """Returns the best plan found whose stages take consecutive devices, None without one that fits."""
+    """Returns the best plan found whose stages take consecutive devices, None without one that fits.
+
+    Args:
+        is_last: whether no other search follows.
+    """
     line = DeviceLine(profiles, cluster, options)
     orders = device_orders(cluster, line.ns_per_sample)
     search = LineSearch(
@@ -114,6 +119,7 @@ def solve_on_line(
         deadline=deadline,
         progress=progress,
         rival=rival,
+        is_last=is_last,
     )
     search.run()
     best = search.best

@@ -21,9 +21,9 @@ MAX_ERROR = 1e-3
 class Climbs:
     """The climbs of a search, none of them twice from the same plan."""
 
-    def __init__(self, time: Callable[[DeviceLine, LinePlan], TimedPlan | None]) -> None:
-        """`time` times a plan with the simulator."""
-        self._time = time
+    def __init__(self, time: Callable[[DeviceLine, LinePlan], TimedPlan | None], num_doublings: int = 0) -> None:
+        """`time` times a plan with the simulator; each doubling lets climbs go on for twice as long, by other moves."""
+        self._time, self._num_doublings = time, num_doublings
         self._estimates: dict[tuple[DeviceLine, str, int], StepEstimate] = {}
         self._done: set[tuple[DeviceLine, LinePlan]] = set()
 
@@ -46,13 +46,9 @@ class Climbs:
         self._done.add((line, timed.plan))
         estimate = self._estimate(line, timed.plan)
         if estimate is not None:
-            tries = iter(range(MAX_STAGES // len(timed.plan.counts)))
-            found = climb(
-                line,
-                timed.plan,
-                estimate.score_ns,
-                MAX_WORSE,
-                lambda: not deadline.is_over and next(tries, None) is not None,
+            tries = iter(range((MAX_STAGES << self._num_doublings) // len(timed.plan.counts)))
+            found = self._climb(
+                timed, estimate.score_ns, lambda: not deadline.is_over and next(tries, None) is not None
             )
             self._done.add((line, found))
             other = self._time(line, found)
@@ -60,7 +56,11 @@ class Climbs:
                 timed = other
             if abs(estimate.step_ns(timed.plan) - timed.step_ns) <= MAX_ERROR * timed.step_ns:
                 return
-        climb(line, timed.plan, self._simulated(line), MAX_WORSE, lambda: not (deadline.is_over or is_over()))
+        self._climb(timed, self._simulated(line), lambda: not (deadline.is_over or is_over()))
+
+    def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
+        doublings = self._num_doublings
+        return climb(timed.line, timed.plan, score, MAX_WORSE << doublings, may_go_on, seed=doublings)
 
     def _simulated(self, line: DeviceLine) -> Score:
         def score(plan: LinePlan, _: float) -> float:

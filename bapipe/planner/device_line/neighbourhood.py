@@ -81,13 +81,15 @@ def neighbours(line: DeviceLine, plan: LinePlan, random: Random) -> Iterator[Lin
             )
 
 
-def climb(line: DeviceLine, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool]) -> LinePlan:
+def climb(
+    line: DeviceLine, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool], seed: int = 0
+) -> LinePlan:
     """Returns the last of a row of plans, each of which has no higher score than the one before it.
 
     Args:
         num_tries: ends it after so many neighbours without a lower score.
     """
-    random, score_ns, num_worse = Random(0), score(plan, inf), 0
+    random, score_ns, num_worse = Random(seed), score(plan, inf), 0
     source = neighbours(line, plan, random)
     while num_worse < num_tries and may_go_on():
         other = next(source)

@@ -8,6 +8,7 @@
     5. climb             from the best of the plans found since
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them
     7. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
+    8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
 
 If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
 estimates, so that results do not depend on the speed of the machine.
@@ -77,6 +78,12 @@ NUM_PATHS = 16
 PATH_PERCENTS = (101, 104, 110)
 """... so many percent of their bounds."""
 
+SINGLE_PRECISION = 50
+"""Stages on single devices are those within one part in so many of what the relaxation allows."""
+
+MAX_USELESS, USEFUL = 2, 0.999
+"""Climbs end for good after so many rounds in a row that do not bring the step to this part of it."""
+
 NUM_CLIMBED = 3
 """The number of plans whose cuts and devices are changed."""
 
@@ -106,12 +113,16 @@ class LineSearch:
         deadline: Deadline,
         progress: SearchProgress | None = None,
         rival: Rival | None = None,
+        is_last: bool = True,
     ) -> None:
         """`bound_ns` is a time that no step beats; of a bound above that of a `rival` nothing is gained.
 
-        `lines` are the same devices in several orders.
+        Args:
+            lines: the same devices in several orders.
+            is_last: whether no other search follows, so that what is left of a time limit is for this one.
         """
         self.lines, self.schedules, self.sizes, self.rival = lines, schedules, sizes, rival
+        self._may_climb_on = is_last and rival is None and deadline.is_given
         self._num_devices, self._minibatch_size = len(lines[0].cluster.devices), lines[0].options.minibatch_size
         self.deadline, self.progress = deadline, progress
         self.best: TimedPlan | None = None
@@ -149,13 +160,50 @@ class LineSearch:
                     self._raise_by_cuts(problems, self.deadline.share(4))
             self._climb(self.deadline.share(4))
             if self.rival is None:
-                self._raise_by_cuts(problems, self.deadline)
+                self._raise_by_cuts(problems, self.deadline.share(2) if self._may_climb_on else self.deadline)
                 self._raise_by_pivots(problems, self.deadline)
+                self._climb_on()
 
     def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
         """Steps 2 and 5: changes the cuts and the devices of the best plans from which it has not been done yet."""
         starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.has(timed)]
         self._climbs.from_plans(starts[:NUM_CLIMBED], deadline, lambda: self._is_over or not may_simulate)
+
+    def _climb_on(self) -> None:
+        """Step 8: for as long as the time limit allows and that helps, climbs again, each time for twice as long."""
+        if self.best is None or self._is_over or not self._may_climb_on:
+            return
+        if self._has_replicas:
+            with suppress(OutOfTime):
+                self._time_single_devices(self.best, self.deadline.share(4))
+        num_doublings = num_useless = 0
+        while not self._is_over and num_useless < MAX_USELESS:
+            self.deadline.check()
+            num_doublings, before_ns = num_doublings + 1, self.best.step_ns
+            self._climbs = Climbs(self._time, num_doublings)
+            self._climb(self.deadline)
+            num_useless = num_useless + 1 if self.best.step_ns > before_ns * USEFUL else 0
+
+    def _time_single_devices(self, best: TimedPlan, deadline: Deadline) -> None:
+        """Step 8, also with replicas: the stages of the relaxation without them, those like the best first."""
+        kinds = sorted(
+            product(self.lines, self.schedules, self.sizes),
+            key=lambda each: (
+                (each[0] is not best.line) + (each[1] != best.plan.schedule) + (each[2] != best.plan.microbatch_size)
+            ),
+        )
+        for line, schedule, size in kinds:
+            problem = SingleDevices(line, schedule, size)
+            low_ns, high_ns = self.bound_ns, best.step_ns
+            while high_ns - low_ns > low_ns // SINGLE_PRECISION:
+                middle_ns = (low_ns + high_ns) // 2
+                if problem.is_refuted(middle_ns, deadline):
+                    low_ns = middle_ns
+                else:
+                    high_ns = middle_ns
+            path = problem.path(high_ns, deadline)
+            if path is not None:
+                self._time_unless_slow(line, path)
 
     def _naive_plans(self) -> list[tuple[DeviceLine, LinePlan]]:
         """Step 1: the naive plans of all lines, the smallest bounds first."""

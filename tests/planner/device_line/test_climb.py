@@ -1,14 +1,17 @@
 """Estimates of steps are the simulator's but for queues and rounding; climbs by them end at a plan that is no slower."""
 
+from itertools import count
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import neighbours
+from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
@@ -89,7 +92,44 @@ def test_climbs_make_uneven_plans_faster_always_in_the_same_way(schedule: str) -
     assert steps_ns[0] == steps_ns[1] < 0.8 * start.step_ns
 
 
-def _climbed_ns(line: DeviceLine, start: TimedPlan) -> int:
+def uneven(seed: int) -> tuple[DeviceLine, TimedPlan]:
+    """Forty layers on twelve unlike devices, and a plan that is far from a good one."""
+    random = Random(seed)
+    profiles = {"a": chain([random.randint(1, 9) for _ in range(40)], param_bytes=4 * 10**7, output_bytes=10**7)}
+    alike = devices(12, memory_bytes=10**13, bytes_per_s=10**10)
+    unlike = tuple(replace(device, speed=random.choice([1.0, 0.8, 0.6])) for device in alike.devices)
+    line = DeviceLine(profiles, replace(alike, devices=unlike), PlanOptions(minibatch_size=24))
+    start = line.time(LinePlan(cuts=(0, 1, 2, 40), counts=(4, 4, 4), schedule="1f1b", microbatch_size=1))
+    assert start is not None
+    return line, start
+
+
+def test_longer_climbs_by_other_moves_end_lower_from_some_plans() -> None:
+    steps_ns = []
+    for seed in range(6):
+        line, start = uneven(seed)
+        steps_ns.append((_climbed_ns(line, start), _climbed_ns(line, start, num_doublings=3)))
+    assert min(longer / shorter for shorter, longer in steps_ns) < 0.95
+    assert max(longer / shorter for shorter, longer in steps_ns) < 1.01
+
+
+def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_more() -> None:
+    """Time is counted in looks at the clock; nothing is left of it for this search if another one follows."""
+    steps_ns, looks = {}, {}
+    line, _ = uneven(2)
+    for is_last in (False, True):
+        ticks = count()
+        deadline = Deadline(10**7, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
+        search = LineSearch([line], ["1f1b"], [1], bound_ns=0, deadline=deadline, is_last=is_last)
+        search.run()
+        assert search.best is not None
+        assert search.bound_ns <= search.best.step_ns
+        steps_ns[is_last], looks[is_last] = search.best.step_ns, next(ticks)
+    assert steps_ns[True] < steps_ns[False]
+    assert looks[False] < looks[True] < 10**6
+
+
+def _climbed_ns(line: DeviceLine, start: TimedPlan, num_doublings: int = 0) -> int:
     """The shortest step of the plans that a climb times."""
     steps_ns, tries = [start.step_ns], iter(range(100))
 
@@ -98,7 +138,7 @@ def _climbed_ns(line: DeviceLine, start: TimedPlan) -> int:
         steps_ns.extend([] if timed is None else [timed.step_ns])
         return timed
 
-    climbs = Climbs(time)
+    climbs = Climbs(time, num_doublings)
     climbs.from_plans([start], UNLIMITED, lambda: next(tries, None) is None)
     assert climbs.has(start)
     return min(steps_ns)
