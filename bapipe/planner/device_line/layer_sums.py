@@ -1,6 +1,7 @@
 """Sums over layers, and transfers over cuts, that every plan on some devices has at least."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -17,78 +18,134 @@ from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimeSums:
+    """Prefix sums over the layers before each boundary, on the fastest of some kinds of devices for each. [boundaries]
+
+    Times count at the speeds of `LayerSums`.
+
+    Attributes:
+        critical: the part of a backward that earlier stages wait for.
+        work: forward and backward.
+        trip: forward and critical.
+        first_bucket: B until the first bucket of a stage that ends there is full. Of two ends the earlier one has the
+            minimum of both, so that a longer stage never seems shorter.
+        before_gradients: B of the layers before the first one, from there on, that has gradients: a bucket that is not
+            full waits for that layer, not for those before it.
+        least_shares: of forward and critical in the work of any layers.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    critical: FloatArray
+    work: FloatArray
+    trip: FloatArray
+    first_bucket: FloatArray
+    before_gradients: FloatArray
+    least_shares: tuple[float, float]
+
+
 class LayerSums:
     """What the layers and cuts of a line take at least, for one schedule and micro-batch size.
 
     Attributes:
-        speeds: of the devices; each takes at least as long, for any layer, as the fastest kind for it at that speed.
+        speeds: of the devices. That of a kind is relative: no layer takes less at speed 1 than on the fastest kind for
+            it, and one takes as long.
+        least: on all kinds of devices.
     """
 
     def __init__(self, line: DeviceLine, schedule: str, size: int, num_devices: int) -> None:
         self.line, self.schedule, self.size, self.num_devices = line, schedule, size, num_devices
         self.num_microbatches = line.options.minibatch_size // size
-        self._sum_layers()
+        self._kinds = sorted({device.kind for device in line.cluster.devices})
+        self._of_kinds: dict[frozenset[str], TimeSums] = {}
+        self._measure()
+        self._sum_bytes()
+        self.least = self.on_kinds(self._kinds)
         self._transfers()
 
-    def _sum_layers(self) -> None:
-        """Prefix sums at the boundaries, each layer on the kind of device where it takes the least. [boundaries]"""
-        kinds = sorted({device.kind for device in self.line.cluster.devices})
-        profiles = [self.line.profiles[kind] for kind in kinds]
+    def _measure(self) -> None:
+        """Notes the speeds of the devices, and each layer's times on each kind of device, relative to its speed."""
+        profiles = [self.line.profiles[kind] for kind in self._kinds]
         measured = [profile.at(self.size) for profile in profiles]
-        splits = splits_backwards(self.schedule)
-        self._compare_kinds(dict(zip(kinds, measured, strict=True)))
-
-        def least_of_layers(value: "Callable[[LayerMeasurement], int]") -> FloatArray:
-            rows = [[value(m) for m in of_kind] for of_kind in measured]
-            return prefix_sums(np.min(rows, axis=0).tolist()).astype(float)
-
-        def least(value: "Callable[[LayerMeasurement], int]") -> FloatArray:
-            return least_of_layers(value)[self.line.cuts]
-
-        self.forward = least(lambda m: m.forward_ns)
-        self._backward_of_layers = least_of_layers(
-            lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
-        )
-        self.backward = self._backward_of_layers[self.line.cuts]
-        self.critical = least(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else self.backward
-        if splits and not gradient_crosses(profiles[0])[self.line.cuts[1:-1]].all():
+        times = np.array([[_times(layer) for layer in of_kind] for of_kind in measured], dtype=float)
+        least = times.min(axis=0)
+        of_kind = [float(np.max(least[own > 0] / own[own > 0], initial=0.0)) or 1.0 for own in times]
+        devices = self.line.cluster.devices[: self.num_devices]
+        relative = dict(zip(self._kinds, of_kind, strict=True))
+        self.speeds = np.array([device.speed * relative[device.kind] for device in devices])
+        self.max_speed = float(self.speeds.max())
+        self.is_rounded = {device.speed for device in devices} != {1.0}
+        self._has_one_speed = len(set(self.speeds.tolist())) == len(self._kinds) == 1
+        scaled = times * np.array(of_kind)[:, None, None]
+        if not splits_backwards(self.schedule):
+            scaled[:, :, 2] = scaled[:, :, 1]
+        elif not gradient_crosses(profiles[0])[self.line.cuts[1:-1]].all():
             # A stage that sends no gradient back has no I: the first one, whose W ends the way back instead, or any
             # that begins at such a cut.
-            self.critical = np.zeros_like(self.backward)
-        self._stash = least(lambda m: m.stash_bytes)
+            scaled[:, :, 2] = 0.0
+        self._times = scaled  # forward, backward and critical. [kinds, layers, 3]
+
+    def on_kinds(self, kinds: Iterable[str]) -> TimeSums:
+        """Returns the sums of layers on devices of some kinds, each on the one where it takes the least."""
+        chosen = frozenset(kinds)
+        if chosen not in self._of_kinds:
+            self._of_kinds[chosen] = self._sum_times(self._times[[kind in chosen for kind in self._kinds]].min(axis=0))
+        return self._of_kinds[chosen]
+
+    def _sum_times(self, times: FloatArray) -> TimeSums:
+        """The sums of times of layers: forward, backward and critical. [layers, 3]"""
+        ends = np.array(self.line.cuts)
+        of_layers = np.concatenate([np.zeros((1, 3)), np.cumsum(times, axis=0)])
+        forward, backward, critical = of_layers[ends].T
+        until_full = backward - of_layers[np.maximum(self._first_of_bucket, 0), 1]
+        until_full[self._first_of_bucket < 0] = np.inf
+        work = forward + backward
+        of_cuts = np.diff(work)
+        shares = [np.diff(sums)[of_cuts > 0] / of_cuts[of_cuts > 0] for sums in (forward, critical)]
+        return TimeSums(
+            forward=forward,
+            backward=backward,
+            critical=critical,
+            work=work,
+            trip=forward + critical,
+            first_bucket=np.minimum.accumulate(until_full[::-1])[::-1],
+            before_gradients=of_layers[self._first_gradients, 1],
+            least_shares=(shares[0].min(initial=1.0), shares[1].min(initial=1.0)),
+        )
+
+    def _sum_bytes(self) -> None:
+        """Sums what layers hold and their gradients, each on the kind of device where it is the least. [boundaries]"""
+        cuts, profiles = self.line.cuts, [self.line.profiles[kind] for kind in self._kinds]
         layers = [profile.layers for profile in profiles]
-        state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
-        self._static = prefix_sums(np.min(state, axis=0).tolist())[self.line.cuts].astype(float)
-        gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
-        updates = [[layer.update_ns for layer in of_kind] for of_kind in layers]
+
+        def least(values: Sequence[Sequence[int]]) -> FloatArray:
+            return prefix_sums(np.min(values, axis=0).tolist())[cuts].astype(float)
+
+        self._stash = least([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles])
+        self._static = least(
+            [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
+        )
         fastest = max(device.speed for device in self.line.cluster.devices)
-        self.update = prefix_sums(np.min(updates, axis=0).tolist())[self.line.cuts] / fastest
+        self.update = least([[layer.update_ns for layer in of_kind] for of_kind in layers]) / fastest
+        gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
+        self.gradients = least(gradients)
         self._sum_buckets(np.array(gradients))
-        self.work, self.trip = self.forward + self.backward, self.forward + self.critical
-        work = np.diff(self.work)
-        shares = [np.diff(sums)[work > 0] / work[work > 0] for sums in (self.forward, self.critical)]
-        self.least_shares = shares[0].min(initial=1.0), shares[1].min(initial=1.0)
 
     def _sum_buckets(self, gradient_bytes: IntArray) -> None:
-        """Of a stage that ends at each boundary: B until its first bucket is full; and the bytes of any bucket.
+        """Notes where the first bucket of a stage that ends at each boundary begins, and the bytes of any bucket.
 
-        The first bucket holds the last layers, from the last one whose gradients fill it: the largest of any kind. Of
-        two ends the earlier one has the minimum of both, so that a longer stage never seems shorter. [boundaries]
+        The first bucket holds the last layers, from the last one whose gradients fill it: the largest of any kind.
 
         Args:
             gradient_bytes: of each layer on each kind of device. [kinds, layers]
         """
         ends = np.array(self.line.cuts)
-        self.gradients = prefix_sums(gradient_bytes.min(axis=0).tolist())[ends].astype(float)
         most = prefix_sums(gradient_bytes.max(axis=0).tolist()).astype(float)
-        first = np.searchsorted(most, most[ends] - BUCKET_BYTES, side="right") - 1  # -1: they do not fill a bucket
-        until_full = self._backward_of_layers[ends] - self._backward_of_layers[np.maximum(first, 0)]
-        until_full[first < 0] = np.inf
-        self.first_bucket = np.minimum.accumulate(until_full[::-1])[::-1]
-        # A bucket that is not full waits for the first layer of the stage that has gradients, not for those before it.
+        # -1: they do not fill a bucket.
+        self._first_of_bucket = np.searchsorted(most, most[ends] - BUCKET_BYTES, side="right") - 1
         has_gradients = np.append(np.flatnonzero(gradient_bytes.min(axis=0) > 0), gradient_bytes.shape[1])
-        lowest = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
-        self.before_gradients = self._backward_of_layers[lowest]
+        self._first_gradients = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
         self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
         self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
 
@@ -101,26 +158,10 @@ class LayerSums:
         """Returns what one micro-batch's transfers over some cuts take at least, both ways."""
         return float(self._both_ways[min(num_cuts, self._both_ways.size - 1)])
 
-    def _compare_kinds(self, measured: Mapping[str, Sequence[LayerMeasurement]]) -> None:
-        """Notes the speeds of the devices: that of a kind is at most what its least slow layer says."""
-        times = {
-            kind: np.array([time for layer in layers for time in _times(layer)], dtype=float)
-            for kind, layers in measured.items()
-        }
-        least = np.min(list(times.values()), axis=0)
-        of_kind = {
-            kind: float(np.max(least[own > 0] / own[own > 0], initial=0.0)) or 1.0 for kind, own in times.items()
-        }
-        devices = self.line.cluster.devices[: self.num_devices]
-        self.speeds = np.array([device.speed * of_kind[device.kind] for device in devices])
-        self.max_speed = float(self.speeds.max())
-        self.is_rounded = {device.speed for device in devices} != {1.0}
-
     def _transfers(self) -> None:
         """Lower bounds of the transfers of 0, 1, 2 ... cuts, one way and both ways; and host boundaries. [cuts]"""
         cluster, interior = self.line.cluster, self.line.cuts[1:-1]
-        names = {device.kind for device in cluster.devices}
-        sizes = [cut_bytes(self.line.profiles[kind], self.size) for kind in names]
+        sizes = [cut_bytes(self.line.profiles[kind], self.size) for kind in self._kinds]
         send = np.min([np.array(forward)[interior] for forward, _ in sizes], axis=0)
         grad = np.min([np.array(back)[interior] for _, back in sizes], axis=0)
         links: list[Bandwidth | Link] = [cluster.intra_host, cluster.inter_host, *cluster.links]
@@ -153,7 +194,7 @@ def splits_backwards(schedule: str) -> bool:
 
 
 def _times(layer: LayerMeasurement) -> tuple[int, ...]:
-    """The times of a layer that bounds add up."""
+    """The times of a layer that bounds add up: forward, backward, and of that what earlier stages wait for."""
     split = layer.input_grad_ns + layer.weight_grad_ns
     return (
         layer.forward_ns,

@@ -119,8 +119,8 @@ class PivotBound:
         prefix, groups = self.prefix, self.prefix.groups
         num, v = prefix.num_devices, prefix.max_speed
         positions = np.arange(num)[:, None]
-        work = np.diff(prefix.work)
-        shares = np.diff(prefix.backward)[work > 0] / work[work > 0]
+        work = np.diff(prefix.least.work)
+        shares = np.diff(prefix.least.backward)[work > 0] / work[work > 0]
         n, every = prefix.counts[None, :], np.arange(groups.fewest.size)[None, :]
         slack = 2 * ROUNDING_NS * (prefix.num_microbatches + num) * (1 + 1 / v)
         most_of: dict[int, NDArray[np.float64]] = {}
@@ -128,7 +128,7 @@ class PivotBound:
             u = prefix.forwards_apart(positions, every, most)  # [devices, groups]
             share = np.where(u > n - 1, shares.max(initial=0), shares.min(initial=1))
             apart = u + (n - 1 - u) * share
-            room = max(limit + slack - prefix.work[-1] / v, 0.0) * v
+            room = max(limit + slack - prefix.least.work[-1] / v, 0.0) * v
             stage = np.minimum((limit + slack) * v / n, room / np.maximum(apart, 1e-9))
             allowed = np.flatnonzero(groups.fewest <= most)
             total = np.zeros(num + 1)
@@ -138,7 +138,7 @@ class PivotBound:
                 total[position] = max(total[position + 1], after.max(initial=0.0))
             most_of[most] = total
         can = np.array([most_of[most] for most in self._most.tolist()])
-        first: IntArray = np.searchsorted(-(prefix.work[-1] - prefix.work), -can * (1 + 1e-9), side="left")
+        first: IntArray = np.searchsorted(-(prefix.least.work[-1] - prefix.least.work), -can * (1 + 1e-9), side="left")
         return first
 
     def _extend(self, furthest: IntArray, position: int, states: "_States", limit: float) -> None:
@@ -239,7 +239,7 @@ class _Delays:
         # A stage counts as if it began at the last boundary of a cell, and ended at the first one of another.
         self._cell_of = np.searchsorted(self._cells, np.arange(self._num))
         self._firsts = np.concatenate([[0], self._cells[:-1] + 1])
-        self._backward = self._between(prefix.backward)
+        self._backward = self._between(prefix.least.backward)
         self._rings = [self._ring_excess(g) for g in range(prefix.groups.fewest.size)]
         self._known: dict[tuple[int, int], IntArray] = {}
 
@@ -252,8 +252,8 @@ class _Delays:
         """How much longer than the way back the rings of a stage take after its last B starts. [cells, cells]"""
         prefix, speed = self.prefix, self.prefix.max_speed
         # Until the first bucket is full, without the way back from the stage's end.
-        first = np.minimum.reduceat(prefix.first_bucket - prefix.backward, self._firsts)[None, :]
-        first = np.minimum(first, -prefix.before_gradients[self._cells][:, None])
+        first = np.minimum.reduceat(prefix.least.first_bucket - prefix.least.backward, self._firsts)[None, :]
+        first = np.minimum(first, -prefix.least.before_gradients[self._cells][:, None])
         excess: NDArray[np.float64] = np.maximum(prefix.ring_ns(g, self._between(prefix.gradients)) + first / speed, 0)
         return excess
 

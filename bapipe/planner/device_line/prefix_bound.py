@@ -18,7 +18,7 @@ with A and D the F, and the F and r, of one micro-batch in all layers before and
 """
 
 from copy import copy
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from msgspec import UNSET
@@ -30,7 +30,7 @@ from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
-from bapipe.planner.device_line.stage_limits import StageLimits
+from bapipe.planner.device_line.stage_limits import StageLimits, StageSums
 
 LAST_STAGE_GROWTH = 4
 """GPipe: the replicas of the last stage are told apart by powers of this."""
@@ -63,7 +63,6 @@ class PrefixBound(LayerSums):
         self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
         self.bound_ns = 0
         self._rounded_stages = num_devices if self.is_rounded else 0
-        self._has_one_speed = len(set(self.speeds.tolist())) == 1
         self.has_whole_backward = schedule in ("1f1b", "gpipe")
         if only_replicas is not None:
             self.groups = Groups(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
@@ -73,6 +72,7 @@ class PrefixBound(LayerSums):
         self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.groups)
         self.counts = self.weights.counts.min(axis=0)  # of every replica of a class. [groups]
         self._list_targets()
+        self._list_kinds()
         self._rings()
 
     def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
@@ -114,6 +114,35 @@ class PrefixBound(LayerSums):
         self._first_targets = np.cumsum(sizes) - sizes
         self._class_of = np.repeat(np.arange(fewest.size), sizes)
         self._numbers = np.arange(self._class_of.size) - self._first_targets[self._class_of] + fewest[self._class_of]
+
+    def _list_kinds(self) -> None:
+        """Notes the sums on the kinds of devices of stages, with those before them and with those behind them.
+
+        A stage that begins later gains no more time for the layers before it than it loses, as its kinds are among
+        those that they count on.
+        """
+        names = [device.kind for device in self.line.cluster.devices[: self.num_devices]]
+        self._sums_of: list[list[StageSums]] = []  # [positions, groups]
+        for position in range(self.num_devices):
+            behind = self.on_kinds(names[position:])
+            self._sums_of.append(
+                [
+                    StageSums(
+                        own=self.on_kinds(names[position : position + most]),
+                        before=self.on_kinds(names[: position + most]),
+                        behind=behind,
+                    )
+                    for most in self.groups.most.tolist()
+                ]
+            )
+
+    def _same_sums(self, position: int, groups: IntArray) -> list[tuple[StageSums, IntArray]]:
+        """The sums of stages of some classes, each with the indices of its classes in `groups`."""
+        if len(self._kinds) == 1:
+            return [(self._sums_of[position][0], np.arange(groups.size))]
+        sums_of = self._sums_of[position]
+        parts = groupby(range(groups.size), key=lambda column: sums_of[groups[column]])
+        return [(sums, np.array(list(columns))) for sums, columns in parts]
 
     def _numbers_within(self, most: int) -> tuple[IntArray, IntArray]:
         """The numbers of devices of a stage up to this one, and their classes."""
@@ -201,9 +230,7 @@ class PrefixBound(LayerSums):
         As `path` backwards, without transfers, rings and memory: the stages behind begin as early as they can.
         """
         w, num, last = self.weights, self.num_devices, len(self.line.cuts) - 1
-        trip, work = self.trip, self.work
-        share_f, share_r = self.least_shares
-        arrival = 1 / self.max_speed
+        trip, arrival = self.least.trip, 1 / self.max_speed
         whole_trip = trip[-1] * arrival + self._both_ways[self.num_cuts[0]]
         slack = self.slack(np.arange(num)[:, None], np.arange(self.groups.fewest.size)[None, :])
         first = np.full(num + 1, last)
@@ -214,17 +241,29 @@ class PrefixBound(LayerSums):
             ends = np.minimum.reduceat(first[p + numbers], self._first_targets[g])
             ends = np.minimum(ends, last)  # behind those that cannot
             n, v, q, busiest = w.counts[p, g], w.speed[p, g], w.forward_speed[p, g], w.busiest[p, g]
-            room = limit + slack[p, g]
-            t, x = trip[ends], work[ends] - room / busiest
-            apart = (n - 1) * share_r / v + self.forwards_apart(p, g) * share_f / q
-            x = np.maximum(x, work[ends] - np.maximum(room - whole_trip, 0) / np.maximum(apart, 1e-9))
-            y = (busiest * t - room) / np.maximum(busiest - arrival, 1e-9)
+            room, before = limit + slack[p, g], arrival * trip[ends]
+            # What the layers of the stage may take before those ends; of a begin behind the end nothing is said.
+            of_trip = (room - before) / np.maximum(busiest - arrival, 1e-9)
+            begins = np.zeros_like(ends)
             for k, steps in self.rounds(p, g, n):
                 here = k * w.from_here[p]
                 between = np.maximum(steps, 0) / v
-                begin = (here * trip[-1] + between * t - room) / np.maximum(here + between - arrival, 1e-9)
-                y = np.where((k >= 2) & (steps >= 0), np.maximum(y, begin), y)
-            begins = np.maximum(np.searchsorted(work, x * (1 - 1e-9)), np.searchsorted(trip, y * (1 - 1e-9)))
+                has_rounds = (k >= 2) & (steps >= 0)
+                passed = room - before - here * (trip[-1] - trip[ends])
+                of_trip = np.where(has_rounds, np.minimum(of_trip, passed / np.maximum(between, 1e-9)), of_trip)
+                y = trip[ends] - passed / np.maximum(here + between - arrival, 1e-9)
+                begins = np.where(has_rounds, np.maximum(begins, np.searchsorted(trip, y * (1 - 1e-9))), begins)
+            apart_f, apart_r = self.forwards_apart(p, g) / q, (n - 1) / v
+            for sums, columns in self._same_sums(p, g):
+                own, e = sums.own, ends[columns]
+                share_f, share_r = own.least_shares
+                apart = apart_r[columns] * share_r + apart_f[columns] * share_f
+                of_work = np.maximum(room[columns] - whole_trip, 0) / np.maximum(apart, 1e-9)
+                of_work = np.minimum(of_work, room[columns] / busiest[columns])
+                x, y = own.work[e] - of_work, own.trip[e] - of_trip[columns]
+                by_trip = np.minimum(np.searchsorted(own.trip, y * (1 - 1e-9)), e)
+                of_own = np.maximum(np.searchsorted(own.work, x * (1 - 1e-9)), by_trip)
+                begins[columns] = np.maximum(begins[columns], of_own)
             first[p] = min(last, int(begins.min()))
             if self._has_one_speed:
                 first[p] = min(first[p], first[p + 1])
@@ -262,15 +301,17 @@ class PrefixBound(LayerSums):
             most_last: replicas that the last stage has at most. [cuts, 1]
             at_least: smaller ends are of no use, and may be reported as smaller than they are. [cuts, groups]
         """
-        stages = StageLimits(self, position, cuts, begins, groups, limit, most_last)
         i, last = begins[:, None], len(self.line.cuts) - 1
         most, few = self.groups.most[groups], self.groups.fewest[groups]
         may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
-        highest = np.minimum(stages.highest_ends(), np.where(may_end, last, last - 1))
+        highest = np.broadcast_to(np.where(may_end, last, last - 1), (i.size, groups.size))
         lowest = np.broadcast_to(i + 1, highest.shape) if at_least is None else np.maximum(at_least, i + 1)
         ends = np.broadcast_to(i, highest.shape).copy()
-        s, g = np.nonzero(highest >= lowest)
-        ends[s, g] = np.maximum(stages.last_within(s, g, lowest[s, g], highest[s, g]), begins[s])
+        for sums, columns in self._same_sums(position, groups):
+            stages = StageLimits(self, sums, position, cuts, begins, groups[columns], limit, most_last)
+            high, low = np.minimum(stages.highest_ends(), highest[:, columns]), lowest[:, columns]
+            s, g = np.nonzero(high >= low)
+            ends[s, columns[g]] = np.maximum(stages.last_within(s, g, low[s, g], high[s, g]), begins[s])
         return ends
 
     def transfers_before(self, position: int, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -327,17 +368,18 @@ class PrefixBound(LayerSums):
         n, v, left = self.counts[g], self.max_speed, self.num_devices - position
         transfers = self.transfers_before(position, cuts)[0][:, None]
         u = self.forwards_apart(position, g, most_last)
-        from_here = (self.trip[-1] - self.trip[i]) / v
+        forward, critical, trip = self.least.forward, self.least.critical, self.least.trip
+        from_here = (trip[-1] - trip[i]) / v
         w = -(-left // self.groups.fewest[g]) if self.schedule == "1f1b" else self.num_microbatches
         k = 1 + (n - 1) // w
         steps = n - 1 - (k - 1) * w
         room = limit + self.slack(position, g) - delays - transfers
-        apart = room - self.trip[-1] / v
-        passed = room - self.trip[i] / v
+        apart = room - trip[-1] / v
+        passed = room - trip[i] / v
         in_rounds = np.where(k >= 2, passed - k * from_here, np.inf)
 
         def is_within(j: IntArray) -> "NDArray[np.bool_]":
-            f, r = self.forward[j] - self.forward[i], self.critical[j] - self.critical[i]
+            f, r = forward[j] - forward[i], critical[j] - critical[i]
             within: NDArray[np.bool_] = ((n - 1) * r + u * f <= apart * v) & (n * (f + r) <= passed * v)
             within &= steps * (f + r) <= in_rounds * v
             return within

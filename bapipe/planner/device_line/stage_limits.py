@@ -1,14 +1,25 @@
 """Which layers a next stage may have within a step time, for many prefixes and numbers of devices at once."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.layer_sums import TimeSums
 from bapipe.planner.device_line.replica_weights import FloatArray
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.prefix_bound import PrefixBound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSums:
+    """Sums over layers of a stage on the kinds of its devices, those with the devices before it, and behind it."""
+
+    own: TimeSums
+    before: TimeSums
+    behind: TimeSums
 
 
 class StageLimits:
@@ -17,6 +28,7 @@ class StageLimits:
     def __init__(
         self,
         bound: "PrefixBound",
+        sums: StageSums,
         position: int,
         cuts: IntArray,
         begins: IntArray,
@@ -26,6 +38,7 @@ class StageLimits:
     ) -> None:
         """`cuts` and `begins` are of each state; see `PrefixBound.last_ends`."""
         self.bound, self.begins, self.groups, self.position = bound, begins, groups, position
+        self._own, self._layers_before, self._layers_behind = sums.own, sums.before, sums.behind
         weights, every = bound.weights, groups[None, :]
         self._n, self._v = weights.counts[position, groups], weights.speed[position, groups]
         self._forward_v, self._busiest = weights.forward_speed[position, groups], weights.busiest[position, groups]
@@ -42,14 +55,14 @@ class StageLimits:
 
     def highest_ends(self) -> IntArray:
         """Ends that no stage exceeds, by the limits that are sums over its layers. [states, groups]"""
-        bound, i = self.bound, self.begins[:, None]
+        bound, i, own_sums = self.bound, self.begins[:, None], self._own
         n, v, q, behind = self._n, self._v, self._forward_v, self._behind
-        trip, work, rest = bound.trip, bound.work, bound.trip[-1]
-        share_f, share_r = bound.least_shares
-        arrival = trip[i] * self._before + self._both_ways[:, None]
+        share_f, share_r = own_sums.least_shares
+        trip_before, trip_behind = self._layers_before.trip, self._layers_behind.trip
+        arrival = trip_before[i] * self._before + self._both_ways[:, None]
         room = self._room - arrival  # [states, groups]
         of_trip = room / self._busiest
-        from_here = (rest - trip[i]) * behind + self._ways_behind[:, None]
+        from_here = (trip_behind[-1] - trip_behind[i]) * behind + self._ways_behind[:, None]
         for k, steps in self._rounds:
             each = k * (1 / v - behind) + steps / v
             in_rounds = (room - k * from_here) / np.maximum(each, 1e-9)
@@ -57,15 +70,17 @@ class StageLimits:
         own = (n - 1) * share_r / v + self._apart * share_f / q
         own = own + share_f * (1 / q - behind) + share_r * (1 / v - behind)
         of_work = (room - from_here) / np.maximum(own, 1e-9)
-        of_work = np.minimum(of_work, (self._room - bound.forward[i] * self._before) / self._busiest)
+        of_work = np.minimum(of_work, (self._room - self._layers_before.forward[i] * self._before) / self._busiest)
         # A little more: the sums are rounded.
+        work, trip = own_sums.work, own_sums.trip
         ends = np.searchsorted(work, (work[i] + of_work) * (1 + 1e-12), side="right")
         ends = np.minimum(ends, np.searchsorted(trip, (trip[i] + of_trip) * (1 + 1e-12), side="right")) - 1
         if bound.schedule == "1f1b":
             # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
             num_rounds = bound.num_rounds(self.position, self.groups)
-            here = (rest - trip[i]) * bound.weights.from_here[self.position] + self._ways_behind[:, None]
-            may_begin = trip[i] / bound.max_speed + self._both_ways[:, None] + num_rounds * here <= self._room
+            here = trip_behind[-1] - trip_behind[i]
+            here = here * bound.weights.from_here[self.position] + self._ways_behind[:, None]
+            may_begin = trip_before[i] / bound.max_speed + self._both_ways[:, None] + num_rounds * here <= self._room
             ends = np.where(may_begin, ends, i)
         highest: IntArray = np.maximum(ends, i)
         return highest
@@ -100,17 +115,18 @@ class StageLimits:
         bound, i, j = self.bound, self.begins[states], ends
         n, v, w, u = self._n[groups], self._v[groups], self._busiest[groups], self._apart[states, groups]
         q, before = self._forward_v[groups], self._before[groups]
-        arrival = bound.forward[i] * before + self._one_way[states]
-        return_ns = bound.trip[i] * before + self._both_ways[states]
-        f, r, b = (sums[j] - sums[i] for sums in (bound.forward, bound.critical, bound.backward))
+        own, trip_behind = self._own, self._layers_behind.trip
+        arrival = self._layers_before.forward[i] * before + self._one_way[states]
+        return_ns = self._layers_before.trip[i] * before + self._both_ways[states]
+        f, r, b = (sums[j] - sums[i] for sums in (own.forward, own.critical, own.backward))
         update = bound.update[j] - bound.update[i]
         work = arrival + w * (f + b) + self._last_ring[groups] + update
         returned = return_ns + w * (f + r)
-        around = f / q + r / v + (bound.trip[-1] - bound.trip[j]) * self._behind[groups] + self._ways_behind[states]
+        around = f / q + r / v + (trip_behind[-1] - trip_behind[j]) * self._behind[groups] + self._ways_behind[states]
         trip = return_ns + around + (n - 1) * r / v + u * f / q
         ring = bound.ring_ns(self.groups[groups], bound.gradients[j] - bound.gradients[i], self.position)
-        with_gradients = np.maximum(bound.backward[j] - bound.before_gradients[i], 0.0)
-        first_full = np.minimum(with_gradients, bound.first_bucket[j])
+        with_gradients = np.maximum(own.backward[j] - own.before_gradients[i], 0.0)
+        first_full = np.minimum(with_gradients, own.first_bucket[j])
         # From the start of the last B on: the first bucket is full, all rings follow, then the update.
         after = arrival + first_full / v + ring + update
         longest = np.maximum(np.maximum(work, returned), np.maximum(trip, after + (n * f + (n - 1) * b) / v))
