@@ -18,7 +18,7 @@ with A and D the F, and the F and r, of one micro-batch in all layers before and
 """
 
 from copy import copy
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 from msgspec import UNSET
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.layer_sums import LayerSums
+from bapipe.planner.device_line.layer_sums import LayerSums, TimeSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
@@ -116,33 +116,45 @@ class PrefixBound(LayerSums):
         self._numbers = np.arange(self._class_of.size) - self._first_targets[self._class_of] + fewest[self._class_of]
 
     def _list_kinds(self) -> None:
-        """Notes the sums on the kinds of devices of stages, with those before them and with those behind them.
+        """Notes how many kinds of devices stages have, and those from the first device to their last one.
+
+        With more devices a stage has the same kinds, in the order in which they come, and maybe one more.
+        """
+        kind_of = [device.kind for device in self.line.cluster.devices[: self.num_devices]]
+        self._next = np.full((len(self._kinds), self.num_devices + 1), self.num_devices)  # device of each kind
+        for k, kind in enumerate(self._kinds):
+            for position in range(self.num_devices - 1, -1, -1):
+                self._next[k, position] = position if kind_of[position] == kind else self._next[k, position + 1]
+        ends = np.arange(self.num_devices)[:, None] + self.groups.most
+        self._num_own, self._num_before = np.zeros_like(ends), np.zeros_like(ends)  # [positions, groups]
+        for following in self._next:
+            self._num_own += following[:-1, None] < ends
+            self._num_before += following[0] < ends
+
+    def _same_sums(self, position: int, groups: IntArray) -> list[tuple[StageSums, IntArray]]:
+        """The sums of stages of some classes, each with the indices of its classes in `groups`.
 
         A stage that begins later gains no more time for the layers before it than it loses, as its kinds are among
         those that they count on.
         """
-        names = [device.kind for device in self.line.cluster.devices[: self.num_devices]]
-        self._sums_of: list[list[StageSums]] = []  # [positions, groups]
-        for position in range(self.num_devices):
-            behind = self.on_kinds(names[position:])
-            self._sums_of.append(
-                [
-                    StageSums(
-                        own=self.on_kinds(names[position : position + most]),
-                        before=self.on_kinds(names[: position + most]),
-                        behind=behind,
-                    )
-                    for most in self.groups.most.tolist()
-                ]
+        own, before = self._num_own[position, groups], self._num_before[position, groups]
+        changes = np.flatnonzero((np.diff(own) != 0) | (np.diff(before) != 0)) + 1
+        return [
+            (
+                StageSums(
+                    own=self._on_first_kinds(position, int(own[columns[0]])),
+                    before=self._on_first_kinds(0, int(before[columns[0]])),
+                    behind=self._on_first_kinds(position, int((self._next[:, position] < self.num_devices).sum())),
+                ),
+                columns,
             )
+            for columns in np.split(np.arange(groups.size), changes)
+        ]
 
-    def _same_sums(self, position: int, groups: IntArray) -> list[tuple[StageSums, IntArray]]:
-        """The sums of stages of some classes, each with the indices of its classes in `groups`."""
-        if len(self._kinds) == 1:
-            return [(self._sums_of[position][0], np.arange(groups.size))]
-        sums_of = self._sums_of[position]
-        parts = groupby(range(groups.size), key=lambda column: sums_of[groups[column]])
-        return [(sums, np.array(list(columns))) for sums, columns in parts]
+    def _on_first_kinds(self, position: int, count: int) -> TimeSums:
+        """The sums on the first kinds of devices from a position on."""
+        nearest = np.argsort(self._next[:, position], kind="stable")[:count]
+        return self.on_kinds(self._kinds[k] for k in nearest.tolist())
 
     def _numbers_within(self, most: int) -> tuple[IntArray, IntArray]:
         """The numbers of devices of a stage up to this one, and their classes."""

@@ -128,3 +128,22 @@ def test_the_forwards_before_the_first_backward_of_a_slow_replica_in_gpipe_may_b
 
 def with_speed(device: Device, speed: float) -> Device:
     return replace(device, speed=speed)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_layers_count_on_the_kinds_of_devices_that_a_stage_has(schedule: str) -> None:
+    """Every second layer takes a third of the time on the other kind, so a stage on one kind takes twice the least."""
+    slow_first, slow_last = (chain(times * 4, output_bytes=10) for times in ([3, 1], [1, 3]))
+    profiles = {
+        kind: replace(profile, device=replace(profile.device, kind=kind))
+        for kind, profile in (("a", slow_first), ("b", slow_last))
+    }
+    four = devices(4)
+    of_kinds = tuple(replace(device, kind=kind) for device, kind in zip(four.devices, "aabb", strict=True))
+    options = PlanOptions(minibatch_size=16, schedules=[schedule], replicas=False)
+    line = DeviceLine(profiles, replace(four, devices=of_kinds), options)
+    bound = PrefixBound(line, schedule, 1, 4)
+    work_ns = int(bound.least.work[-1]) * 16 // 4
+    assert work_ns == 16 * 8 * 3 * 10**6 // 4
+    assert bound.path(work_ns * 19 // 10, UNLIMITED) is None
+    assert bound.path(work_ns * 5 // 2, UNLIMITED) is not None
