@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.layer_sums import LayerSums, TimeSums
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
+from bapipe.planner.device_line.layer_sums import LayerSums, TimeSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
@@ -63,7 +64,12 @@ class PrefixBound(LayerSums):
         self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
         self.bound_ns = 0
         self._rounded_stages = num_devices if self.is_rounded else 0
-        self.has_whole_backward = schedule in ("1f1b", "gpipe")
+        self.has_whole_backward = not splits_backwards(schedule)
+        self._are_forwards_first = schedule in FORWARDS_FIRST
+        self.step_share = 0.5 if schedule in IN_PAIRS else 1.0  # of F + r, that from one F or r to the next one takes
+        self._depths = None  # the micro-batches in flight from each position on, on one device. [devices]
+        if schedule in IN_FLIGHT:
+            self._depths = np.array([IN_FLIGHT[schedule](num_devices - p) for p in range(num_devices)])
         if only_replicas is not None:
             self.groups = Groups(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
         else:
@@ -84,7 +90,7 @@ class PrefixBound(LayerSums):
     def parts_by_last_stage(self) -> list["PrefixBound"]:
         """Returns, of GPipe, problems for ranges of the replicas of the last stage, on which its bound depends."""
         most = int(self.groups.most[-1])
-        if self.schedule != "gpipe" or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
+        if not self._are_forwards_first or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
             return []
         powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
         parts = [copy(self) for _ in powers]
@@ -101,8 +107,8 @@ class PrefixBound(LayerSums):
 
     @property
     def is_alike(self) -> bool:
-        """Whether a pivot says more: whole backwards, replicas, and devices of one speed."""
-        return self.has_whole_backward and self.line.options.replicas and self._has_one_speed
+        """Whether a pivot says more: 1F1B or GPipe, with replicas, on devices of one speed."""
+        return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas and self._has_one_speed
 
     def _list_targets(self) -> None:
         """Notes the numbers of devices that a stage may have, ascending, and the class of each. [numbers]
@@ -259,7 +265,7 @@ class PrefixBound(LayerSums):
             begins = np.zeros_like(ends)
             for k, steps in self.rounds(p, g, n):
                 here = k * w.from_here[p]
-                between = np.maximum(steps, 0) / v
+                between = self.step_share * np.maximum(steps, 0) / v
                 has_rounds = (k >= 2) & (steps >= 0)
                 passed = room - before - here * (trip[-1] - trip[ends])
                 of_trip = np.where(has_rounds, np.minimum(of_trip, passed / np.maximum(between, 1e-9)), of_trip)
@@ -282,18 +288,24 @@ class PrefixBound(LayerSums):
         return first
 
     def rounds(self, position: int, groups: IntArray, counts: IntArray) -> list[tuple[IntArray, IntArray]]:
-        """Round trips of 1F1B, one after another, and steps on a replica between them; fits `groups`."""
-        if self.schedule != "1f1b":
+        """Round trips, one after another, and steps on a replica between them; fits `groups`."""
+        if self._depths is None:
             return []
-        in_flight = -(-(self.num_devices - position) // self.groups.fewest[groups])
+        in_flight = self.replica_in_flight(position, groups)
         return [(k, counts - 1 - (k - 1) * in_flight) for k in (np.full_like(counts, 2), 1 + (counts - 1) // in_flight)]
+
+    def replica_in_flight(self, position: int | IntArray, groups: IntArray) -> IntArray:
+        """How many micro-batches one replica has in flight at most; fits `groups`, the classes of stages."""
+        assert self._depths is not None
+        in_flight: IntArray = -(-self._depths[position] // self.groups.fewest[groups])
+        return in_flight
 
     def slack(self, position: int | IntArray, groups: IntArray) -> FloatArray:
         """By how much a chain of actions may be shorter than the sums over its layers."""
         n, v = self.weights.counts[position, groups], self.weights.speed[position, groups]
         trips: IntArray | int = 1
-        if self.schedule == "1f1b":
-            trips = 1 + (n - 1) // -(-(self.num_devices - position) // self.groups.fewest[groups])
+        if self._depths is not None:
+            trips = 1 + (n - 1) // self.replica_in_flight(position, groups)
         slack: FloatArray = (ROUNDING_NS * n + self._rounded_stages * trips) * (1 + 1 / v)
         return slack
 
@@ -349,13 +361,14 @@ class PrefixBound(LayerSums):
         n = self.weights.counts[np.minimum(position, self.num_devices - 1), groups]
         most, few = self.groups.most[groups], self.groups.fewest[groups]
         left = self.num_devices - position
-        if self.schedule == "gpipe":
+        if self._are_forwards_first:
             # The last stage is this one, or has devices behind it.
             most_last = self.last_replicas[1] if most_last is None else np.minimum(most_last, self.last_replicas[1])
             last = np.minimum(np.maximum(most_last, few), np.maximum(most, left - few))
             apart: IntArray = np.maximum(0, (self.num_microbatches - last) // most)
         else:
-            apart = np.maximum(0, n - -(-left // few)) if self.schedule == "1f1b" else np.zeros_like(n)
+            at = np.minimum(position, self.num_devices - 1)
+            apart = np.zeros_like(n) if self._depths is None else np.maximum(0, n - self.replica_in_flight(at, groups))
         return apart
 
     def delayed_ends(
@@ -377,12 +390,12 @@ class PrefixBound(LayerSums):
             most_last: replicas that the last stage has at most. [cuts, 1]
         """
         i, g = begins[:, None], groups[None, :]
-        n, v, left = self.counts[g], self.max_speed, self.num_devices - position
+        n, v = self.counts[g], self.max_speed
         transfers = self.transfers_before(position, cuts)[0][:, None]
         u = self.forwards_apart(position, g, most_last)
         forward, critical, trip = self.least.forward, self.least.critical, self.least.trip
         from_here = (trip[-1] - trip[i]) / v
-        w = -(-left // self.groups.fewest[g]) if self.schedule == "1f1b" else self.num_microbatches
+        w = self.num_microbatches if self._depths is None else self.replica_in_flight(position, g)
         k = 1 + (n - 1) // w
         steps = n - 1 - (k - 1) * w
         room = limit + self.slack(position, g) - delays - transfers
@@ -423,7 +436,8 @@ class PrefixBound(LayerSums):
 
     def num_rounds(self, position: int, groups: IntArray) -> IntArray:
         """How many micro-batches make a round trip to the last stage one after another, at least. [groups]"""
-        in_flight = self._max_in_flight(self.num_devices - position)[groups]
+        assert self._depths is not None
+        in_flight = self._max_in_flight(int(self._depths[position]))[groups]
         rounds: IntArray = (self.num_microbatches - 1) // in_flight + 1
         return rounds
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 
 MAX_ALL_GROUPS = 32
 """Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
@@ -46,7 +47,7 @@ def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: 
 
 def _fewest_of_alike(every: int, num: int, schedule: str) -> list[int]:
     fewest = sorted({-(-num // -(-num // replicas)) for replicas in range(1, every + 1)})
-    if schedule == "gpipe":  # those that divide the micro-batches have more forwards first
+    if schedule in FORWARDS_FIRST:  # those that divide the micro-batches have more forwards first
         few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
         fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
     # The more replicas, the fewer of them have the most micro-batches: classes of few micro-batches are cut finer.

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 from bapipe.planner.device_line.replica_classes import Groups
 
 FloatArray = NDArray[np.float64]
@@ -39,12 +40,12 @@ class ReplicaWeights:
 def replica_weights(speeds: FloatArray, schedule: str, num_microbatches: int, groups: Groups) -> ReplicaWeights:
     """Returns the weights of stages of `groups` on devices of some speeds."""
     fewest, most = tuple(groups.fewest.tolist()), tuple(groups.most.tolist())
-    return _weights(tuple(speeds.tolist()), schedule == "gpipe", num_microbatches, fewest, most)
+    return _weights(tuple(speeds.tolist()), schedule in FORWARDS_FIRST, num_microbatches, fewest, most)
 
 
 @lru_cache(maxsize=8)
 def _weights(
-    speeds: tuple[float, ...], is_gpipe: bool, num: int, fewest: tuple[int, ...], most: tuple[int, ...]
+    speeds: tuple[float, ...], are_forwards_first: bool, num: int, fewest: tuple[int, ...], most: tuple[int, ...]
 ) -> ReplicaWeights:
     v, few, many = np.array(speeds), np.array(fewest), np.array(most)
     columns = [_replica(v, num, *each) for each in zip(fewest, most, strict=True)]
@@ -54,7 +55,7 @@ def _weights(
     total = sums[np.minimum(positions + many, len(v))] - sums[positions]
     busiest = np.maximum(counts / speed, -(-num // many) / v.max())
     fastest = np.stack([_largest_of_next(v, number) for number in most], axis=1)
-    forward_speed = fastest if is_gpipe else speed
+    forward_speed = fastest if are_forwards_first else speed
     first = np.maximum.accumulate(np.append(0.0, v[:-1]))[:, None]
     last = np.append(np.maximum.accumulate(v[::-1])[::-1], 0.0)
     return ReplicaWeights(

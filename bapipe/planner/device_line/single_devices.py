@@ -12,7 +12,7 @@ the round trip of one micro-batch from the stage on (docs/algorithm.md, "One dev
     link         D + around + (M - 1) max(x, y) <= T
     round trip   D + around + (M - 1) r + max(0, M - d) F <= T, of the first micro-batch
     last one     D + around + (M - 1) F + max(0, M - d) r <= T, before the round trip of the last micro-batch
-    rounds       D + k around + (M - 1 - (k - 1) d) max(F, r, x, y) <= T; of 1F1B with F + r among the maximum
+    rounds       D + k around + (M - 1 - (k - 1) d) max(F + r, x, y) <= T; of pairs with max(F, r)
     GPipe        D + around + (M - 1) (max(F, x) + max(r, y)) <= T
     memory       parameters, gradients, optimizer state and the stashes in flight fit
 
@@ -20,7 +20,7 @@ Each limit is a sum of something at i and something at j, so its smallest value 
 minimum: O(boundaries) for each stage.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 
@@ -29,27 +29,11 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import LayerMeasurement, ModelProfile
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.layer_sums import splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
-
-FORWARDS_FIRST = ("gpipe", "gpipe-2bp")
-"""Schedules in which all F of a device come before its first backward."""
-
-IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
-    "1f1b": lambda behind: behind,
-    "1f1b-2bp": lambda behind: behind,
-    "zb-h1": lambda behind: behind,
-    "1f1b+1": lambda behind: min(behind + 1, 2 * behind - 1),
-    "1f1b+2": lambda behind: min(behind + 2, 2 * behind - 1),
-    "eager-1f1b": lambda behind: 2 * behind - 1,
-    "fbp-as": lambda behind: 2 * behind - 1,
-    "zb-h2": lambda behind: 2 * behind - 1,
-    "2f2b": lambda behind: 2 * behind,
-}
-"""The micro-batches in flight at a stage, if there are so many, by the number of stages from it on. The F of as many
-later comes behind the r of each."""
 
 ROUNDING_NS = 2.0
 """By how much the times of the actions of one micro-batch on a device may be shorter than the sums over its layers."""
@@ -209,7 +193,7 @@ class SingleDevices:
                 if trips < 2 or steps < 0:
                     continue
                 around = trips * (f + r)
-                for step in (f + r,) if self.schedule == "1f1b" else (f, r):
+                for step in (f, r) if self.schedule in IN_PAIRS else (f + r,):
                     kept &= within(both, around + steps * step, trips * behind, trips)
                 kept &= within(both, around, trips * behind + steps * np.maximum(x, y), trips)
         held = sums.static + self._in_flight(max(fewest - stage, 1)) * sums.stash

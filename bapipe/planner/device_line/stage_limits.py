@@ -64,7 +64,7 @@ class StageLimits:
         of_trip = room / self._busiest
         from_here = (trip_behind[-1] - trip_behind[i]) * behind + self._ways_behind[:, None]
         for k, steps in self._rounds:
-            each = k * (1 / v - behind) + steps / v
+            each = k * (1 / v - behind) + bound.step_share * steps / v
             in_rounds = (room - k * from_here) / np.maximum(each, 1e-9)
             of_trip = np.where((k >= 2) & (steps >= 0), np.minimum(of_trip, in_rounds), of_trip)
         own = (n - 1) * share_r / v + self._apart * share_f / q
@@ -75,7 +75,7 @@ class StageLimits:
         work, trip = own_sums.work, own_sums.trip
         ends = np.searchsorted(work, (work[i] + of_work) * (1 + 1e-12), side="right")
         ends = np.minimum(ends, np.searchsorted(trip, (trip[i] + of_trip) * (1 + 1e-12), side="right")) - 1
-        if bound.schedule == "1f1b":
+        if self._rounds:
             # Rounds, one after another: F of micro-batch m + d follows r of micro-batch m.
             num_rounds = bound.num_rounds(self.position, self.groups)
             here = trip_behind[-1] - trip_behind[i]
@@ -135,9 +135,10 @@ class StageLimits:
             longest = np.maximum(longest, np.where(n >= 2, after + around + (n - 1) * b / v + u * f / q, 0.0))
         for trips, between in self._rounds:
             k, steps = trips[groups], between[groups]
-            passed = k * around + steps * (f + r) / v
+            passed = k * around + bound.step_share * steps * (f + r) / v
             longest = np.maximum(longest, np.where((k >= 2) & (steps >= 0), return_ns + passed, 0.0))
-            longest = np.maximum(longest, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
+            if bound.has_whole_backward:
+                longest = np.maximum(longest, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
         fits = bound.held(i, j) <= self._limit_bytes[groups]
         excess: FloatArray = np.where(fits, longest - self._room[groups], np.inf)
         return excess

@@ -10,13 +10,14 @@ from bapipe.planner.device_line.cut_ranges import CutRanges
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.options import PlanOptions
+from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
 from tests.planner.device_line.test_unlike_devices import unlike_line
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_plan_is_feasible_among_those_with_as_many_cuts(schedule: str, is_alike: bool) -> None:
     checked = closer = 0
     for seed in range(4):

@@ -17,6 +17,7 @@ from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.work_bound import work_bound_ns
+from bapipe.schedules import SCHEDULES
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.problems import heavy
@@ -71,7 +72,7 @@ def compositions(most: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in compositions(most - first))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("buckets", [False, True])
 def test_every_plan_is_feasible_at_its_step_time_and_far_below_the_best_nothing_is(
     schedule: str, buckets: bool

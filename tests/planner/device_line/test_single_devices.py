@@ -1,7 +1,7 @@
 """The relaxation of plans without replicas: every plan is feasible in it at its own step time."""
 
 from dataclasses import replace as with_fields
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 import pytest
@@ -10,13 +10,15 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.branch_and_bound.stage_schedule import stage_schedule_of
 from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.orders import device_orders
-from bapipe.planner.device_line.single_devices import FORWARDS_FIRST, IN_FLIGHT, SingleDevices
+from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.line_solution import solve_on_line
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import SCHEDULES
+from bapipe.schedules.table import Phase
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import random_line
 from tests.planner.device_line.test_unlike_devices import unlike_line
@@ -86,6 +88,18 @@ def test_so_many_micro_batches_are_in_flight(schedule: str) -> None:
             for stage, order in enumerate(table.order):
                 expected = min(IN_FLIGHT[schedule](num_stages - stage), num_microbatches)
                 assert stage_schedule_of(order, 1).max_in_flight == expected
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in FORWARDS_FIRST])
+def test_behind_the_first_backward_forwards_and_backwards_take_turns(schedule: str) -> None:
+    take_turns = True
+    for num_stages in range(1, 7):
+        for num_microbatches in range(1, 16):
+            for order in SCHEDULES[schedule](num_stages, num_microbatches).order:
+                forwards = [each.phase is Phase.FORWARD for each in order if each.phase is not Phase.WEIGHT_GRAD]
+                since = forwards[forwards.index(False) : len(forwards) - forwards[::-1].index(True)]
+                take_turns &= all(a != b for a, b in pairwise(since))
+    assert take_turns == (schedule not in IN_PAIRS)
 
 
 def test_stashes_in_flight_leave_no_room_for_many_stages() -> None:

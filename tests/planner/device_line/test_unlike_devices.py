@@ -13,6 +13,7 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.options import PlanOptions
+from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
 from tests.random_profiles import random_profile
@@ -51,7 +52,7 @@ def unlike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
 
 
 @pytest.mark.parametrize("is_coarse", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_plan_is_feasible_at_its_step_time_in_every_order(
     schedule: str, is_coarse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +74,7 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
     assert infeasible >= 3
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_slow_device_may_have_few_of_the_layers_that_those_before_it_have_time_for(schedule: str) -> None:
     """The first device could run two layers, and the second, 33 times slower, not the third one."""
     three = devices(3)
@@ -87,7 +88,7 @@ def test_a_slow_device_may_have_few_of_the_layers_that_those_before_it_have_time
     assert list(found.cuts) == sorted(set(found.cuts))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_replicas_every_plan_is_feasible_at_its_step_time(schedule: str) -> None:
     """Chains with some long layers, on devices of which some are slow."""
     for seed in range(12):
