@@ -296,6 +296,7 @@ def _stage_costs(
         if recompute
         else None,
         forbidden=forbidden,
+        deadline=deadline,
     )
 
 

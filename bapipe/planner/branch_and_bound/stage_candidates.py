@@ -30,6 +30,7 @@ from bapipe.planner.branch_and_bound.intervals import (
 )
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit, Recomputation, RecomputedLayers
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Phase
 from bapipe.simulator.interval_costs import at_speed, transfer_ns
 
@@ -122,9 +123,13 @@ class StageCostTable:
         min_grad_bytes: IntArray,
         recompute: Recomputation | None,
         forbidden: ForbiddenIntervals,
+        deadline: Deadline = UNLIMITED,
     ) -> None:
-        """`times` and `memory` have an entry per device class; without `recompute` no layer may be recomputed."""
-        self.intervals, self.classes, self.links = intervals, classes, links
+        """`times` and `memory` have an entry per device class; without `recompute` no layer may be recomputed.
+
+        `deadline` ends the making of tables with OutOfTime.
+        """
+        self.intervals, self.classes, self.links, self._deadline = intervals, classes, links, deadline
         self.times, self.memory, self.recomputation, self._forbidden = times, memory, recompute, forbidden
         self.min_send_bytes, self.min_grad_bytes = min_send_bytes, min_grad_bytes
         self._all_reduce_done_ns: dict[Hashable, IntArray] = {}
@@ -431,6 +436,7 @@ class StageCostTable:
             overlapped = self.links.host_sum_link(placement.device_classes) is None
             key = (times, placement.num_replicas, *links, *member_links, full_backward, overlapped)
             if key not in self._all_reduce_done_ns:
+                self._deadline.check()
                 self._all_reduce_done_ns[key] = times.all_reduce_done_ns(
                     placement.num_replicas, links, full_backward, overlapped, member_links=member_links
                 )

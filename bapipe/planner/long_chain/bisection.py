@@ -193,6 +193,7 @@ class _LongChainSearch:
     def _simulate(self, problem: Problem, path: Path) -> int | None:
         boundaries, placements = path
         for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True):
+            self.deadline.check()
             if not problem.lower_bound.costs.candidates_from(placement, begin).fits[end - begin - 1]:
                 return None
         layout = problem.layout(boundaries, placements)

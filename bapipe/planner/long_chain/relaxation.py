@@ -197,6 +197,7 @@ class Relaxation:
         costs = self.problem.lower_bound.costs
         boundaries, placements = [0], []
         while True:
+            self._deadline.check()
             stage, begin = self._stages[number], boundaries[-1]
             fits = costs.candidates_from(stage.placement, begin).fits
             ends = np.arange(begin + 1, int(self._last_end[number][begin]) + 1)
