@@ -112,9 +112,10 @@ def solve_partition(
         found = solve_on_line(profiles, cluster, options, deadline=deadline, progress=progress, rival=rival)
         if found is not None:
             return found.solution
-    first = solve_first(profiles, cluster, options, deadline=deadline, progress=progress)
-    if first is not None:
-        return _solve_after(first, profiles, cluster, options, deadline, progress)
+    else:
+        first = solve_first(profiles, cluster, options, deadline=deadline, progress=progress)
+        if first is not None:
+            return _solve_after(first, profiles, cluster, options, deadline, progress)
     try:
         space, result = find_best_layout(profiles, cluster, options, deadline=deadline, progress=progress)
     except OutOfTime as error:
