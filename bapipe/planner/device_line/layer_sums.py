@@ -52,6 +52,9 @@ class LayerSums:
         speeds: of the devices. That of a kind is relative: no layer takes less at speed 1 than on the fastest kind for
             it, and one takes as long.
         least: on all kinds of devices.
+        min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
+        hosts_before: how often the host changes before each device. [devices]
+        fastest_link: of the links the shortest latency and the highest rate, maybe of no two devices.
     """
 
     def __init__(self, line: DeviceLine, schedule: str, size: int, num_devices: int) -> None:
@@ -146,8 +149,8 @@ class LayerSums:
         self._first_of_bucket = np.searchsorted(most, most[ends] - BUCKET_BYTES, side="right") - 1
         has_gradients = np.append(np.flatnonzero(gradient_bytes.min(axis=0) > 0), gradient_bytes.shape[1])
         self._first_gradients = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
-        self._min_bucket = int(gradient_bytes.min())  # if not 0, every stage's last bucket is full at its last backward
-        self._max_bucket = BUCKET_BYTES + int(gradient_bytes.max())  # no bucket is as large
+        self.min_bucket = int(gradient_bytes.min())
+        self.max_bucket = BUCKET_BYTES + int(gradient_bytes.max())
 
     def held(self, begins: IntArray, ends: IntArray) -> FloatArray:
         """The bytes that stages hold at least: their state, and one micro-batch."""
@@ -177,14 +180,14 @@ class LayerSums:
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]
         in_a_row = sum(crossings) + 1 == len(set(hosts)) and not cluster.links
-        self._hosts_before = np.concatenate([[0], np.cumsum(crossings)])
-        self._boundaries_before = self._hosts_before * in_a_row
+        self.hosts_before = np.concatenate([[0], np.cumsum(crossings)])
+        self._boundaries_before = self.hosts_before * in_a_row
         slower = max(cluster.inter_host.latency_ns - latency, 0) if send.size and send.min() > 0 else 0.0
         extra_rate = max(1e9 / cluster.inter_host.bytes_per_s - 1e9 / rate, 0.0)
         self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0
         both_slower = slower if grad.size == 0 or grad.min() == 0 else 2 * slower  # without gradients none are sent
         self._extra_both = both_slower + float((send + grad).min()) * extra_rate if send.size else 0.0
-        self._fastest_link = Bandwidth(bytes_per_s=rate, latency_ns=latency)  # the links of no two devices, maybe
+        self.fastest_link = Bandwidth(bytes_per_s=rate, latency_ns=latency)
 
 
 @cache

@@ -254,7 +254,9 @@ class _Delays:
         # Until the first bucket is full, without the way back from the stage's end.
         first = np.minimum.reduceat(prefix.least.first_bucket - prefix.least.backward, self._firsts)[None, :]
         first = np.minimum(first, -prefix.least.before_gradients[self._cells][:, None])
-        excess: NDArray[np.float64] = np.maximum(prefix.ring_ns(g, self._between(prefix.gradients)) + first / speed, 0)
+        excess: NDArray[np.float64] = np.maximum(
+            prefix.rings.least_ns(g, self._between(prefix.gradients)) + first / speed, 0
+        )
         return excess
 
     def last_ends(self, burst: int) -> IntArray:

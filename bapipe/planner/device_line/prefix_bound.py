@@ -21,17 +21,18 @@ from copy import copy
 from itertools import pairwise
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
-from bapipe.planner.device_line.layer_sums import LayerSums, TimeSums, splits_backwards
+from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
-from bapipe.planner.device_line.stage_limits import StageLimits, StageSums
+from bapipe.planner.device_line.rings import Rings
+from bapipe.planner.device_line.stage_kinds import StageKinds
+from bapipe.planner.device_line.stage_limits import StageLimits
 
 LAST_STAGE_GROWTH = 4
 """GPipe: the replicas of the last stage are told apart by powers of this."""
@@ -78,8 +79,9 @@ class PrefixBound(LayerSums):
         self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.groups)
         self.counts = self.weights.counts.min(axis=0)  # of every replica of a class. [groups]
         self._list_targets()
-        self._list_kinds()
-        self._rings()
+        self._kinds_of_stages = StageKinds(self, self.groups.most)
+        self.rings = Rings(self, self.groups.fewest, may_be_idle=self._has_one_speed)
+        self.limit_bytes = self._list_memory()
 
     def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
         """Returns the problem of plans with so many cuts between their stages."""
@@ -121,75 +123,21 @@ class PrefixBound(LayerSums):
         self._class_of = np.repeat(np.arange(fewest.size), sizes)
         self._numbers = np.arange(self._class_of.size) - self._first_targets[self._class_of] + fewest[self._class_of]
 
-    def _list_kinds(self) -> None:
-        """Notes how many kinds of devices stages have, and those from the first device to their last one.
-
-        With more devices a stage has the same kinds, in the order in which they come, and maybe one more.
-        """
-        kind_of = [device.kind for device in self.line.cluster.devices[: self.num_devices]]
-        self._next = np.full((len(self._kinds), self.num_devices + 1), self.num_devices)  # device of each kind
-        for k, kind in enumerate(self._kinds):
-            for position in range(self.num_devices - 1, -1, -1):
-                self._next[k, position] = position if kind_of[position] == kind else self._next[k, position + 1]
-        ends = np.arange(self.num_devices)[:, None] + self.groups.most
-        self._num_own, self._num_before = np.zeros_like(ends), np.zeros_like(ends)  # [positions, groups]
-        for following in self._next:
-            self._num_own += following[:-1, None] < ends
-            self._num_before += following[0] < ends
-
-    def _same_sums(self, position: int, groups: IntArray) -> list[tuple[StageSums, IntArray]]:
-        """The sums of stages of some classes, each with the indices of its classes in `groups`.
-
-        A stage that begins later gains no more time for the layers before it than it loses, as its kinds are among
-        those that they count on.
-        """
-        own, before = self._num_own[position, groups], self._num_before[position, groups]
-        changes = np.flatnonzero((np.diff(own) != 0) | (np.diff(before) != 0)) + 1
-        return [
-            (
-                StageSums(
-                    own=self._on_first_kinds(position, int(own[columns[0]])),
-                    before=self._on_first_kinds(0, int(before[columns[0]])),
-                    behind=self._on_first_kinds(position, int((self._next[:, position] < self.num_devices).sum())),
-                ),
-                columns,
-            )
-            for columns in np.split(np.arange(groups.size), changes)
-        ]
-
-    def _on_first_kinds(self, position: int, count: int) -> TimeSums:
-        """The sums on the first kinds of devices from a position on."""
-        nearest = np.argsort(self._next[:, position], kind="stable")[:count]
-        return self.on_kinds(self._kinds[k] for k in nearest.tolist())
-
     def _numbers_within(self, most: int) -> tuple[IntArray, IntArray]:
         """The numbers of devices of a stage up to this one, and their classes."""
         numbers = self._numbers[: np.searchsorted(self._numbers, most, side="right")]
         return numbers, np.arange(self._class_of[numbers.size - 1] + 1 if numbers.size else 0)
 
-    def _rings(self) -> None:
-        """Latency and time per byte of a ring, by class; and by the first device, where hosts are told apart."""
-        cluster, few = self.line.cluster, self.groups.fewest
-        hosts = [device.host for device in cluster.devices[: self.num_devices]]
-        per_host = max(hosts.count(host) for host in set(hosts))
-        positions = np.arange(self.num_devices)[:, None]
-        last = np.minimum(positions + few - 1, self.num_devices - 1)
-        crosses = self._hosts_before[last] > self._hosts_before[positions]
-        leaves = (few > per_host) | (crosses & (not self._has_one_speed))
-        counted = cluster.intra_host_sum is UNSET and not cluster.links
-        steps = 2 * (few - 1) * counted
-        between, fastest = cluster.inter_host, self._fastest_link
-        latency = np.where(leaves, between.latency_ns, fastest.latency_ns) * steps
-        rate = np.where(leaves, 1e9 / between.bytes_per_s, 1e9 / fastest.bytes_per_s) * steps / few
-        self._ring_latencies, self._ring_rates = latency, rate  # [positions, groups]
-        self._ring_latency, self._ring_rate = latency.min(axis=0), rate.min(axis=0)
+    def _list_memory(self) -> FloatArray:
+        """The bytes that the devices of a stage may hold, by its first device and its class. [positions, groups]"""
         limits = np.array(self.line.limits[: self.num_devices], dtype=float)
-        self.limit_bytes = np.full((self.num_devices, few.size), limits.max())
+        limit_bytes = np.full((self.num_devices, self.groups.fewest.size), limits.max())
         if not self._has_one_speed:
-            for g, number in enumerate(few.tolist()):
+            for g, number in enumerate(self.groups.fewest.tolist()):
                 if number <= limits.size:
                     windows = np.lib.stride_tricks.sliding_window_view(limits, number).min(axis=1)
-                    self.limit_bytes[: windows.size, g] = windows
+                    limit_bytes[: windows.size, g] = windows
+        return limit_bytes
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
@@ -272,7 +220,7 @@ class PrefixBound(LayerSums):
                 y = trip[ends] - passed / np.maximum(here + between - arrival, 1e-9)
                 begins = np.where(has_rounds, np.maximum(begins, np.searchsorted(trip, y * (1 - 1e-9))), begins)
             apart_f, apart_r = self.forwards_apart(p, g) / q, (n - 1) / v
-            for sums, columns in self._same_sums(p, g):
+            for sums, columns in self._kinds_of_stages.sums(p, g):
                 own, e = sums.own, ends[columns]
                 share_f, share_r = own.least_shares
                 apart = apart_r[columns] * share_r + apart_f[columns] * share_f
@@ -331,7 +279,7 @@ class PrefixBound(LayerSums):
         highest = np.broadcast_to(np.where(may_end, last, last - 1), (i.size, groups.size))
         lowest = np.broadcast_to(i + 1, highest.shape) if at_least is None else np.maximum(at_least, i + 1)
         ends = np.broadcast_to(i, highest.shape).copy()
-        for sums, columns in self._same_sums(position, groups):
+        for sums, columns in self._kinds_of_stages.sums(position, groups):
             stages = StageLimits(self, sums, position, cuts, begins, groups[columns], limit, most_last)
             high, low = np.minimum(stages.highest_ends(), highest[:, columns]), lowest[:, columns]
             s, g = np.nonzero(high >= low)
@@ -416,23 +364,6 @@ class PrefixBound(LayerSums):
             within = is_within(middle)
             low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
         return low
-
-    def ring_ns(self, groups: IntArray | int, gradient_bytes: FloatArray, position: int | None = None) -> FloatArray:
-        """Returns the least time of the rings of gradients, for stages of some classes of devices."""
-        at = groups if position is None else (position, groups)
-        latency, rate = (
-            (self._ring_latency, self._ring_rate) if position is None else (self._ring_latencies, self._ring_rates)
-        )
-        ring: FloatArray = latency[at] * np.ceil(gradient_bytes / self._max_bucket) + rate[at] * gradient_bytes
-        return ring
-
-    def last_ring_ns(self, position: int, groups: IntArray) -> FloatArray:
-        """The least time of the ring of a stage's last bucket, that nothing hides. [groups]"""
-        if not self._min_bucket:
-            return np.zeros(groups.size)
-        latency, rate = self._ring_latencies[position, groups], self._ring_rates[position, groups]
-        ring: FloatArray = latency + rate * self._min_bucket
-        return ring
 
     def num_rounds(self, position: int, groups: IntArray) -> IntArray:
         """How many micro-batches make a round trip to the last stage one after another, at least. [groups]"""

@@ -1,25 +1,15 @@
 """Which layers a next stage may have within a step time, for many prefixes and numbers of devices at once."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.device_line.layer_sums import TimeSums
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.stage_kinds import StageSums
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.prefix_bound import PrefixBound
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSums:
-    """Sums over layers of a stage on the kinds of its devices, those with the devices before it, and behind it."""
-
-    own: TimeSums
-    before: TimeSums
-    behind: TimeSums
 
 
 class StageLimits:
@@ -50,7 +40,7 @@ class StageLimits:
         self._ways_behind = bound.transfers_behind(cuts)  # [states]
         self._room = limit + bound.slack(position, groups)
         self._rounds = bound.rounds(position, groups, self._n)
-        self._last_ring = bound.last_ring_ns(position, groups)
+        self._last_ring = bound.rings.last_ns(position, groups)
         self._limit_bytes = bound.limit_bytes[position, groups]
 
     def highest_ends(self) -> IntArray:
@@ -124,7 +114,7 @@ class StageLimits:
         returned = return_ns + w * (f + r)
         around = f / q + r / v + (trip_behind[-1] - trip_behind[j]) * self._behind[groups] + self._ways_behind[states]
         trip = return_ns + around + (n - 1) * r / v + u * f / q
-        ring = bound.ring_ns(self.groups[groups], bound.gradients[j] - bound.gradients[i], self.position)
+        ring = bound.rings.all_ns(self.position, self.groups[groups], bound.gradients[j] - bound.gradients[i])
         with_gradients = np.maximum(own.backward[j] - own.before_gradients[i], 0.0)
         first_full = np.minimum(with_gradients, own.first_bucket[j])
         # From the start of the last B on: the first bucket is full, all rings follow, then the update.
