@@ -37,7 +37,7 @@ class StageKinds:
         for k, kind in enumerate(self._kinds):
             for position in range(num - 1, -1, -1):
                 self._next[k, position] = position if kind_of[position] == kind else self._next[k, position + 1]
-        ends = np.arange(num)[:, None] + most
+        ends = np.minimum(np.arange(num)[:, None] + most, num)
         self._num_own, self._num_before = np.zeros_like(ends), np.zeros_like(ends)  # [positions, groups]
         for following in self._next:
             self._num_own += following[:-1, None] < ends
