@@ -23,7 +23,7 @@ from bapipe.planner.action_order.search import search_order
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 
 MS = 10**6
 

@@ -23,7 +23,7 @@ from bapipe.schedules.placement import distribute_replicas
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import compile_schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 
 MS = 10**6
 

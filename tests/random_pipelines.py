@@ -6,7 +6,7 @@ from random import Random
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
-from bapipe.simulator.stage_cost import check_flow
+from bapipe.simulator.cuts import check_flow
 from bapipe.tracing import TracedModel
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.stages import Split, cut_into_stages

@@ -2,7 +2,10 @@
 
 Begin with `simulate.simulate`; `simulate.simulate_schedule` states the rules. A simulation goes through these files:
 
-    stage_cost      layers of a profile -> times and bytes of a stage; `tied_weights`: layers that share parameters
+    stage           a stage: its cost on each of its devices, and the bytes that it sends
+    stage_cost      layers of a profile -> the stage; `tied_weights`: layers that share parameters; `lanes`: forwards
+                    and backwards side by side
+    cuts            what crosses the cuts between stages, and which cuts are valid
     compiled        schedule -> lanes, messages and channels, as columns of integers
     longest_path    the times of all actions, if no transfer has to queue and every device computes while it transfers
     fifo_links      the same, if transfers queue on links

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.schedules.table import Phase
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 
 LastBackward = tuple[int, Phase]
 """When a replica starts its last backward of a stage, and the phase of it: B, or W if backwards are split."""

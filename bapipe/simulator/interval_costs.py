@@ -77,7 +77,7 @@ def at_speed(times_ns: IntArray, speed: float, max_ns: int = MAX_NS) -> IntArray
 def cut_bytes(profile: ModelProfile, microbatch_size: int, inside: IntArray | None = None) -> tuple[IntArray, IntArray]:
     """Returns the bytes of activations and of gradients that cross each boundary, [boundaries] each.
 
-    Boundaries are those of `IntervalCosts`. The vectorised form of `bapipe.simulator.stage_cost.find_cuts`.
+    Boundaries are those of `IntervalCosts`. The vectorised form of `bapipe.simulator.cuts.find_cuts`.
     """
     num_boundaries = len(profile.layers) + 1 if inside is None else len(inside)
     send, grad = (np.zeros(num_boundaries, dtype=np.int64) for _ in range(2))
@@ -93,7 +93,7 @@ def gradient_crosses(profile: ModelProfile, inside: IntArray | None = None) -> B
     """Returns whether a tensor with a gradient crosses each boundary. [boundaries]
 
     A stage that begins at one where none does sends no gradient back. The vectorised form of `num_gradients` of
-    `bapipe.simulator.stage_cost.find_cuts`.
+    `bapipe.simulator.cuts.find_cuts`.
     """
     found = np.zeros(len(profile.layers) + 1 if inside is None else len(inside), dtype=bool)
     for i, output, crosses in _crossings(profile, inside):

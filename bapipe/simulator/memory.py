@@ -13,7 +13,7 @@ from bapipe.formats.plan import Memory
 from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
-from bapipe.simulator.stage_cost import Stage, received_bytes
+from bapipe.simulator.stage import Stage, received_bytes
 from bapipe.simulator.timeline import SpanColumns
 
 

@@ -18,7 +18,8 @@ from bapipe.simulator.event_driven import run_event_driven
 from bapipe.simulator.fifo_links import run_fifo_links
 from bapipe.simulator.longest_path import run_longest_path
 from bapipe.simulator.memory import rank_memory
-from bapipe.simulator.stage_cost import Stage, StageCost, build_stages, transferred_bytes
+from bapipe.simulator.stage import Stage, StageCost, transferred_bytes
+from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import TiedGradient
 from bapipe.simulator.timeline import SpanColumns, StepColumns, Sync, Timeline, Update
 
@@ -51,7 +52,7 @@ def simulate_schedule(schedule: Schedule, stages: Sequence[Stage], cluster: Clus
 
     A device that runs side by side has a lane for F and a lane for B, I and W. Let f be the sum of F over its stages,
     and b that of B, which contains a recomputed F. The lanes have the shares f / (f + b) and b / (f + b) of the compute
-    all through the step, so (`bapipe.simulator.stage_cost.cost_on_lanes`)
+    all through the step, so (`bapipe.simulator.lanes.cost_on_lanes`)
 
       - F takes F (f + b) / f, B takes B (f + b) / b, I takes I (f + b) / b, and I and W together (I + W) (f + b) / b,
         each rounded half up. With one stage on the device, F and B take F + B each. If f or b is zero, the actions of

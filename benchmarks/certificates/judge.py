@@ -17,7 +17,8 @@ from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import rank_memory
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, build_stages
+from bapipe.simulator.stage import Stage
+from bapipe.simulator.stage_cost import build_stages
 
 MAX_TABLES = 64
 

@@ -10,7 +10,8 @@ from bapipe.importers import ImportMetadata
 from bapipe.importers.sailor import group_profile, kind_of
 from bapipe.simulator.allreduce import ring_ns
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost, build_stages
+from bapipe.simulator.stage import Stage, StageCost
+from bapipe.simulator.stage_cost import build_stages
 from benchmarks.clusters.links import member_bytes_per_s, slower_links
 from benchmarks.clusters.runs import Run
 from benchmarks.clusters.sailor_files import SailorFiles

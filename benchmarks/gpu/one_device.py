@@ -10,7 +10,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 
 LINK = Bandwidth(bytes_per_s=370 * 10**9, latency_ns=12_000)
 

@@ -11,7 +11,8 @@ from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
 from bapipe.simulator.layer_totals import LayerTotals, sum_totals
-from bapipe.simulator.stage_cost import StageCost, cost_of_totals
+from bapipe.simulator.stage import StageCost
+from bapipe.simulator.stage_cost import cost_of_totals
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.units import at_speed
 from tests.random_profiles import random_profile

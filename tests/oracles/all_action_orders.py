@@ -11,7 +11,7 @@ from typing import Any
 
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 
 Devices = tuple[tuple[int, ...], ...]
 F, B, I, W = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD  # noqa: E741

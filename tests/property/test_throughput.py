@@ -22,7 +22,8 @@ from bapipe.planner.throughput import search
 from bapipe.planner.throughput.load_search import is_homogeneous
 from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, solve_throughput
 from bapipe.simulator.simulate import simulate
-from bapipe.simulator.stage_cost import Stage, build_stages
+from bapipe.simulator.stage import Stage
+from bapipe.simulator.stage_cost import build_stages
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile, same_devices, with_host_times
 from tests.strategies import drawn, examples

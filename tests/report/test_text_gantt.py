@@ -8,7 +8,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.report import encode_trace, gantt, mib, ms, number
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 
 

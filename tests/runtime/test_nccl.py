@@ -29,7 +29,7 @@ from bapipe.runtime.rng import PerOperatorRng
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 from tests.oracles.nccl_queues import Call, Compute, Post, Wait, step_ns
 from tests.runtime.test_transfers import random_schedule
 from tests.strategies import drawn, examples

@@ -17,7 +17,7 @@ from bapipe.schedules.placement import merge_stages, merged_named
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.timeline import Timeline
 from tests.builders import devices
 

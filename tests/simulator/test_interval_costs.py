@@ -16,6 +16,7 @@ from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.report.layer_diagram import layer_rows
 from bapipe.schedules.table import Phase
 from bapipe.simulator import allreduce, stage_cost
+from bapipe.simulator.cuts import find_cuts
 from bapipe.simulator.interval_costs import (
     IntArray,
     IntervalCosts,
@@ -25,7 +26,7 @@ from bapipe.simulator.interval_costs import (
     ring_ns,
     transfer_ns,
 )
-from bapipe.simulator.stage_cost import StageCost
+from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.units import at_speed as scalar_at_speed
 from tests.random_graphs import branching_profile
@@ -166,7 +167,7 @@ def test_every_count_of_what_crosses_a_cut_is_the_same() -> None:
             crosses = gradient_crosses(profile, inside)
             for boundary, nodes in enumerate(sets):
                 stage_of = {layer.name: int(not nodes >> i & 1) for i, layer in enumerate(profile.layers)}
-                cut = stage_cost.find_cuts(layers, stage_of)[0]
+                cut = find_cuts(layers, stage_of)[0]
                 assert (send[boundary], grad[boundary]) == (cut.send_bytes, cut.grad_bytes)
                 sends = sends_gradient(profile, set(members(nodes)))
                 assert (crosses[boundary], cut.num_gradients > 0) == (sends, sends)
@@ -184,7 +185,7 @@ def test_buckets_are_reduced_one_after_another() -> None:
     devices = tuple(Device(name=f"d{r}", host="h", kind="a", memory_bytes=0) for r in range(2))
     cluster = Cluster(devices=devices, intra_host=link, inter_host=link)
     cost = StageCost(forward_ns=1, input_grad_ns=10, weight_grad_ns=10, gradient_done_ns=((5, 2), (20, 9)))
-    stage = stage_cost.Stage(costs=(cost, cost), bucket_bytes=(20, 4))
+    stage = Stage(costs=(cost, cost), bucket_bytes=(20, 4))
     last = [(100, Phase.BACKWARD), (110, Phase.WEIGHT_GRAD)]
     reduced = allreduce.reduce_buckets(stage, (0, 1), last, cluster)
     assert reduced == [(112, 132), (132, 136)]

@@ -12,9 +12,11 @@ from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.schedules.table import Schedule, parse_action
+from bapipe.simulator.lanes import cost_on_lanes
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost, cost_on_lanes, fill_buckets
+from bapipe.simulator.stage import Stage, StageCost
+from bapipe.simulator.stage_cost import fill_buckets
 from bapipe.simulator.tied_weights import TiedGradient
 from tests.builders import devices
 

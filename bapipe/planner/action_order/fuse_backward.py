@@ -6,7 +6,7 @@ from dataclasses import replace
 from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.simulate import simulate_columns
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 
 Pair = tuple[int, int]
 """The rank and the position of an I that is immediately followed by the W of its micro-batch."""

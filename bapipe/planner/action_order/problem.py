@@ -24,7 +24,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
 from bapipe.simulator.memory import kept_bytes, peak_memory, recomputed_bytes
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 
 F, I, W = 0, 1, 2  # noqa: E741
 PHASES = (Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)

@@ -27,7 +27,7 @@ from bapipe.planner.action_order.problem import (
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_columns
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 
 _log = logging.getLogger(__name__)
 

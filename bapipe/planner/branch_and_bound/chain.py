@@ -9,16 +9,11 @@ from itertools import accumulate
 from operator import add, sub
 
 from bapipe.formats.profile import ModelProfile
+from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses
 from bapipe.simulator.layer_totals import LayerTotals, layer_totals, sum_totals
-from bapipe.simulator.stage_cost import (
-    Stage,
-    StageCost,
-    cost_of_totals,
-    fill_buckets,
-    group_bucket_bytes,
-    kept_tensor_bytes,
-)
+from bapipe.simulator.stage import Stage, StageCost
+from bapipe.simulator.stage_cost import cost_of_totals, fill_buckets, group_bucket_bytes
 from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparable_layers
 
 

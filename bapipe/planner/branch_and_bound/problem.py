@@ -22,7 +22,7 @@ from bapipe.simulator.allreduce import LastBackward, reduce_buckets
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, simulate_columns
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 from bapipe.simulator.timeline import StepColumns
 
 MAX_CACHED_SCHEDULES = 500

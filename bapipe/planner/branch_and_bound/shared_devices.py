@@ -22,7 +22,7 @@ from bapipe.simulator.compiled import NUM_PHASES, CompiledSchedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, InFlight
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import stage_durations, transfer_times
-from bapipe.simulator.stage_cost import Stage, received_bytes
+from bapipe.simulator.stage import Stage, received_bytes
 
 MAX_ROUNDS = 4
 """How many choices are timed at most."""

@@ -25,7 +25,7 @@ from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.memory import rank_memory
 from bapipe.simulator.simulate import simulate_columns
-from bapipe.simulator.stage_cost import Stage
+from bapipe.simulator.stage import Stage
 
 MAX_CACHED_TABLES = 4
 """Compiled orders that are kept: plans that differ in their cuts alone share one."""

@@ -10,7 +10,7 @@ from bapipe.planner.action_order.search import OrderSolution, search_order
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Schedule, parse_action
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import Stage, StageCost
+from bapipe.simulator.stage import Stage, StageCost
 from tests.builders import devices
 from tests.oracles.all_action_orders import fastest_ns
 from tests.random_pipelines import Pipeline, random_pipeline

@@ -10,7 +10,7 @@ from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.branch_and_bound.intervals import IntervalIndex
 from bapipe.planner.branch_and_bound.recomputation import LayerChoice, MemoryLimit, RecomputationBound
 from bapipe.planner.deadline import Deadline
-from bapipe.simulator.stage_cost import kept_tensor_bytes
+from bapipe.simulator.cuts import kept_tensor_bytes
 from tests.random_profiles import random_profile
 
 
