@@ -9,6 +9,7 @@ from bapipe.formats.profile import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.nearest_cuts import nearest_cuts
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 
@@ -157,11 +158,6 @@ def _shares(line: DeviceLine, shape: NaiveShape, num_stages: int) -> IntArray:
 
 def _even_cuts(line: DeviceLine, sums: IntArray, shares: IntArray) -> tuple[int, ...]:
     """Returns allowed cuts nearest to those that give each stage its share of a sum; every stage gets a layer."""
-    at_cuts = sums[line.cuts].astype(float)
+    at_cuts = sums[line.cuts]
     targets = np.cumsum(shares)[:-1] / shares.sum() * at_cuts[-1]
-    nearest = np.searchsorted((at_cuts[1:] + at_cuts[:-1]) / 2, targets)
-    # At least one boundary apart, from the left and then from the right. [stages - 1]
-    steps = np.arange(len(nearest))
-    apart = np.maximum.accumulate(np.maximum(nearest - steps, 1)) + steps
-    apart = np.minimum(apart, len(line.cuts) - 1 - len(nearest) + steps)
-    return (line.cuts[0], *(line.cuts[boundary] for boundary in apart.tolist()), line.cuts[-1])
+    return (line.cuts[0], *(line.cuts[boundary] for boundary in nearest_cuts(at_cuts, targets)), line.cuts[-1])

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.nearest_cuts import nearest_cuts
 
 Cuts = tuple[int, ...]
 """The boundaries at which stages begin and end, from 0 to the last one."""
@@ -22,18 +22,8 @@ def naive_cuts(problem: Problem, placements: Sequence[StagePlacement]) -> Iterat
         until = [np.append(0, t.forward_ns + t.backward_ns) for t in of_device]
         rates.append(sum(1 / max(float(each[-1]), 1.0) for each in until))
         work += sum(each / max(float(each[-1]), 1.0) for each in until)
-    equal_time = _nearest(work / max(work[-1], 1.0), np.cumsum(rates) / sum(rates))
+    equal_time = nearest_cuts(work / max(work[-1], 1.0), np.cumsum(rates[:-1]) / sum(rates))
     layers = np.array(intervals.cuts) / intervals.cuts[-1]
-    equal_layers = _nearest(layers, np.arange(1, len(placements) + 1) / len(placements))
-    yield from dict.fromkeys((equal_time, equal_layers))
-
-
-def _nearest(positions: IntArray, targets: IntArray) -> Cuts:
-    """The boundaries nearest to some positions, moved as far as needed to leave every stage a layer."""
-    num_stages, last = len(targets), len(positions) - 1
-    after = np.clip(np.searchsorted(positions, targets[:-1]), 1, last)
-    is_before = targets[:-1] - positions[after - 1] < positions[after] - targets[:-1]
-    cuts = [0]
-    for s, cut in enumerate((after - is_before).tolist(), start=1):
-        cuts.append(min(max(cut, cuts[-1] + 1), last - (num_stages - s)))
-    return (*cuts, last)
+    equal_layers = nearest_cuts(layers, np.arange(1, len(placements)) / len(placements))
+    for inner in dict.fromkeys((equal_time, equal_layers)):
+        yield 0, *inner, intervals.num_boundaries - 1
