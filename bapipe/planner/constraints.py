@@ -15,7 +15,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals
+from bapipe.planner.branch_and_bound.stage_memory import ForbiddenIntervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

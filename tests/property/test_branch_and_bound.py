@@ -337,7 +337,7 @@ def least_lack(problem: Problem, layout: Layout) -> int:
     """What the worst device lacks, each stage with or without recomputation of all of it, whichever lacks less."""
     nothing = (frozenset[int](),) * len(layout.placements)
     every = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))
-    may = [nothing, every] if problem.lower_bound.costs.may_recompute else [nothing]
+    may = [nothing, every] if problem.lower_bound.costs.memory.may_recompute else [nothing]
     lacks = [problem.shortfall_bytes(dataclasses.replace(layout, recompute=recompute)) for recompute in may]
     return max(min(max(found[rank] for rank in ranks) for found in lacks) for ranks in problem.ranks(layout.placements))
 

@@ -34,7 +34,7 @@ def test_memory_of_every_interval_equals_the_simulator_s() -> None:
     def check(problems: tuple[Problem, ...]) -> None:
         for problem in problems:
             costs = problem.lower_bound.costs
-            flags = [False, True] if costs.recomputation is not None else [False]
+            flags = [False, True] if costs.memory.recomputation is not None else [False]
             for layout in layouts(problem):
                 boundaries = [problem.cuts.index(cut) for cut in layout.cuts]
                 every = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))
@@ -46,7 +46,7 @@ def test_memory_of_every_interval_equals_the_simulator_s() -> None:
                     zip(layout.placements, problem.ranks(layout.placements), strict=True)
                 ):
                     row = costs.intervals.row(boundaries[s])
-                    found = costs.shortfall_bytes(placement)[row][boundaries[s + 1] - boundaries[s] - 1]
+                    found = costs.memory.shortfall_bytes(placement)[row][boundaries[s + 1] - boundaries[s] - 1]
                     assert found == min(max(count[rank] for rank in ranks) for count in counts)
                     seen[len(ranks) > 1] += 1
 

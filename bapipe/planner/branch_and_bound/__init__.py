@@ -20,7 +20,8 @@ Where to begin. docs/algorithm.md explains the whole with proofs. In the code, r
     lower_bound.py       the eight bounds, stated; the children of a node and their bounds
     cost_to_go.py        the backward dynamic programme over placements and boundaries; sync classes
     stage_bound.py       the bounds of one stage in isolation
-    stage_candidates.py  times, memory and feasibility of a stage on a placement, for all intervals
+    stage_candidates.py  times of a stage on a placement, for all intervals
+    stage_memory.py      which of them fit, and what they recompute; cut_transfers.py: what passes between two stages
     stage_schedule.py    what an order of actions demands of one stage: in flight, memory peaks
     intervals.py         all intervals of layers as flat arrays: prefix sums, all-reduce buckets
     placements.py        the graph of placements; devices.py: classes of devices (symmetry)

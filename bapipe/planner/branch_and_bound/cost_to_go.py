@@ -164,8 +164,8 @@ class CostToGoTable:
         if not successors:
             return None
         # Per successor: one micro-batch, and all micro-batches on the busiest link. [N][2][B]
-        sends = [self.costs.transfers(placement, successor, forward=True) for successor in successors]
-        grads = [self.costs.transfers(placement, successor, forward=False) for successor in successors]
+        sends = [self.costs.transfers.between(placement, successor, forward=True) for successor in successors]
+        grads = [self.costs.transfers.between(placement, successor, forward=False) for successor in successors]
         # Micro-batch m crosses link m mod lcm(R, R').
         num_links = [int(np.lcm(placement.num_replicas, successor.num_replicas)) for successor in successors]
         num_before_final = max(0, self.num_microbatches - self._num_final(placement))
@@ -279,16 +279,16 @@ class CostToGoTable:
 
     def _stalls(self, placement: StagePlacement, following: "_Following") -> TransferStalls:
         """How long transfers block the devices, at least, whatever the stages before and after. [intervals]"""
-        if not self.costs.blocks_on_transfers(placement):
+        if not self.costs.transfers.blocks_on_transfers(placement):
             return TransferStalls()
         begins = self.costs.intervals.begins
-        recv_activation = self.costs.min_entry_ns(placement, forward=True)
-        send_gradient = self.costs.min_entry_ns(placement, forward=False)
+        recv_activation = self.costs.transfers.min_entry_ns(placement, forward=True)
+        send_gradient = self.costs.transfers.min_entry_ns(placement, forward=False)
         return TransferStalls(recv_activation[begins], send_gradient[begins], following.send_ns, following.grad_ns)
 
     def _following(self, placement: StagePlacement, transitions: Transitions | None) -> "_Following":
         """What follows a stage on a placement, minimized over the successors. All [C, B], or unused."""
-        forwards_first, blocks = self.forwards_first, self.costs.blocks_on_transfers(placement)
+        forwards_first, blocks = self.forwards_first, self.costs.transfers.blocks_on_transfers(placement)
         is_multi_stage = placement.position is not None
         if transitions is None:  # the last stage ends at the last boundary, and no e follows it
             end = np.full((self.num_classes, self.costs.intervals.num_boundaries), INF, dtype=np.int64)

@@ -59,7 +59,7 @@ def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED
 
 def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
     """Returns the layout with recomputation also in stages that do not fit even so, but lack less with it."""
-    if layout.fits or not problem.lower_bound.costs.may_recompute:
+    if layout.fits or not problem.lower_bound.costs.memory.may_recompute:
         return layout
     nothing = (frozenset[int](),) * len(layout.placements)
     all_layers = tuple(frozenset(range(begin, end)) for begin, end in pairwise(layout.cuts))
@@ -126,7 +126,7 @@ class _ShortfallDP:
         # The choice of the successor depends on the end of the stage alone. [successors, boundaries] -> [boundaries]
         best_successor = np.argmin(following, axis=0)  # [boundaries]
         # Bottleneck programme: the worse of this stage and of what follows its end. [intervals]
-        shortfall = np.maximum(self.costs.shortfall_bytes(placement), following.min(axis=0)[intervals.ends])
+        shortfall = np.maximum(self.costs.memory.shortfall_bytes(placement), following.min(axis=0)[intervals.ends])
         # The minimum over the ends of each begin; a row of the intervals starts with the end begin + 1.
         begins = range(intervals.num_boundaries - 1)
         ends = [int(np.argmin(shortfall[intervals.row(begin)])) + begin + 1 for begin in begins]

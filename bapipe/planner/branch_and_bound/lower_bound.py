@@ -260,7 +260,7 @@ class LowerBound:
 
     def _stalls(self, partial: PartialPlan, transitions: Transitions | None) -> TransferStalls:
         """How long transfers block the devices of the next stage."""
-        if not self.costs.blocks_on_transfers(partial.placements[-1]):
+        if not self.costs.transfers.blocks_on_transfers(partial.placements[-1]):
             return TransferStalls()
         send, recv = (0, 0) if transitions is None else (transitions.send_ns, transitions.grad_ns)
         return TransferStalls(partial.send_ns, partial.grad_ns, send, recv)
@@ -323,7 +323,7 @@ class LowerBound:
         placement = partial.placements[-1]
         # The other n - 1 micro-batches of a replica; gradients block it if it cannot compute while it sends.
         num_others = -(-self.num_microbatches // placement.num_replicas) - 1
-        sends = num_others * partial.grad_ns if self.costs.blocks_on_transfers(placement) else 0
+        sends = num_others * partial.grad_ns if self.costs.transfers.blocks_on_transfers(placement) else 0
         others = next_stage.alone.other_backwards_ns
         return maximum(
             [others + stage.finish_ns, others + sends + partial.tail_ns, np.array(partial.backwards_tail_ns)]

@@ -68,6 +68,18 @@ class StagePlacement:
         """The order of the stage, made when first asked for: some tables take long to make."""
         return self._make_schedule()
 
+    def distinct_replicas(self) -> list[int]:
+        """Returns the numbers of the replicas, of equal ones only the last.
+
+        The last one is the strongest for the work bound: it waits for the most micro-batches of the replicas before.
+        """
+        last_of = {
+            # Of equal keys the dict keeps the last k.
+            (c, load.num_microbatches, load.memory_peaks): k
+            for k, (c, load) in enumerate(zip(self.device_classes, self.schedule.replicas, strict=True))
+        }
+        return sorted(last_of.values())
+
     def on(self, device_classes: ClassSequence) -> "StagePlacement":
         """Returns the placement on devices of other classes."""
         other = copy(self)

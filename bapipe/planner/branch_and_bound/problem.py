@@ -129,7 +129,7 @@ class Problem:
             return self._layout_on_shared_devices(boundaries, placements)
         costs = self.lower_bound.costs
         chosen = [
-            costs.recomputed_layers(placement, begin, end)
+            costs.memory.recomputed_layers(placement, begin, end)
             for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True)
         ]
         return Layout(
@@ -147,7 +147,7 @@ class Problem:
             placements=placements,
             recompute=(frozenset[int](),) * len(placements),
         )
-        recomputation = self.lower_bound.costs.recomputation
+        recomputation = self.lower_bound.costs.memory.recomputation
         if recomputation is None:
             return layout
         schedule, compiled = self.compiled(placements)

@@ -9,6 +9,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain
+from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
 from bapipe.planner.branch_and_bound.devices import ClassLinks, ClassSymmetry, DeviceClass, device_classes
 from bapipe.planner.branch_and_bound.intervals import (
     MAX_TIME,
@@ -23,7 +24,8 @@ from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.recomputation import LayerChoice, Recomputation, RecomputationBound
 from bapipe.planner.branch_and_bound.roots import allow_any_order, make_roots, total_rate
 from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
-from bapipe.planner.branch_and_bound.stage_candidates import ForbiddenIntervals, StageCostTable
+from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
+from bapipe.planner.branch_and_bound.stage_memory import ForbiddenIntervals, StageMemory
 from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
@@ -286,16 +288,21 @@ def _stage_costs(
         classes,
         links,
         [times[cls.device.kind, cls.device.speed] for cls in classes],
-        [memory[cls.device.kind] for cls in classes],
-        min_send_bytes=_min_at_boundaries([chain.send_bytes for chain in chains], intervals),
-        min_grad_bytes=_min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
-        recompute=Recomputation(
-            bounds=recomputation_bounds,
-            choice=LayerChoice(profiles, size, deadline),
-        )
-        if recompute
-        else None,
-        forbidden=forbidden,
+        memory=StageMemory(
+            intervals,
+            classes,
+            [memory[cls.device.kind] for cls in classes],
+            Recomputation(bounds=recomputation_bounds, choice=LayerChoice(profiles, size, deadline))
+            if recompute
+            else None,
+            forbidden,
+        ),
+        transfers=CutTransfers(
+            classes,
+            links,
+            _min_at_boundaries([chain.send_bytes for chain in chains], intervals),
+            _min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
+        ),
         deadline=deadline,
     )
 

@@ -1,4 +1,4 @@
-"""Times, memory and feasibility of a stage on a placement, for every layer interval that it may hold.
+"""Times of a stage on a placement, and whether it fits, for every layer interval that it may hold.
 
 Letters of the bounds (`lower_bound.py`) and the names here, per micro-batch and minimized over the replicas:
 
@@ -11,34 +11,27 @@ Letters of the bounds (`lower_bound.py`) and the names here, per micro-batch and
 Shapes: `[n]`, where n are the intervals asked for, of all intervals or of those with one begin.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
 from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass
 from bapipe.planner.branch_and_bound.intervals import (
-    INF,
-    MAX_TIME,
     BoolArray,
     IntArray,
     IntervalIndex,
-    IntervalMemory,
     IntervalTimes,
     Rows,
 )
 from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.recomputation import MemoryLimit, Recomputation, RecomputedLayers
+from bapipe.planner.branch_and_bound.stage_memory import StageMemory
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Phase
-from bapipe.simulator.interval_costs import at_speed, transfer_ns
 
 MAX_CACHED_ROWS = 20_000
 """Rows of candidates (one placement and one begin) that are kept."""
-
-ForbiddenIntervals = Callable[[StagePlacement, Rows], BoolArray | None]
-"""Which of some intervals constraints forbid on a placement; None if they forbid none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +100,9 @@ class StageCostTable:
     """The stages of all placements at one micro-batch size.
 
     Attributes:
-        min_send_bytes, min_grad_bytes: activations and gradients of a micro-batch at every boundary, on the kind of
-            device on which they are smallest. [boundaries]
+        times: those of each interval, by device class.
+        memory: which stages fit.
+        transfers: between two stages.
     """
 
     def __init__(
@@ -117,24 +111,15 @@ class StageCostTable:
         classes: Sequence[DeviceClass],
         links: ClassLinks,
         times: Sequence[IntervalTimes],
-        memory: Sequence[IntervalMemory],
         *,
-        min_send_bytes: IntArray,
-        min_grad_bytes: IntArray,
-        recompute: Recomputation | None,
-        forbidden: ForbiddenIntervals,
+        memory: StageMemory,
+        transfers: CutTransfers,
         deadline: Deadline = UNLIMITED,
     ) -> None:
-        """`times` and `memory` have an entry per device class; without `recompute` no layer may be recomputed.
-
-        `deadline` ends the making of tables with OutOfTime.
-        """
+        """`deadline` ends the making of tables with OutOfTime."""
         self.intervals, self.classes, self.links, self._deadline = intervals, classes, links, deadline
-        self.times, self.memory, self.recomputation, self._forbidden = times, memory, recompute, forbidden
-        self.min_send_bytes, self.min_grad_bytes = min_send_bytes, min_grad_bytes
+        self.times, self.memory, self.transfers = times, memory, transfers
         self._all_reduce_done_ns: dict[Hashable, IntArray] = {}
-        self._transfer_ns: dict[tuple[Bandwidth, bool], IntArray] = {}
-        self._transfers: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._rows: dict[tuple[StagePlacement, int], StageCandidates] = {}
 
     def candidates_from(self, placement: StagePlacement, begin: int) -> StageCandidates:
@@ -149,8 +134,8 @@ class StageCostTable:
 
     def candidates(self, placement: StagePlacement, rows: Rows) -> StageCandidates:
         """Returns the stages with the intervals in `rows`."""
-        replicas = [self.replica_cost(placement, k, rows) for k in self.distinct_replicas(placement)]
-        fits, recompute, again_ns = self.fitting(placement, rows)
+        replicas = [self.replica_cost(placement, k, rows) for k in placement.distinct_replicas()]
+        fits, recompute, again_ns = self.memory.fitting(placement, rows)
         if again_ns:
             replicas = [
                 self._with_recomputation(
@@ -187,187 +172,6 @@ class StageCostTable:
             ),
             microbatch_ns=_min(microbatch_ns),
         )
-
-    def fitting(self, placement: StagePlacement, rows: Rows) -> tuple[BoolArray, BoolArray, dict[int, IntArray]]:
-        """Returns which intervals fit, which of them with recomputation only, and the F that it adds (if any do)."""
-        fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
-        fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
-        again_ns: dict[int, IntArray] = {}
-        if self.may_recompute and not fits_plain.all():
-            # Recomputation only costs time, so a stage recomputes only if it does not fit without.
-            again_ns = self.recomputed_ns(placement, rows)
-            fits = np.logical_and.reduce([ns < INF for ns in again_ns.values()])
-            recompute = fits & ~fits_plain
-        forbidden = self._forbidden(placement, rows)
-        if forbidden is not None:
-            fits = fits & ~forbidden
-        return fits, recompute, again_ns if recompute.any() else {}
-
-    @property
-    def may_recompute(self) -> bool:
-        """Whether layers of stages may be recomputed."""
-        return self.recomputation is not None
-
-    def recomputed_ns(self, placement: StagePlacement, rows: Rows) -> dict[int, IntArray]:
-        """Returns for each class of the replicas a lower bound of the F that recomputation adds; `INF` if none fits.
-
-        Without the tensors between layers that are recomputed and layers that are not, a state fits if
-        kept * (stash - saved) + in_backward * saved <= room; replicas of one kind recompute the same layers. [rows]
-        """
-        assert self.recomputation is not None
-        least_saved: dict[str, IntArray] = {}
-        for k in self.distinct_replicas(placement):
-            c, load = placement.device_classes[k], placement.schedule.replicas[k]
-            kind, stash = self.classes[c].device.kind, self.memory[c].stash_bytes[rows]
-            for peak in load.memory_peaks:
-                lacking = peak.kept * stash - self._room_bytes(placement, k, rows, peak.before_weight_grad)
-                per_byte = peak.kept - peak.in_backward
-                saved = -(-lacking // per_byte) if per_byte > 0 else np.where(lacking > 0, INF, 0)
-                saved = np.where(saved > stash, INF, np.maximum(saved, 0))
-                least_saved[kind] = np.maximum(least_saved.get(kind, 0), saved)
-        again_ns = {}
-        for c in set(placement.device_classes):
-            device = self.classes[c].device
-            saved = least_saved[device.kind]
-            least_ns = at_speed(self.recomputation.bounds[device.kind].least_ns(saved, rows), device.speed, MAX_TIME)
-            again_ns[c] = np.where(saved >= INF, INF, least_ns)
-        return again_ns
-
-    def recomputed_layers(self, placement: StagePlacement, begin: int, end: int) -> RecomputedLayers | None:
-        """Returns the layers that a stage between two boundaries recomputes; None if it does not fit with any."""
-        number = self.intervals.row(begin).start + end - begin - 1
-        row = slice(number, number + 1)
-        if self._shortfall_bytes(placement, row, recompute=False)[0] <= 0:
-            return RecomputedLayers(layers=frozenset())
-        if not self.may_recompute:
-            return None
-        assert self.recomputation is not None
-        limits = [
-            MemoryLimit(
-                kind=self.classes[placement.device_classes[k]].device.kind,
-                kept=peak.kept,
-                in_backward=peak.in_backward,
-                room_bytes=int(self._room_bytes(placement, k, row, peak.before_weight_grad)[0]),
-            )
-            for k in self.distinct_replicas(placement)
-            for peak in placement.schedule.replicas[k].memory_peaks
-        ]
-        return self.recomputation.choice.best(
-            self.intervals.cuts[begin],
-            self.intervals.cuts[end],
-            limits,
-            self.classes[placement.device_classes[0]].device.kind,
-            whole_fits=bool(self._shortfall_bytes(placement, row, recompute=True)[0] <= 0),
-        )
-
-    def _room_bytes(self, placement: StagePlacement, k: int, rows: Rows, num_before_weight_grad: int) -> IntArray:
-        """What is left on replica k for the stashes, after all else. [rows]"""
-        c, load = placement.device_classes[k], placement.schedule.replicas[k]
-        memory = self.memory[c]
-        room = self.classes[c].limit_bytes - memory.static_bytes[rows]
-        if num_before_weight_grad:
-            room = room - num_before_weight_grad * memory.gradient_stash_bytes[rows]
-        if placement.receives_activations:
-            room = room - load.num_microbatches * memory.input_bytes[rows]
-        if placement.receives_gradients:
-            room = room - load.num_microbatches * memory.output_grad_bytes[rows]
-        return room
-
-    def shortfall_bytes(self, placement: StagePlacement) -> IntArray:
-        """Returns for every interval the shortfall of the replica with the largest one; `INF` if forbidden."""
-        shortfall = self._shortfall_bytes(placement, slice(None), recompute=False)
-        if self.may_recompute:
-            shortfall = np.minimum(shortfall, self._shortfall_bytes(placement, slice(None), recompute=True))
-        forbidden = self._forbidden(placement, slice(None))
-        return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)
-
-    def _shortfall_bytes(self, placement: StagePlacement, rows: Rows, *, recompute: bool) -> IntArray:
-        """The bytes by which the worst replica exceeds its device's limit; negative if all fit. [n]
-
-        As the simulator counts: static bytes, receive buffers of all micro-batches of the step, and the maximum over
-        the schedule's peaks of what is in flight.
-        """
-        shortfalls = []
-        for k in self.distinct_replicas(placement):
-            c, load = placement.device_classes[k], placement.schedule.replicas[k]
-            memory = self.memory[c]
-            needed = memory.static_bytes[rows] + memory.in_flight_bytes(load.memory_peaks, rows, recompute=recompute)
-            if placement.receives_activations:
-                needed = needed + load.num_microbatches * memory.input_bytes[rows]
-            if placement.receives_gradients:
-                needed = needed + load.num_microbatches * memory.output_grad_bytes[rows]
-            shortfalls.append(needed - self.classes[c].limit_bytes)
-        return _max(shortfalls)
-
-    def transfers(
-        self, placement: StagePlacement, successor: StagePlacement, forward: bool
-    ) -> tuple[IntArray, IntArray]:
-        """Returns the transfers to the next stage, or if not `forward` those of the gradients back, at every boundary.
-
-        Both are [boundaries]: the minimum time of one micro-batch, and the time that all micro-batches take on the
-        busiest link.
-        """
-        if placement.position is not None and placement.position == successor.position:
-            zeros = np.zeros(self.intervals.num_boundaries, dtype=np.int64)  # two stages on one device
-            return zeros, zeros
-        num_microbatches = placement.schedule.num_microbatches
-        key = (placement.device_classes, successor.device_classes, num_microbatches, forward)
-        if key not in self._transfers:
-            counts = _microbatches_per_link(placement, successor)
-            # Gradients go back between the same pairs of devices, from the successor to the placement.
-            directed = {pair: pair if forward else pair[::-1] for pair in counts}
-            times = {
-                pair: self._cut_transfer_ns(self.links.between([a], [b])[0], forward)
-                for pair, (a, b) in directed.items()
-            }
-            # One micro-batch may take the fastest link; all of them together wait for the busiest (bound "link").
-            self._transfers[key] = _min(times.values()), _max(count * times[pair] for pair, count in counts.items())
-        return self._transfers[key]
-
-    def blocks_on_transfers(self, placement: StagePlacement) -> bool:
-        """Returns whether no replica computes while it transfers; said of devices with one stage only."""
-        return placement.position is None and not any(
-            self.classes[c].device.overlaps_transfers for c in placement.device_classes
-        )
-
-    def min_entry_ns(self, placement: StagePlacement, forward: bool) -> IntArray:
-        """Returns the minimum time of a transfer from any stage before (or back to it). [boundaries]
-
-        It is 0 at the start of the chain, where there is none.
-        """
-        # The stage before is not known in the cost-to-go: take the fastest link to any device of the cluster.
-        others = range(len(self.classes))
-        here = placement.device_classes
-        sources, targets = (others, here) if forward else (here, others)
-        if not self.links.between(sources, targets):
-            return np.zeros(self.intervals.num_boundaries, dtype=np.int64)
-        times = self.min_transfer_ns(sources, targets, forward).copy()
-        times[0] = 0
-        return times
-
-    def min_transfer_ns(self, sources: Iterable[int], targets: Iterable[int], forward: bool) -> IntArray:
-        """Returns the minimum time of a transfer from a device of some classes to another one of some. [boundaries]"""
-        return _min(self._cut_transfer_ns(link, forward) for link in self.links.between(sources, targets))
-
-    def _cut_transfer_ns(self, link: Bandwidth, forward: bool) -> IntArray:
-        """The transfer of a micro-batch on a link at every boundary. [boundaries]"""
-        key = (link, forward)
-        if key not in self._transfer_ns:
-            num_bytes = self.min_send_bytes if forward else self.min_grad_bytes
-            self._transfer_ns[key] = transfer_ns(num_bytes, link, MAX_TIME)
-        return self._transfer_ns[key]
-
-    def distinct_replicas(self, placement: StagePlacement) -> list[int]:
-        """Returns the replicas of a placement, of equal ones only the last.
-
-        The last one is the strongest for the work bound: it waits for the most micro-batches of the replicas before.
-        """
-        last_of = {
-            # Of equal keys the dict keeps the last k.
-            (c, load.num_microbatches, load.memory_peaks): k
-            for k, (c, load) in enumerate(zip(placement.device_classes, placement.schedule.replicas, strict=True))
-        }
-        return sorted(last_of.values())
 
     def _with_recomputation(
         self, placement: StagePlacement, replica: ReplicaCost, rows: Rows, recompute: BoolArray, again_ns: IntArray
@@ -446,23 +250,6 @@ class StageCostTable:
             after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))
         # Replicas may end with B or with W: the minimum holds for both.
         return _min(after_last)
-
-
-def _microbatches_per_link(placement: StagePlacement, successor: StagePlacement) -> dict[tuple[int, int], int]:
-    """How many micro-batches a device of one class hands to a device of another class, by their classes.
-
-    Micro-batch m goes from replica m mod R to replica m mod R', so the pairs repeat with period lcm(R, R').
-
-    Between two classes it is the maximum over links. If a stage has several classes, it is what any two devices that
-    meet have at least: that does not change when symmetric classes are exchanged, which reorders the devices.
-    """
-    num = placement.schedule.num_microbatches
-    senders, receivers = placement.device_classes, successor.device_classes
-    # Each of the `period` pairs of replicas gets every period-th micro-batch: floor(num / period) or one more.
-    period = int(np.lcm(len(senders), len(receivers)))
-    if len(set(senders)) > 1 or len(set(receivers)) > 1:
-        return {(senders[m % len(senders)], receivers[m % len(receivers)]): num // period for m in range(period)}
-    return {(senders[0], receivers[0]): -(-num // period)}
 
 
 def _min(values: Iterable[IntArray]) -> IntArray:

@@ -93,7 +93,7 @@ class Pipeline:
             for rank, c in zip(ranks, placement.device_classes, strict=True)
         }
         return [
-            self.costs.min_transfer_ns(
+            self.costs.transfers.min_ns(
                 self._anywhere or [class_of[channel.source]],
                 self._anywhere or [class_of[channel.target]],
                 channel.forward,
@@ -116,7 +116,7 @@ class Pipeline:
         all_take_time = all((ns > 0).all() for ns in sending)
         channels = self._compiled.channels
         takes_time = {
-            forward: all_take_time and bool((self.costs.min_transfer_ns(classes, classes, forward)[1:-1] > 0).all())
+            forward: all_take_time and bool((self.costs.transfers.min_ns(classes, classes, forward)[1:-1] > 0).all())
             for forward in {channel.forward for channel in channels}
         }
         may_overtake = self._compiled.may_queue

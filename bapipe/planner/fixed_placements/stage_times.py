@@ -133,7 +133,7 @@ class StageTimes:
 
     def _table_on(self, placement: StagePlacement, rows: Rows) -> StageTable:
         self._deadline.check()
-        fits, recompute, again_ns = self.costs.fitting(placement, rows)
+        fits, recompute, again_ns = self.costs.memory.fitting(placement, rows)
         entries: list[IntArray] = []
         work_ns = []
         for c in placement.device_classes:
@@ -160,7 +160,7 @@ class StageTimes:
         for placement in self._placements:
             (c,) = placement.device_classes
             longest = self.costs.times[c].longest
-            by_phase = _by_phase(longest, longest.forward_ns if self.costs.may_recompute else 0)
+            by_phase = _by_phase(longest, longest.forward_ns if self.costs.memory.may_recompute else 0)
             found.append([*(int(by_phase[i][0]) for i in self._phases), int(longest.update_ns[0])])
         return [max(of_entry) for of_entry in zip(*found, strict=True)]
 

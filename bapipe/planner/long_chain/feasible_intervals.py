@@ -81,7 +81,7 @@ class FeasibleIntervals:
         crosses = gradient_crosses(costs.times[0].profile)[list(costs.intervals.cuts)]
         self._counts_input_grad = bool(crosses[1:-1].all())
         # Suffix minima make memory grow with the end, so that the ends that fit are a range. [classes][intervals]
-        self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory]
+        self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory.of_class]
         # The layers before a boundary may be on any devices of any pipeline, not only on those of a first stage.
         distinct = {
             (p.device_classes, p.schedule.has_split_backward, p.schedule.has_full_backward): p
@@ -157,7 +157,9 @@ class FeasibleIntervals:
             on_device = [self.costs.replica_cost(placement, k, slice(None), on_device=True) for k in numbers]
             # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
             # [intervals]
-            again_ns = self.costs.recomputed_ns(placement, slice(None)) if self.costs.may_recompute else {}
+            again_ns = (
+                self.costs.memory.recomputed_ns(placement, slice(None)) if self.costs.memory.may_recompute else {}
+            )
             is_split = schedule.has_split_backward
             plain = [self._limit_ns_of(each, each.critical_backward_ns, is_split=is_split) for each in replicas]
             recomputed = [
@@ -208,17 +210,17 @@ class FeasibleIntervals:
         if key not in self._memory_ends:
             plain = recomputed = np.full(self.intervals.num_boundaries, self.intervals.num_boundaries - 1)
             for c, peaks, num in key[0]:
-                memory = self.costs.memory[c]
+                memory = self.costs.memory.of_class[c]
                 room = self.costs.classes[c].limit_bytes - self._static_bytes[c]
                 if placement.receives_activations:
                     room = room - num * memory.input_bytes
                 # Buffers for gradients are left out: they depend on the end, and need not grow with it.
                 usage = memory.in_flight_bytes(peaks, slice(None), recompute=False)
                 plain = np.minimum(plain, self._last_ends(usage <= room))
-                if self.costs.may_recompute:
+                if self.costs.memory.may_recompute:
                     usage = memory.least_in_flight_bytes(peaks, slice(None))
                     recomputed = np.minimum(recomputed, self._last_ends(usage <= room))
-            self._memory_ends[key] = plain, np.maximum(plain, recomputed) if self.costs.may_recompute else plain
+            self._memory_ends[key] = plain, np.maximum(plain, recomputed) if self.costs.memory.may_recompute else plain
         return self._memory_ends[key]
 
     def _memory_key(self, placement: StagePlacement) -> _MemoryKey:
@@ -242,8 +244,8 @@ class FeasibleIntervals:
             num_microbatches,
         )
         if key not in self._transfers:
-            send, busy_send = self.costs.transfers(placement, successor, forward=True)
-            grad, busy_grad = self.costs.transfers(placement, successor, forward=False)
+            send, busy_send = self.costs.transfers.between(placement, successor, forward=True)
+            grad, busy_grad = self.costs.transfers.between(placement, successor, forward=False)
             self._transfers[key] = send + grad, np.maximum(busy_send + grad, send + busy_grad)
         return self._transfers[key]
 

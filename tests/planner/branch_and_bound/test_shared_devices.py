@@ -27,7 +27,7 @@ def every_choice(problem: Problem, layout: Layout) -> Iterator[tuple[int, Layout
     plain = dataclasses.replace(layout, recompute=(frozenset(),) * len(layout.placements))
     own = stages_of_ranks(problem.compiled(layout.placements)[0])
     lacking = {s for rank, short in problem.shortfall_bytes(plain).items() if short > 0 for s in own[rank]}
-    if lacking and problem.lower_bound.costs.recomputation is None:
+    if lacking and problem.lower_bound.costs.memory.recomputation is None:
         return
     options = [_subsets(*of) if s in lacking else [frozenset[int]()] for s, of in enumerate(pairwise(layout.cuts))]
     for recompute in product(*options):

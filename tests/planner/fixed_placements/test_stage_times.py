@@ -43,7 +43,7 @@ def test_times_of_intervals_asked_for_are_those_of_the_table(monkeypatch: pytest
         assert (entries == stage.every.entries[:, rows]).all()
         assert (fits == stage.every.fits[rows]).all()
         assert (np.array(stage.maxima()) >= stage.every.entries[:, stage.every.fits].max(axis=1, initial=0)).all()
-        _, recompute, _ = stage.costs.fitting(stage.placement, rows)
+        _, recompute, _ = stage.costs.memory.fitting(stage.placement, rows)
         num_recomputing += int(recompute.any())
     assert num_recomputing > 5
 
