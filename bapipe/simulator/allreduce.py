@@ -1,6 +1,6 @@
 """The sum of a stage's gradients over its replicas: buckets, when each is ready, and how long a ring takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.schedules.table import Phase
@@ -11,34 +11,54 @@ LastBackward = tuple[int, Phase]
 
 
 def sum_ns(num_bytes: int, group_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
-    """Returns the time to sum gradients over `ranks`, `group_bytes` of them over the members of the ranks as well.
+    """Returns the time to sum gradients over `ranks`; see `sum_over`."""
+    return sum_over(ranks, cluster)(num_bytes, group_bytes)
+
+
+def sum_over(ranks: Sequence[int], cluster: Cluster) -> Callable[[int, int], int]:
+    """Returns the time to sum gradients over `ranks`, by their bytes and how many of these the members sum as well.
 
     Without groups it is one ring. With groups, the gradients that the members sum go around a ring of all members of
     all ranks first; the others go around one ring for each member, of it and its partners, all at the same time.
     """
-    total_ns = 0
-    if group_bytes:
-        total_ns += ring_ns(group_bytes, ranks, cluster, num_members=cluster.devices[ranks[0]].num_members)
-    if num_bytes > group_bytes and len(ranks) > 1:
-        total_ns += ring_ns(num_bytes - group_bytes, ranks, cluster)
-    return total_ns
+    num_members = cluster.devices[ranks[0]].num_members
+    of_ranks = ring_over(ranks, cluster) if len(ranks) > 1 else None
+    of_members = ring_over(ranks, cluster, num_members=num_members) if num_members > 1 else of_ranks
+
+    def ns(num_bytes: int, group_bytes: int) -> int:
+        total_ns = of_members(group_bytes) if of_members is not None and group_bytes else 0
+        return (
+            total_ns + of_ranks(num_bytes - group_bytes)
+            if of_ranks is not None and num_bytes > group_bytes
+            else total_ns
+        )
+
+    return ns
 
 
 def ring_ns(num_bytes: int, ranks: Sequence[int], cluster: Cluster, *, num_members: int = 1) -> int:
-    """Returns the time of a ring all-reduce over the slowest link among `ranks`, and among `num_members` of each.
+    """Returns the time of a ring all-reduce; see `ring_over`."""
+    return ring_over(ranks, cluster, num_members=num_members)(num_bytes)
+
+
+def ring_over(ranks: Sequence[int], cluster: Cluster, *, num_members: int = 1) -> Callable[[int], int]:
+    """Returns the time of a ring all-reduce, by its bytes, over the slowest link among `ranks`, `num_members` of each.
 
     Each of r devices sends 2 (r - 1) messages of a r-th of the bytes, rounded up (Patarasuk, Yuan 2009). If they sum
     with their own compute, a message takes no less than that.
     """
-    num_devices = len(ranks) * num_members
-    message_bytes, host_sum = -(-num_bytes // num_devices), cluster.host_sum_link(ranks)
+    num_devices, host_sum = len(ranks) * num_members, cluster.host_sum_link(ranks)
     links = _links_among(ranks, cluster)
     if num_members > 1:
         links += [link for rank in ranks for link in cluster.member_links(rank)]
-    slowest_ns = max(link.transfer_ns(message_bytes) for link in links)
     if host_sum is not None:
-        slowest_ns = max(slowest_ns, host_sum.transfer_ns(message_bytes))
-    return 2 * (num_devices - 1) * slowest_ns
+        links.append(host_sum)
+
+    def ns(num_bytes: int) -> int:
+        message_bytes = -(-num_bytes // num_devices)
+        return 2 * (num_devices - 1) * max(link.transfer_ns(message_bytes) for link in links)
+
+    return ns
 
 
 def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[Bandwidth]:
@@ -58,28 +78,36 @@ def reduce_buckets(
     A bucket starts when it is ready on every replica and the bucket before it is done. `last_backwards` are those of
     the replicas, None for one without micro-batches.
     """
+    if not stage.bucket_bytes:
+        return []
+    group_bytes = stage.group_bucket_bytes or (0,) * len(stage.bucket_bytes)
+    durations_ns = map(sum_over(ranks, cluster), stage.bucket_bytes, group_bytes)
     all_reduces = []
     end_ns = 0
-    for bucket, num_bytes in enumerate(stage.bucket_bytes):
-        start_ns = max(end_ns, _ready_ns(stage, bucket, ranks, last_backwards, cluster))
-        group_bytes = stage.group_bucket_bytes[bucket] if stage.group_bucket_bytes else 0
-        end_ns = start_ns + sum_ns(num_bytes, group_bytes, ranks, cluster)
+    for ready_ns, duration_ns in zip(_ready_ns(stage, ranks, last_backwards, cluster), durations_ns, strict=True):
+        start_ns = max(end_ns, ready_ns)
+        end_ns = start_ns + duration_ns
         all_reduces.append((start_ns, end_ns))
     return all_reduces
 
 
 def _ready_ns(
-    stage: Stage, bucket: int, ranks: Sequence[int], last_backwards: Sequence[LastBackward | None], cluster: Cluster
-) -> int:
-    """Returns when every replica has the gradients of a bucket.
+    stage: Stage, ranks: Sequence[int], last_backwards: Sequence[LastBackward | None], cluster: Cluster
+) -> list[int]:
+    """Returns when every replica has the gradients of each bucket.
 
     That is during the last backward; if the ranks sum with their own compute, it is at the end of it.
     """
     overlaps = cluster.host_sum_link(ranks) is None
-    ready_ns = 0
+    ready_ns = [0] * len(stage.bucket_bytes)
     for cost, last in zip(stage.costs, last_backwards, strict=True):
-        if last is not None:
-            start_ns, phase = last
-            after_b_ns, after_w_ns = cost.gradient_done_ns[bucket] if overlaps else (cost.ns(phase),) * 2
-            ready_ns = max(ready_ns, start_ns + (after_w_ns if phase is Phase.WEIGHT_GRAD else after_b_ns))
+        if last is None:
+            continue
+        start_ns, phase = last
+        done_ns = (
+            [done[phase is Phase.WEIGHT_GRAD] for done in cost.gradient_done_ns]
+            if overlaps
+            else [cost.ns(phase)] * len(ready_ns)
+        )
+        ready_ns = [max(ready, start_ns + done) for ready, done in zip(ready_ns, done_ns, strict=True)]
     return ready_ns

@@ -14,13 +14,13 @@ and the names of the bounds are those of `lower_bound.py`.
 Shapes: C sync classes, N successors of a placement, B = K + 1 boundaries.
 """
 
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray
+from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray, SomeIntervals
 from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
 from bapipe.planner.branch_and_bound.stage_bound import (
     LAST_MICROBATCH,
@@ -125,11 +125,17 @@ class CostToGoTable:
         forwards_first: bool,
         enabled: Set[str],
         deadline: Deadline,
+        rows: Mapping[Hashable, IntArray] | None = None,
     ) -> None:
-        """`sync_limits_ns` are the ascending thresholds of e between the sync classes."""
+        """Makes an empty table.
+
+        Args:
+            sync_limits_ns: the ascending thresholds of e between the sync classes.
+            rows: the numbers of the intervals that each placement may have, by `sharing_key`; without, it may have all.
+        """
         self._deadline = deadline
         self.costs, self.num_microbatches, self.forwards_first = costs, num_microbatches, forwards_first
-        self.enabled = enabled
+        self.enabled, self._rows = enabled, rows
         self._sync_limits_ns = np.array(sync_limits_ns, dtype=np.int64)
         self.num_classes = len(sync_limits_ns) + 1
         self._cost_to_go: dict[Hashable, CostToGo] = {}
@@ -137,10 +143,10 @@ class CostToGoTable:
 
     def of(self, placement: StagePlacement) -> CostToGo:
         """Returns the cost-to-go of a placement. Placements with equal symmetry keys share it."""
-        for other in in_postorder([placement], lambda each: _key(each) in self._cost_to_go):
+        for other in in_postorder([placement], lambda each: sharing_key(each) in self._cost_to_go):
             self._deadline.check()
-            self._cost_to_go[_key(other)] = self._compute(other)
-        return self._cost_to_go[_key(placement)]
+            self._cost_to_go[sharing_key(other)] = self._compute(other)
+        return self._cost_to_go[sharing_key(placement)]
 
     def transitions(self, placement: StagePlacement) -> Transitions | None:
         """Returns the transitions from a placement to its successors; None if it has none."""
@@ -186,11 +192,13 @@ class CostToGoTable:
         )
 
     def _compute(self, placement: StagePlacement) -> CostToGo:
-        stage = self.costs.candidates(placement, slice(None))  # [intervals]
-        transitions = self.transitions(placement)
-        if transitions is None and not placement.is_last:  # too few devices remain: no completion
+        intervals = self._intervals(placement)
+        transitions = self.transitions(placement) if len(intervals.begins) else None
+        # No interval is possible, or too few devices remain: no completion.
+        if not len(intervals.begins) or (transitions is None and not placement.is_last):
             infinite = np.full((self.num_classes, self.costs.intervals.num_boundaries), INF, dtype=np.int64)
             return CostToGo(*[infinite] * len(CostToGo._fields))
+        stage = self.costs.candidates(placement, intervals.rows)  # [intervals]
         following = self._following(placement, transitions)  # [C, B]
         own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # of each interval's own e. [intervals]
         by_class = [_with_lower_classes(values) for values in following]  # [2C * B] each
@@ -201,19 +209,28 @@ class CostToGoTable:
             # Where what follows each interval is in `by_class`: if the interval's own e is in the class, what follows
             # may be in it or any lower one; else it must be in it, so that the largest e of both is in it. [intervals]
             row = np.where(own_class == sync_class, self.num_classes + sync_class, sync_class)
-            index = row * self.costs.intervals.num_boundaries + self.costs.intervals.ends
+            index = row * intervals.num_boundaries + intervals.ends
             at_ends = _Following(*(values[index] if len(values) else UNUSED for values in by_class))
-            rows.append(self._minimize(placement, stage, at_ends, own_class <= sync_class))
+            rows.append(self._minimize(placement, intervals, stage, at_ends, own_class <= sync_class))
         return CostToGo(*map(np.stack, zip(*rows, strict=True)))
 
+    def _intervals(self, placement: StagePlacement) -> SomeIntervals:
+        """The intervals that a placement may have."""
+        intervals = self.costs.intervals
+        return intervals.every if self._rows is None else intervals.some(self._rows.get(sharing_key(placement), UNUSED))
+
     def _minimize(
-        self, placement: StagePlacement, stage: StageCandidates, following: "_Following", in_class: BoolArray
+        self,
+        placement: StagePlacement,
+        intervals: SomeIntervals,
+        stage: StageCandidates,
+        following: "_Following",
+        in_class: BoolArray,
     ) -> CostToGo:
         """One sync class: the minimum over the intervals of a placement, with what follows each. All [intervals].
 
         Returns arrays [B].
         """
-        intervals = self.costs.intervals
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
         # Time counts from the first F of this stage: A(s) = 0 in all bounds.
         alone = bound_stage(
@@ -222,7 +239,7 @@ class CostToGoTable:
             stage,
             following.beyond,
             following.busy_link,
-            self._stalls(placement, following),
+            self._stalls(placement, intervals, following),
             self.enabled,
         )
         # Infinite: intervals that do not fit, that have an e of a higher class, or that nothing feasible can follow.
@@ -277,11 +294,11 @@ class CostToGoTable:
         )
         return forwards, done, returned
 
-    def _stalls(self, placement: StagePlacement, following: "_Following") -> TransferStalls:
+    def _stalls(self, placement: StagePlacement, intervals: SomeIntervals, following: "_Following") -> TransferStalls:
         """How long transfers block the devices, at least, whatever the stages before and after. [intervals]"""
         if not self.costs.transfers.blocks_on_transfers(placement):
             return TransferStalls()
-        begins = self.costs.intervals.begins
+        begins = intervals.begins
         recv_activation = self.costs.transfers.min_entry_ns(placement, forward=True)
         send_gradient = self.costs.transfers.min_entry_ns(placement, forward=False)
         return TransferStalls(recv_activation[begins], send_gradient[begins], following.send_ns, following.grad_ns)
@@ -353,6 +370,6 @@ class _Following(NamedTuple):
     grad_ns: IntArray
 
 
-def _key(placement: StagePlacement) -> Hashable:
-    """What placements with equal cost-to-go share."""
+def sharing_key(placement: StagePlacement) -> Hashable:
+    """Returns what placements with equal cost-to-go share."""
     return placement if placement.symmetry_key is None else placement.symmetry_key

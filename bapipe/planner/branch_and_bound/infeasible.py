@@ -131,7 +131,7 @@ class _ShortfallDP:
         begins = range(intervals.num_boundaries - 1)
         ends = [int(np.argmin(shortfall[intervals.row(begin)])) + begin + 1 for begin in begins]
         return _ShortfallToGo(
-            shortfall_bytes=intervals.min_per_begin(shortfall),
+            shortfall_bytes=intervals.every.min_per_begin(shortfall),
             ends=np.array(ends),
             successors=np.array([int(best_successor[end]) for end in ends]),
         )

@@ -37,6 +37,31 @@ MAX_TIME = INF >> 14
 """Times of one action or transfer are cut off here, at 2^46 ns, so that sums of many stay below `INF`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SomeIntervals:
+    """Some of the intervals between cuts, by begin, then by end.
+
+    Attributes:
+        rows: their numbers. [n]
+        begins, ends: the boundaries of each. [n]
+        first: where the intervals with each begin start, of the begins that occur. [begins that occur]
+        num_boundaries: of the chain.
+    """
+
+    rows: Rows
+    begins: IntArray
+    ends: IntArray
+    first: IntArray
+    num_boundaries: int
+
+    def min_per_begin(self, values: IntArray) -> IntArray:
+        """Returns for each begin the minimum over its intervals; `INF` without any. [n] -> [boundaries]"""
+        minima = np.full(self.num_boundaries, INF, dtype=np.int64)
+        if len(self.first):
+            minima[self.begins[self.first]] = np.minimum.reduceat(values, self.first)
+        return minima
+
+
 class IntervalIndex:
     """Which intervals there are, and where.
 
@@ -79,9 +104,21 @@ class IntervalIndex:
         sends: BoolArray = gradient_crosses(profile)[list(self.cuts)][self.begins]
         return sends
 
-    def min_per_begin(self, values: IntArray) -> IntArray:
-        """Returns for each begin the minimum over its intervals; `INF` for the last. [intervals] -> [boundaries]"""
-        return np.append(np.minimum.reduceat(values, self.row_offset[:-1]), INF)
+    @cached_property
+    def every(self) -> SomeIntervals:
+        """All intervals."""
+        return self.some(slice(None))
+
+    def some(self, rows: Rows) -> SomeIntervals:
+        """Returns the intervals with some numbers, which ascend."""
+        begins, ends = self.begins[rows], self.ends[rows]
+        first = np.flatnonzero(np.diff(begins, prepend=-1))
+        return SomeIntervals(rows=rows, begins=begins, ends=ends, first=first, num_boundaries=self.num_boundaries)
+
+    def numbers(self, begins: IntArray, ends: IntArray) -> IntArray:
+        """Returns the numbers of the intervals with some begins and ends."""
+        numbers: IntArray = self.row_offset[begins] + ends - begins - 1
+        return numbers
 
 
 class IntervalMemory:

@@ -40,7 +40,8 @@ Each bound has two sides: `bound_stage` and this file compute it for the stages 
 cost-to-go. Every line that computes a bound names it.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,22 +111,35 @@ class LowerBound:
         """`enabled` are the bounds to use, by name: with fewer, every lower bound is at most as high."""
         self.costs, self.num_microbatches = costs, num_microbatches
         self._forwards_first = forwards_first and FORWARDS_FIRST in enabled
-        self._enabled = enabled
+        self._enabled, self._sync_limits_ns, self._deadline = enabled, tuple(sync_limits_ns), deadline
+        self._make_tables(None)
 
+    def narrowed(self, rows: Mapping[Hashable, IntArray]) -> "LowerBound":
+        """Returns the bounds of plans in which stages on a placement have some intervals only.
+
+        Args:
+            rows: their numbers, by `sharing_key`.
+        """
+        other = copy(self)
+        other._make_tables(rows)
+        return other
+
+    def _make_tables(self, rows: Mapping[Hashable, IntArray] | None) -> None:
         def table(limits_ns: Sequence[int]) -> CostToGoTable:
             return CostToGoTable(
-                costs,
-                num_microbatches,
+                self.costs,
+                self.num_microbatches,
                 limits_ns,
                 forwards_first=self._forwards_first,
-                enabled=enabled,
-                deadline=deadline,
+                enabled=self._enabled,
+                deadline=self._deadline,
+                rows=rows,
             )
 
         # Two tables: roots and `extend` need one number per quantity, which one sync class gives; `children` needs the
         # strong bounds, and takes the minimum over the classes at the end.
         self.cost_to_go = table(())
-        self._cost_to_go_by_class = table(sync_limits_ns)
+        self._cost_to_go_by_class = table(self._sync_limits_ns)
 
     def roots(
         self, first: tuple[StagePlacement, ...], num_positions: int, known_ns: int = 0

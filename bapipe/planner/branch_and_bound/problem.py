@@ -3,7 +3,7 @@
 A solution is a `Layout`: the cuts of the layer chain and the placement of each stage. The simulator times it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import DeviceClass
+from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
 from bapipe.planner.branch_and_bound.shared_devices import SharedDevices
@@ -121,6 +122,12 @@ class Problem:
         """Returns the problem with other roots; it shares its bounds and compiled schedules with this one."""
         other = copy(self)
         other.roots = tuple(roots)
+        return other
+
+    def narrowed(self, rows: Mapping[Hashable, IntArray]) -> "Problem":
+        """Returns the problem with stages of some intervals only; see `LowerBound.narrowed`."""
+        other = copy(self)
+        other.lower_bound = self.lower_bound.narrowed(rows)
         return other
 
     def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:

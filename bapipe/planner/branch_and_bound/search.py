@@ -80,6 +80,7 @@ def best_below(
     max_gap: float,
     max_nodes: int,
     deadline: Deadline = UNLIMITED,
+    progress: SearchProgress | None = None,
 ) -> tuple[SearchResult | None, int]:
     """Returns the fastest layout found with a step shorter than `below_ns`, None without one, and a lower bound.
 
@@ -90,7 +91,7 @@ def best_below(
         max_gap: the search ends when the fastest step known exceeds the bound by no more than this part of it.
         deadline: ends the search with what it has.
     """
-    search = _BestFirst(problems, None, deadline)
+    search = _BestFirst(problems, progress, deadline)
     search.upper_bound_ns = min(below_ns, INF)
     with suppress(OutOfTime):
         while search.is_open and search.num_nodes < max_nodes and not search.is_within(max_gap):

@@ -7,13 +7,12 @@ T whether any plan may be so fast; bisection finds the smallest such T, which no
                            longer stages where that makes transfers shorter
     2. raise_bound         bisection, one micro-batch size after another; the relaxation's own paths are simulated, too
     3. hill_climb          the best plans move their cuts as long as the simulator says that it helps
-    4. best-first search   if a gap remains and the problem is not too large, from the best plan as incumbent
+    4. close_gap           if a gap remains, best-first search among the intervals that the relaxation leaves
 
 The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise, zip_longest
 
 from bapipe.planner.branch_and_bound.intervals import INF
@@ -23,6 +22,7 @@ from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR, best_fir
 from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.long_chain.balanced import BalancedCuts, uniform_pipelines
+from bapipe.planner.long_chain.close_gap import close_gap
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
 from bapipe.progress import SearchProgress
@@ -33,9 +33,8 @@ MIN_BOUNDARIES = 300
 DEFAULT_MAX_ACTIONS = 12_000_000
 """Budget: actions that the simulator may run."""
 
-ACTIONS_PER_FALLBACK_NODE, ACTIONS_PER_CLOSING_NODE = 1_000, 10_000
-"""Exchange rates of the budget for a best-first search: one that has to find the first plan, and one that has to close
-the gap. A node of a long chain takes longer than the simulation of its actions, so the second gets fewer nodes."""
+ACTIONS_PER_NODE = 400
+"""Exchange rate of the budget for a best-first search: a node takes longer than the simulation of its actions."""
 
 BOUND_PRECISION = 400
 """Bisection ends at one part in so many."""
@@ -46,8 +45,8 @@ BALANCE_SLACKS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
 MAX_GAP = 1.01
 """A best-first search follows if the best plan exceeds the bound by more than this factor, ..."""
 
-MAX_EXACT_INTERVALS = 100_000_000
-"""... and the placements of all problems have at most so many intervals."""
+MAX_EXACT_INTERVALS = 20_000_000
+"""... among no more intervals of all placements than this."""
 
 NUM_CLIMBED = 4
 """The number of plans that are varied: cut in several ways, and improved by hill climbing."""
@@ -74,7 +73,7 @@ def solve_long_chain(
 
     Args:
         max_actions: after how many simulated actions the heuristics end.
-        max_exact_intervals: up to which size a best-first search follows.
+        max_exact_intervals: among no more intervals of all placements a best-first search follows.
         max_gap: a best-first search follows if the best plan exceeds the bound by more than this factor.
         deadline: ends the search with the best layout so far.
 
@@ -95,14 +94,19 @@ def solve_long_chain(
     if best is None:
         if not search.may_fit:
             return None
-        max_nodes = max_actions // ACTIONS_PER_FALLBACK_NODE
+        max_nodes = max_actions // ACTIONS_PER_NODE
         return best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress)
-    # Step 4: close the remaining gap. Both bounds hold for all plans, so the larger one is returned.
-    if best.step_ns > max_gap * best.lower_bound_ns and search.num_intervals <= max_exact_intervals:
-        max_nodes = max_actions // ACTIONS_PER_CLOSING_NODE
-        improved = best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=best)
-        assert improved is not None
-        return replace(improved, lower_bound_ns=max(improved.lower_bound_ns, best.lower_bound_ns))
+    if best.step_ns > max_gap * best.lower_bound_ns:
+        return close_gap(
+            search.problems,
+            search.relaxation,
+            best,
+            max_nodes=max_actions // ACTIONS_PER_NODE,
+            max_intervals=max_exact_intervals,
+            deadline=deadline,
+            progress=progress,
+            num_simulated=len(search.simulated),
+        )
     return best
 
 
@@ -116,7 +120,6 @@ class _LongChainSearch:
         simulated: the step time of each path of each problem, by its number; None if it does not fit.
         ranked: (step time, sequence number, number of the problem, path) of those that fit.
         num_actions: simulated so far.
-        num_intervals: the size of the relaxations.
         may_fit: whether the relaxation has any pipeline that fits in memory.
     """
 
@@ -144,7 +147,7 @@ class _LongChainSearch:
         self.simulated: dict[tuple[int, Path], int | None] = {}
         self.ranked: list[tuple[int, int, int, Path]] = []
         self.best_ns: int | None = None
-        self.num_actions = self.num_intervals = 0
+        self.num_actions = 0
         self.may_fit = True
 
     def _min_root_ns(self, costs: StageCostTable) -> int:
@@ -247,8 +250,7 @@ class _LongChainSearch:
 
         Invariant: no plan is faster than bounds_ns[costs]; `high_ns` is feasible for the relaxation, None if unknown.
         """
-        relaxations = [(i, self._relaxation(self.problems[i])) for i in numbers]
-        self.num_intervals += sum(relaxation.num_intervals for _, relaxation in relaxations)
+        relaxations = [(i, self.relaxation(self.problems[i])) for i in numbers]
 
         def is_feasible(limit_ns: int) -> bool:
             at = next((at for at, (_, relaxation) in enumerate(relaxations) if relaxation.is_feasible(limit_ns)), None)
@@ -281,7 +283,8 @@ class _LongChainSearch:
         if self.best_ns is not None and not self.is_over:
             is_feasible(self.best_ns - 1)  # the incumbent may be optimal
 
-    def _relaxation(self, problem: Problem) -> Relaxation:
+    def relaxation(self, problem: Problem) -> Relaxation:
+        """Returns the relaxation of one of the problems."""
         return Relaxation(
             problem, self._feasible(problem), _first_placements([problem]), lambda placement: placement.successors
         )

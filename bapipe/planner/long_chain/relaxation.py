@@ -13,11 +13,12 @@ round trip from the start of the chain remains, T is below the step time of ever
 placements with N successors each and B boundaries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from bapipe.planner.branch_and_bound.cost_to_go import sharing_key
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
@@ -90,11 +91,6 @@ class Relaxation:
         self._round_trip, self._beyond = np.full(shape, INF), np.full(shape, INF)
         self._last_end = np.zeros(shape, dtype=np.int64)
 
-    @property
-    def num_intervals(self) -> int:
-        """The size of the relaxation: intervals times placements."""
-        return len(self._stages) * self.last_boundary * self.last_boundary
-
     def _add_in_postorder(self, placement: StagePlacement) -> None:
         """Adds a placement after all of its successors, without recursion: pipelines may have very many stages."""
         stack = [placement]
@@ -141,6 +137,36 @@ class Relaxation:
             self._deadline.check()
             self._solve(number, stage, self._feasible_ends(stage, limit_ns), limit_ns)
         return self._has_path()
+
+    def possible_intervals(self, limit_ns: int) -> dict[Hashable, IntArray]:
+        """Returns the numbers of the intervals that stages can have in pipelines within a step time.
+
+        By `sharing_key` of their placements; empty if there is no such pipeline. Every stage of a plan within the limit
+        has one of them: it begins where a stage before it ends, and a pipeline goes on from where it ends.
+        """
+        if not self.is_feasible(limit_ns):
+            return {}
+        possible: dict[Hashable, IntArray] = {}
+        intervals = self.problem.lower_bound.costs.intervals
+        is_begin = np.zeros(self._round_trip.shape, dtype=bool)  # of a stage in a pipeline from the start
+        is_begin[self._first, 0] = True
+        for number in reversed(range(len(self._stages))):  # predecessors before successors
+            self._deadline.check()
+            begins = np.flatnonzero(is_begin[number] & (self._round_trip[number] < INF))
+            counts = np.maximum(self._last_end[number][begins] - begins, 0)
+            # The intervals of each begin up to its last end, one begin after another.
+            begin_of = np.repeat(begins, counts)
+            ends = begin_of + 1 + np.arange(len(begin_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+            goes_on = self._beyond[number][ends] < INF
+            begin_of, ends = begin_of[goes_on], ends[goes_on]
+            key = sharing_key(self._stages[number].placement)
+            numbers = intervals.numbers(begin_of, ends)
+            possible[key] = np.union1d(possible[key], numbers) if key in possible else numbers
+            is_end = np.zeros(self.last_boundary + 1, dtype=bool)
+            is_end[ends] = True
+            for transition in self._stages[number].transitions:
+                is_begin[transition.stages] |= is_end
+        return possible
 
     def is_balanced(self, microbatch_ns: int) -> bool:
         """Returns whether every stage can take at most so long per micro-batch, whatever the step time is."""

@@ -31,7 +31,7 @@ def test_sums_and_maxima_of_layers() -> None:
 def test_minimum_per_begin() -> None:
     intervals = IntervalIndex(CUTS)
     values = np.array([7, 3, 8, 9, 2, 6, 5, 4, 4, 1])
-    assert intervals.min_per_begin(values).tolist() == [3, 2, 4, 1, INF]
+    assert intervals.every.min_per_begin(values).tolist() == [3, 2, 4, 1, INF]
 
 
 def test_memory_of_all_intervals_is_that_of_each() -> None:

@@ -1,12 +1,14 @@
 """The relaxation of long chains: every plan is feasible in it, and some limits are not."""
 
 from bisect import bisect_left
-from itertools import pairwise
+from collections.abc import Hashable
+from itertools import combinations, pairwise
 from random import Random
 
 import pytest
 from msgspec.structs import replace
 
+from bapipe.planner.branch_and_bound.cost_to_go import sharing_key
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.long_chain.bisection import solve_long_chain
@@ -63,6 +65,51 @@ def test_relaxation_is_feasible_at_the_optimum_and_infeasible_far_below(schedule
             optima += 1
     assert optima > 20
     assert infeasible > 0.4 * optima
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b", "zb-v"])
+def test_stages_of_every_plan_within_a_limit_have_possible_intervals(schedule: str) -> None:
+    num_within = num_left_out = 0
+    for seed in range(12):
+        for problem in random_problems(seed, [schedule], max_layers=5, buckets=seed % 3 == 0):
+            fitting = [
+                (problem.step_ns(layout), layout)
+                for layout in layouts(problem)
+                if all(shortfall <= 0 for shortfall in problem.shortfall_bytes(layout).values())
+            ]
+            if not fitting:
+                continue
+            first = [placement for root in problem.roots for placement in root.first_placements]
+            relaxation = Relaxation(problem, feasible_intervals(problem), first, lambda each: each.successors)
+            fastest_ns = min(step_ns for step_ns, _ in fitting)
+            for limit_ns in (fastest_ns, fastest_ns * 5 // 4):
+                possible = relaxation.possible_intervals(limit_ns)
+                for step_ns, layout in fitting:
+                    if step_ns <= limit_ns:
+                        assert intervals_of(problem, layout) <= {
+                            (key, number) for key, numbers in possible.items() for number in numbers.tolist()
+                        }
+                        num_within += 1
+                num_left_out += sum(len(problem.lower_bound.costs.intervals.begins) - len(n) for n in possible.values())
+    assert num_within > 40
+    assert num_left_out > 100
+
+
+def intervals_of(problem: Problem, layout: Layout) -> set[tuple[Hashable, int]]:
+    """The number of the interval of each stage, with what says which placements share tables."""
+    boundaries = [problem.cuts.index(cut) for cut in layout.cuts]
+    of_ends = {(b, e): i for i, (b, e) in enumerate(combinations(range(len(problem.cuts)), 2))}
+    return {
+        (sharing_key(placement), of_ends[interval])
+        for placement, interval in zip(layout.placements, pairwise(boundaries), strict=True)
+    }
+
+
+def test_a_limit_below_every_plan_leaves_no_intervals() -> None:
+    problem = random_problems(1, ["1f1b"])[0]
+    first = [placement for root in problem.roots for placement in root.first_placements]
+    relaxation = Relaxation(problem, feasible_intervals(problem), first, lambda each: each.successors)
+    assert relaxation.possible_intervals(1) == {}
 
 
 def test_no_plan_beats_the_bound_if_the_first_of_many_unequal_devices_is_slow() -> None:
