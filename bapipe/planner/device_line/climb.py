@@ -4,6 +4,7 @@ Where estimates are not exact, because links carry several transfers at once, th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 from bapipe.planner.deadline import Deadline
@@ -26,6 +27,16 @@ class Climbs:
         self._time, self._num_doublings = time, num_doublings
         self._estimates: dict[tuple[DeviceLine, str, int], StepEstimate] = {}
         self._done: set[tuple[DeviceLine, LinePlan]] = set()
+
+    def estimate_ns(self, line: DeviceLine, plan: LinePlan) -> float:
+        """Estimates the step time of a plan, infinite if it does not fit; other schedules are taken for 1F1B."""
+        estimate = self._estimate(line, plan)
+        if estimate is not None:
+            return estimate.step_ns(plan)
+        as_1f1b = replace(plan, schedule="1f1b")
+        estimate = self._estimate(line, as_1f1b)
+        assert estimate is not None
+        return estimate.step_ns(as_1f1b)
 
     def is_slower(self, line: DeviceLine, plan: LinePlan, limit_ns: float) -> bool:
         """Returns whether a plan takes longer than a limit by its estimate."""

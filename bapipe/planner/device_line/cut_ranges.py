@@ -3,8 +3,8 @@
 A round trip of a micro-batch takes the transfers over all cuts, and `prefix_bound.py` counts, of stages whose number is
 not known, those before a stage only. Plans with many cuts have long round trips, and those with few have long stages,
 whose gradients take long to sum; what neither can do, the relaxation of all numbers may. So every range of numbers has
-a bound of its own, and one in which the relaxation has a plan within the goal is divided. The goal is what a narrow
-range cannot be shown to exceed, so most ranges are asked once.
+a bound of its own, and one in which the relaxation has a plan within the goal is divided. The goal that all exceed is
+found by bisection; a range that exceeds one is not asked about lower ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ NARROW = 20
 """Ranges of fewer numbers than one in so many are not divided."""
 
 PRECISION = 100
-"""What a narrow range may exceed is searched for to one part in so many."""
+"""The goal that all ranges exceed is searched for to one part in so many."""
 
 
 class Relaxation(Protocol):
@@ -76,34 +76,31 @@ class CutRanges:
         Args:
             may_go_on: asked before each question to the relaxation.
         """
-        goal_ns, low_ns = high_ns - 1, self.bound_ns
-        left = sorted(self.ranges, key=self._distance, reverse=True)
-        self.ranges = []
-        try:
-            while left and may_go_on():
-                each = left[-1]
-                if each.bound_ns <= goal_ns and not each.is_refuted(goal_ns, deadline):
-                    parts = self._parts(each)
-                    if parts:
-                        left[-1:] = sorted(parts, key=self._distance, reverse=True)
-                        continue
-                    goal_ns = self._refuted_ns(each, low_ns, goal_ns, deadline, may_go_on)
-                self.ranges.append(left.pop())
-        finally:
-            self.ranges += left
-
-    def _refuted_ns(
-        self, each: Relaxation, low_ns: int, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]
-    ) -> int:
-        """The highest limit that a range can be shown to exceed, by bisection."""
-        low_ns = max(low_ns, each.bound_ns - 1)
-        while high_ns - low_ns > low_ns // PRECISION and may_go_on():
-            middle_ns = (low_ns + high_ns) // 2
-            if each.is_refuted(middle_ns, deadline):
-                low_ns = middle_ns
+        low_ns = self.bound_ns
+        while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
+            goal_ns = (low_ns + high_ns) // 2
+            if self._is_refuted(goal_ns, deadline, may_go_on):
+                low_ns = goal_ns
             else:
-                high_ns = middle_ns
-        return low_ns
+                high_ns = goal_ns
+
+    def _is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
+        """Asks of range after range, beginning near the best plan, whether it exceeds the goal, until one does not."""
+        self.ranges.sort(key=self._distance)
+        at = 0
+        while at < len(self.ranges):
+            each = self.ranges[at]
+            if each.bound_ns > goal_ns:
+                at += 1
+                continue
+            if not may_go_on():
+                return False
+            if not each.is_refuted(goal_ns, deadline):
+                parts = self._parts(each)
+                if not parts:
+                    return False
+                self.ranges[at : at + 1] = sorted(parts, key=self._distance)
+        return True
 
     def _distance(self, problem: Relaxation) -> tuple[int, int]:
         """How far the best plan's number of cuts is from those of a problem."""

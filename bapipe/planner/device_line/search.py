@@ -17,6 +17,7 @@ estimates, so that results do not depend on the speed of the machine.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
+from math import inf, isinf
 
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
@@ -60,6 +61,9 @@ MIN_TRANSFERS = 0.01
 
 PIVOT_GAPS = (5, 6.5, 8, 10)
 """The gaps, in percent, that the bound of pivots is asked for, one after another."""
+
+MAX_ESTIMATED = 400
+"""So many naive plans are estimated to begin with the best ones."""
 
 MIN_TRIED = 3
 """So many naive plans are timed also if that takes more than its share of the time."""
@@ -138,7 +142,7 @@ class LineSearch:
         """Searches until the budget or the time is over, or the best plan attains the bound."""
         with suppress(OutOfTime):
             first = self.deadline.share(4)
-            for number, (line, plan) in enumerate(self._naive_plans()):
+            for number, (line, plan) in enumerate(self._naive_plans(self.deadline.share(8))):
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
@@ -205,14 +209,26 @@ class LineSearch:
             if path is not None:
                 self._time_unless_slow(line, path)
 
-    def _naive_plans(self) -> list[tuple[DeviceLine, LinePlan]]:
-        """Step 1: the naive plans of all lines, the smallest bounds first."""
-        plans = [
+    def _naive_plans(self, deadline: Deadline) -> list[tuple[DeviceLine, LinePlan]]:
+        """Step 1: the naive plans of all lines, the smallest estimates first, and then the smallest bounds.
+
+        Those with bounds above an estimate, and those behind the deadline, have no estimates.
+        """
+        bounded = [
             (bound_ns, line, plan)
             for line in self.lines
             for bound_ns, plan in naive_plans(line, self.schedules, self.sizes)
         ]
-        return [(line, plan) for _, line, plan in sorted(plans, key=lambda each: each[0])]
+        estimated: list[tuple[float, DeviceLine, LinePlan]] = []
+        least_ns, bounded = inf, sorted(bounded, key=lambda each: each[0])
+        for bound_ns, line, plan in bounded[:MAX_ESTIMATED]:
+            if bound_ns > least_ns or deadline.is_over:
+                break
+            estimated.append((self._climbs.estimate_ns(line, plan), line, plan))
+            least_ns = min(least_ns, estimated[-1][0])
+        self._is_memory_tight = any(isinf(estimate_ns) for estimate_ns, _, _ in estimated)
+        ranked = [*sorted(estimated, key=lambda each: each[0]), *bounded[len(estimated) :]]
+        return [(line, plan) for _, line, plan in ranked]
 
     def _time_fitting(self, deadline: Deadline) -> None:
         """Step 1, where memory is tight: naive plans with cuts moved so that they fit, a few of each line."""

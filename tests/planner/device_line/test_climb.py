@@ -10,6 +10,7 @@ from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.neighbourhood import neighbours
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
@@ -151,3 +152,20 @@ def test_plans_that_break_a_constraint_are_left_out() -> None:
     for cuts, is_allowed in (((0, 3, 6), True), ((0, 2, 6), False)):
         plan = LinePlan(cuts=cuts, counts=(2, 2), schedule="1f1b", microbatch_size=1)
         assert line.allows(plan) == is_allowed == (line.time(plan) is not None)
+
+
+def test_the_fastest_naive_plan_is_timed_first_not_the_one_with_the_smallest_bound() -> None:
+    """A transfer takes as long as 40 layers, which is not in the bound of many short stages."""
+    random = Random(1)
+    profile = chain([random.randint(1, 4) for _ in range(40)], output_bytes=3 * 10**9, param_bytes=3 * 10**8)
+    cluster = devices(32, bytes_per_s=10**10, memory_bytes=10**12)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=32))
+    naive = [line.time(plan) for _, plan in naive_plans(line, ["1f1b", "gpipe"], [1])]
+    steps_ns = [timed.step_ns for timed in naive if timed is not None]
+    shown: list[tuple[int, int, int]] = []
+    search = LineSearch(
+        [line], ["1f1b", "gpipe"], [1], bound_ns=0, deadline=UNLIMITED, progress=lambda *figures: shown.append(figures)
+    )
+    search.run()
+    assert min(steps_ns) < 0.9 * steps_ns[0]
+    assert shown[0][1] == min(steps_ns)
