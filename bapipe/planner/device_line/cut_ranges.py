@@ -23,6 +23,9 @@ NARROW = 20
 PRECISION = 100
 """The goal that all ranges exceed is searched for to one part in so many."""
 
+NUM_TIGHTENED = 2
+"""The number of narrow ranges of which plans within the lowest limits are looked for."""
+
 
 class Relaxation(Protocol):
     """The plans of one order of the devices, schedule and micro-batch size, relaxed: `PrefixBound` or `SingleDevices`.
@@ -43,9 +46,6 @@ class Relaxation(Protocol):
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
 
-    def is_refuted(self, limit_ns: int, deadline: Deadline) -> bool:
-        """Returns whether no plan can be within a step time, which raises the bound."""
-
     def with_num_cuts(self, fewest: int, most: int) -> "Relaxation":
         """Returns the problem of plans with so many cuts between their stages."""
 
@@ -58,12 +58,15 @@ class CutRanges:
 
     Attributes:
         ranges: each with its own bound.
+        paths: the stages that the relaxation chose within goals that it did not exceed.
     """
 
     def __init__(self, problems: Sequence[Relaxation], num_cuts: int) -> None:
         """`num_cuts` are those of the best plan; the ranges are narrow near them."""
         self._likely = num_cuts
         self.ranges = [problem.with_num_cuts(*problem.num_cuts) for problem in problems]
+        self.paths: list[tuple[DeviceLine, LinePlan]] = []
+        self._narrow: dict[Relaxation, int] = {}  # the lowest goals that narrow ranges do not exceed
 
     @property
     def bound_ns(self) -> int:
@@ -78,11 +81,19 @@ class CutRanges:
         """
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
-            goal_ns = (low_ns + high_ns) // 2
+            goal_ns = (2 * low_ns + high_ns) // 3  # a low one needs fewer ranges
             if self._is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns
             else:
                 high_ns = goal_ns
+
+    def tighten(self, deadline: Deadline) -> None:
+        """Adds paths of narrow ranges within the lowest limits that they have any; the lowest goals first."""
+        for each in sorted(self._narrow, key=self._narrow.__getitem__)[:NUM_TIGHTENED]:
+            while self._narrow[each] - each.bound_ns > each.bound_ns // PRECISION:
+                limit_ns = (self._narrow[each] + each.bound_ns) // 2
+                if self._has_path(each, limit_ns, deadline):
+                    self._narrow[each] = limit_ns
 
     def _is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
         """Asks of range after range, beginning near the best plan, whether it exceeds the goal, until one does not."""
@@ -95,12 +106,23 @@ class CutRanges:
                 continue
             if not may_go_on():
                 return False
-            if not each.is_refuted(goal_ns, deadline):
-                parts = self._parts(each)
-                if not parts:
-                    return False
-                self.ranges[at : at + 1] = sorted(parts, key=self._distance)
+            if not self._has_path(each, goal_ns, deadline):
+                continue
+            parts = self._parts(each)
+            if not parts:
+                self._narrow[each] = goal_ns
+                return False
+            self.ranges[at : at + 1] = sorted(parts, key=self._distance)
         return True
+
+    def _has_path(self, each: Relaxation, limit_ns: int, deadline: Deadline) -> bool:
+        """Returns whether the relaxation has stages within a limit, which are noted; without any the bound rises."""
+        path = each.path(limit_ns, deadline)
+        if path is None:
+            each.bound_ns = limit_ns + 1
+        else:
+            self.paths.append((each.line, path))
+        return path is not None
 
     def _distance(self, problem: Relaxation) -> tuple[int, int]:
         """How far the best plan's number of cuts is from those of a problem."""

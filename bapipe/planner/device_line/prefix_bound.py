@@ -100,13 +100,6 @@ class PrefixBound(LayerSums):
             part.last_replicas = fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)
         return parts
 
-    def is_refuted(self, limit_ns: int, deadline: Deadline) -> bool:
-        """Returns whether no plan can be within a step time, which raises the bound."""
-        if self.path(limit_ns, deadline) is not None:
-            return False
-        self.bound_ns = max(self.bound_ns, limit_ns + 1)
-        return True
-
     @property
     def is_alike(self) -> bool:
         """Whether a pivot says more: 1F1B or GPipe, with replicas, on devices of one speed."""

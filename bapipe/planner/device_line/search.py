@@ -5,7 +5,8 @@
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
                          without replicas, step 6, and the stages that its relaxation chooses are timed
-    5. climb             from the best of the plans found since
+    5. climb             from the best of the plans found since; if transfers are long, also from the stages that the
+                         relaxation of step 6 chooses, which then has half of the time before
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them
     7. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
     8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
@@ -132,6 +133,7 @@ class LineSearch:
         self.best: TimedPlan | None = None
         self.bound_ns = bound_ns
         self._climbs = Climbs(self._time)
+        self._cut_ranges: list[CutRanges] = []
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
         self._num_actions = self._num_slow_paths = 0
         self._has_replicas = lines[0].options.replicas
@@ -159,10 +161,15 @@ class LineSearch:
             self._num_slow_paths = 0
             with suppress(OutOfTime):
                 if self._has_replicas:
-                    self._equal_groups(self.deadline.share(3))
+                    self._equal_groups(self.deadline.share(4))
                 else:
                     self._raise_by_cuts(problems, self.deadline.share(4))
-            self._climb(self.deadline.share(4))
+            if self.rival is None and self._has_replicas and self._has_long_transfers(problems[0]):
+                self._raise_by_cuts(problems, self.deadline.share(2))
+                self._climb_from_paths(self.deadline.share(2))
+            else:
+                self._climb(self.deadline.share(4))
+                self._cut_ranges.clear()  # the best plan may have another number of cuts
             if self.rival is None:
                 self._raise_by_cuts(problems, self.deadline.share(2) if self._may_climb_on else self.deadline)
                 self._raise_by_pivots(problems, self.deadline)
@@ -323,8 +330,10 @@ class LineSearch:
             return
         asked = iter(range(MAX_CUTS_WORK // self._num_devices**2))
         enough_ns = self.bound_ns + self.bound_ns // COARSE_PRECISION
-        for apart in (list(self._problems()), problems):
-            ranges = CutRanges(apart, len(self.best.plan.counts) - 1)
+        for number, apart in enumerate((list(self._problems()), problems)):
+            if number == len(self._cut_ranges):
+                self._cut_ranges.append(CutRanges(apart, len(self.best.plan.counts) - 1))
+            ranges = self._cut_ranges[number]
             with suppress(OutOfTime):
                 ranges.raise_bound(
                     self.best.step_ns, deadline, lambda: self.deadline.is_given or next(asked, None) is not None
@@ -334,6 +343,16 @@ class LineSearch:
                 self._time_paths(ranges.ranges, self.deadline.share(4))
             if self.bound_ns >= enough_ns or len(problems) == len(apart):
                 return
+
+    def _climb_from_paths(self, deadline: Deadline) -> None:
+        """Step 5, if transfers are long: also from the stages that the relaxation chose for some numbers of cuts."""
+        with suppress(OutOfTime):
+            for ranges in self._cut_ranges:
+                ranges.tighten(deadline.share(3))
+        paths = {path: self._climbs.estimate_ns(*path) for ranges in self._cut_ranges for path in ranges.paths}
+        for path in sorted(paths, key=paths.__getitem__)[:NUM_CLIMBED]:
+            self._time_unless_slow(*path)
+        self._climb(deadline, may_simulate=False)
 
     def _time_paths(self, ranges: Sequence[Relaxation], deadline: Deadline) -> None:
         """Step 4, without replicas: the stages that the relaxation chooses near the lowest bounds of ranges."""

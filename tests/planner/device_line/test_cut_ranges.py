@@ -8,6 +8,7 @@ import pytest
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line.cut_ranges import CutRanges
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import SCHEDULES
@@ -35,9 +36,8 @@ def test_every_plan_is_feasible_among_those_with_as_many_cuts(schedule: str, is_
                 checked += 1
         for num_cuts, step_ns in best_ns.items():
             one = every.with_num_cuts(num_cuts, num_cuts)
-            closer += one.is_refuted(step_ns * 95 // 100, UNLIMITED) and not every.is_refuted(
-                step_ns * 95 // 100, UNLIMITED
-            )
+            limit_ns = step_ns * 95 // 100
+            closer += one.path(limit_ns, UNLIMITED) is None and every.path(limit_ns, UNLIMITED) is not None
     assert checked > 50
     assert closer >= 1
 
@@ -66,10 +66,28 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
     low_ns, high_ns = 0, best.step_ns
     while high_ns - low_ns > 1:
         middle_ns = (low_ns + high_ns) // 2
-        low_ns, high_ns = (middle_ns, high_ns) if problem.is_refuted(middle_ns, UNLIMITED) else (low_ns, middle_ns)
+        has_path = problem.path(middle_ns, UNLIMITED) is not None
+        low_ns, high_ns = (low_ns, middle_ns) if has_path else (middle_ns, high_ns)
     ranges = CutRanges([problem], len(best.plan.counts) - 1)
     ranges.raise_bound(best.step_ns, UNLIMITED, lambda: True)
-    assert 1.05 * problem.bound_ns < ranges.bound_ns <= best.step_ns
+    assert 1.05 * low_ns < ranges.bound_ns <= best.step_ns
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_tight_limits_for_a_number_of_cuts_give_stages_that_are_faster_than_all_naive_plans(schedule: str) -> None:
+    """Fewer cuts mean fewer transfers, more cuts shorter rings of gradients, and early stages end last."""
+    random = Random(0)
+    profile = chain([random.randint(1, 3) for _ in range(60)], param_bytes=16 * 10**7, output_bytes=8 * 10**7)
+    cluster = devices(32, bytes_per_s=10**10, memory_bytes=10**12)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=16))
+    naive = [timed.step_ns for _, plan in naive_plans(line, [schedule], [1]) if (timed := line.time(plan))]
+    asked = iter(range(32))
+    ranges = CutRanges([PrefixBound(line, schedule, 1, 32)], 8)
+    ranges.raise_bound(min(naive), UNLIMITED, lambda: next(asked, None) is not None)
+    num_paths, bound_ns = len(ranges.paths), ranges.bound_ns
+    ranges.tighten(UNLIMITED)
+    steps_ns = [timed.step_ns for of_line, plan in ranges.paths[num_paths:] if (timed := of_line.time(plan))]
+    assert bound_ns <= ranges.bound_ns <= min(steps_ns) < min(naive)
 
 
 def test_a_given_number_of_stages_bounds_plans_with_as_many() -> None:
