@@ -6,6 +6,7 @@ devices only.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -38,6 +39,17 @@ class Constraints:
         parts += [f"{layer} on {','.join(devices)}" for layer, devices in self.on]
         return "; ".join(parts)
 
+    def check_layers(self, profile: ModelProfile) -> None:
+        """Raises BapipeError if a layer is unknown."""
+        names = [layer.name for layer in profile.layers]
+        pairs = (*self.together, *self.separate)
+        for name in (*chain.from_iterable(pairs), *(name for name, _ in self.on)):
+            if name not in names:
+                raise BapipeError(
+                    f"a constraint names the layer '{name}', which {profile.model} does not have; "
+                    f"its {len(names)} layers are '{names[0]}' to '{names[-1]}'"
+                )
+
     def allowed_layers(self, cluster: Cluster) -> list[Hashable]:
         """Returns for each device which layers of `on` it may run; only equal devices may share a class. [ranks]"""
         return [tuple(device.name in devices for _, devices in self.on) for device in cluster.devices]
@@ -49,8 +61,9 @@ class Constraints:
             legal: whether the profile allows each cut. [layers + 1]
 
         Raises:
-            BapipeError: no allowed cut separates two layers that must be in different stages.
+            BapipeError: a layer is unknown, or no allowed cut separates two layers that must be in different stages.
         """
+        self.check_layers(profile)
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         allowed = list(legal)
         for a, b in self.together:
@@ -132,13 +145,8 @@ def parse_constraints(texts: Sequence[str]) -> Constraints:
 
 def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluster) -> None:
     """Raises BapipeError if constraints name unknown layers or devices, or contradict one another."""
+    rules.check_layers(profile)
     names = [layer.name for layer in profile.layers]
-    for name in [name for pair in (*rules.together, *rules.separate) for name in pair] + [name for name, _ in rules.on]:
-        if name not in names:
-            raise BapipeError(
-                f"a constraint names the layer '{name}', which {profile.model} does not have; "
-                f"its {len(names)} layers are '{names[0]}' to '{names[-1]}'"
-            )
     for name, devices in rules.on:
         for device in devices:
             if device not in cluster.index:

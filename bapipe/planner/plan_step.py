@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
 
+INTERVALS_PER_S = 10_000_000
+"""Exact searches are not begun if the time that is left allows for fewer than this many intervals a second."""
+
 MAX_TABLE_BYTES = 2**31
 """Of the times of all intervals on all kinds and speeds of many devices, at all micro-batch sizes."""
 
@@ -168,15 +171,21 @@ def _has_too_large_tables(profiles: Mapping[str, ModelProfile], cluster: Cluster
 
     Of many devices that differ, only: one of each kind and speed has tables of its own.
     """
-    from bapipe.planner.device_line.line import DeviceLine
     from bapipe.planner.device_line.search import MIN_DEVICES
 
     unlike = {(device.kind, device.speed) for device in cluster.devices}
     if len(unlike) == 1 or len(cluster.devices) < MIN_DEVICES:
         return False
-    num_intervals = len(DeviceLine(profiles, cluster, options).cuts) ** 2 // 2
+    num_intervals = _num_intervals(profiles, cluster, options)
     num_tables = len(unlike) * len(microbatch_sizes(profiles, cluster, options))
     return 5 * 8 * num_intervals * num_tables > MAX_TABLE_BYTES
+
+
+def _num_intervals(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> int:
+    from bapipe.planner.device_line.line import DeviceLine
+
+    num_boundaries: int = len(DeviceLine(profiles, cluster, options).cuts)
+    return num_boundaries * (num_boundaries - 1) // 2
 
 
 def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline = UNLIMITED) -> Solution:
@@ -212,6 +221,10 @@ def find_best_layout(
     check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
     if _has_too_large_tables(profiles, cluster, options):
         raise OutOfTime("the search of so many layers on so many unlike devices needs too much memory")
+    if deadline.remaining_s is not None and _num_intervals(profiles, cluster, options) > (
+        INTERVALS_PER_S * deadline.remaining_s
+    ):
+        raise OutOfTime("the time left is too short for a table of all intervals of so many layers")
     space = search_space(profiles, cluster, options, deadline)
     max_nodes = UNLIMITED_NODES if deadline.is_given else MAX_NODES
     result = search_layouts(space.problems, max_nodes=max_nodes, deadline=deadline, progress=progress)

@@ -22,7 +22,7 @@ from bapipe.planner.goal_search import objective_ns
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
-from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.plan_step import find_best_layout, plan_step_time
 from bapipe.planner.throughput.search import explore_throughput
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.simulator.simulate import simulate
@@ -220,3 +220,12 @@ def test_a_tight_memory_that_dives_miss_is_met_by_the_layout_with_the_least() ->
             assert all(shortfall <= 0 for shortfall in found.problem.shortfall_bytes(found.layout).values())
             fitting += 1
     assert 3 < fitting < 12
+
+
+def test_intervals_that_the_time_left_does_not_allow_for_are_not_tabulated() -> None:
+    """Of 4,000 layers there are 8,002,000 intervals: too many for half a second, and a clock that stands still."""
+    deadline = Deadline(0.5, clock=lambda: 0.0)
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b"], microbatch_size=1)
+    with pytest.raises(OutOfTime, match="table of all intervals"):
+        find_best_layout({"a": chain([1] * 4_000)}, devices(2), options, deadline=deadline)
+    assert find_best_layout({"a": chain([1] * 40)}, devices(2), options, deadline=deadline)

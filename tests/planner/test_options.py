@@ -181,6 +181,11 @@ def test_contradictory_constraints_are_named(constraint: list[str], message: str
     assert str(caught.value) == message
 
 
+def test_unknown_layers_are_named_also_where_a_line_of_devices_is_searched_first() -> None:
+    with pytest.raises(BapipeError, match="names the layer 'l99', which chain does not have"):
+        plan_step_time({"a": chain([1] * 40)}, devices(8), PlanOptions(minibatch_size=2, constraints=["l0 with l99"]))
+
+
 def test_a_pinned_plan_is_simulated_and_bounded() -> None:
     profiles = {"a": chain([3, 1, 1, 1])}
     best = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4, replicas=False))

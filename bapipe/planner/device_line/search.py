@@ -364,10 +364,9 @@ class LineSearch:
                     self._time_unless_slow(each.line, path)
 
     def _has_long_transfers(self, problem: Relaxation) -> bool:
-        """Whether the transfers of one micro-batch are a part of the best step that a bound should know."""
-        if not isinstance(problem, PrefixBound):
-            return True
-        assert self.best is not None
+        """Whether the transfers of one micro-batch are a part of the best step, if any, that a bound should know."""
+        if self.best is None or not isinstance(problem, PrefixBound):
+            return self.best is not None
         return problem.round_trip_ns(len(self.best.plan.counts) - 1) > MIN_TRANSFERS * self.best.step_ns
 
     def _raise_by_pivots(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:

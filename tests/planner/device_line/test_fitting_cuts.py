@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, fitting_plans
@@ -152,3 +153,10 @@ def test_there_is_a_plan_where_even_shares_of_time_and_of_bytes_do_not_fit(limit
     assert all(line.time(plan) is None for _, plan in naive_plans(line, options.schedules, [1]))
     plan = plan_step_time({"a": profile}, cluster, options, deadline=Deadline(limit_s))
     assert max(rank.peak_bytes for rank in plan.prediction.ranks) <= 1100
+
+
+def test_where_nothing_fits_on_many_devices_the_search_says_so() -> None:
+    cluster = devices(40, memory_bytes=10**6)
+    options = PlanOptions(minibatch_size=8, microbatch_size=1, schedules=["1f1b", "gpipe"])
+    with pytest.raises(Infeasible, match="no plan fits in memory"):
+        plan_step_time({"a": chain([1] * 40, param_bytes=10**6)}, cluster, options)
