@@ -4,7 +4,8 @@ A replica with n micro-batches of which w are in flight runs F of the first w, t
 that are estimated are of this form: 1F1B with w = ceil(devices from here on / replicas), and GPipe with w = n. So the
 actions of all replicas of a stage are a matrix of 2 n rows, and the ends of a chain of actions that each wait for an
 arrival are a running maximum of what arrives, less the time of the actions before it. Stages are passed forwards and
-backwards until no end changes: a longest path, as in the simulator (`longest_path.py`).
+backwards until no end changes: a longest path, as in the simulator (`longest_path.py`). Where w = n, no F waits for a
+gradient, and one pass there and one back are enough.
 
 Left out are rounding, links that carry several transfers at once, links of their own between two devices, sums that
 take compute, and tied weights.
@@ -43,11 +44,13 @@ class _Order:
 
     Attributes:
         forward, backward: the rows of F and of B of the first, second ... micro-batch of a replica. [micro-batches]
+        is_forwards_first: whether all F come before the first B.
         num_absent: so many replicas, the last ones, have one micro-batch less.
     """
 
     forward: IntArray
     backward: IntArray
+    is_forwards_first: bool
     num_absent: int
 
 
@@ -60,7 +63,7 @@ def _order(num_microbatches: int, num_replicas: int, depth: int) -> _Order:
     # F of micro-batch i has min(i, w) F and max(0, i - w + 1) B before it that are not in pairs.
     forward = each + np.maximum(0, each - w + 1)
     backward = each + np.minimum(each + w, n)
-    return _Order(forward, backward, n * num_replicas - num_microbatches)
+    return _Order(forward, backward, w == n, n * num_replicas - num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,8 @@ class _Stage:
         before, after: the time of the actions of a replica before each one, and with it. [2 n, replicas]
         hosts: the host of each device.
         backward: of one micro-batch.
-        ready: for each bucket of gradients, when it is full after the start of the last B. [buckets, replicas]
-        rings: for each bucket, the time of its ring and of those behind it. [buckets]
-        update: of the optimizer.
+        after_last: what follows the last B of a replica, all-reduces and update; the replica of the first of the last
+            micro-batches comes first.
     """
 
     order: _Order
@@ -82,9 +84,7 @@ class _Stage:
     after: Floats
     hosts: IntArray
     backward: Floats
-    ready: Floats
-    rings: Floats
-    update: Floats
+    after_last: Floats
 
     @cached_property
     def work(self) -> float:
@@ -209,8 +209,11 @@ class StepEstimate:
             absent = slice(count - order.num_absent, count)
             times[order.forward[-1], absent] = times[order.backward[-1], absent] = 0.0
         after = np.cumsum(times, axis=0)
+        # All devices update when the last ring is done. The longest of [buckets] for each replica.
         update = (self._update[end] - self._update[begin]) / speeds
-        return _Stage(order, after - times, after, self._hosts[ranks], backward, ready, rings, update)
+        summed = (ready - backward + rings[:, None]).max(axis=0, initial=-inf) + update.max()
+        after_last = np.roll(np.maximum(summed, update), -(self.num_microbatches % count))
+        return _Stage(order, after - times, after, self._hosts[ranks], backward, after_last)
 
     def _buckets(self, begin: int, end: int, ranks: IntArray) -> tuple[Floats, Floats]:
         """When each bucket is full after the start of the last B, and its ring and those behind it."""
@@ -230,27 +233,43 @@ class StepEstimate:
         return ready, behind
 
     def _ends(self, stages: list[_Stage], cuts: tuple[int, ...]) -> Iterator[list[Floats]]:
-        """Yields when the last B of each replica ends, after each pass over the stages. [stages][replicas]"""
+        """Yields when the B of the micro-batches end, after each pass over the stages. [stages][micro-batches]"""
         num, last = self.num_microbatches, len(stages) - 1
         ways = [self._transfers(a, b, cut) for a, b, cut in zip(stages, stages[1:], cuts[1:], strict=False)]
         at_start = np.zeros(num)
-        forward = [at_start] * (last + 1)  # ends of F, and arrivals of gradients. [stages][micro-batches]
-        gradients = [at_start] * (last + 1)
+        forward = [at_start] * (last + 1)  # ends of F and of B. [stages][micro-batches]
         ends = [at_start] * (last + 1)
+        # What ended elsewhere when a stage was run last: a stage that gets the same again need not be run again.
+        known: list[tuple[int, int]] = [(-1, -1)] * (last + 1)
+        versions = [[0, 0] for _ in stages]  # of `forward` and of `ends`
+
+        def run(s: int, *, is_way_back: bool) -> bool:
+            """Runs a stage; returns whether its F end later than before."""
+            stage = stages[s]
+            arrived, returned = versions[s - 1][0] if s else 0, versions[s + 1][1] if s < last else 0
+            if known[s] == (arrived, returned):
+                return False
+            arrivals = forward[s - 1] + ways[s - 1][0] if s else at_start
+            gradients = ends[s + 1] + ways[s][1] if s < last else at_start
+            if not stage.order.is_forwards_first:
+                own, back = _run(stage, arrivals, gradients)
+            else:
+                own = _run_forwards(stage, arrivals) if known[s][0] != arrived else forward[s]
+                back = _run_backwards(stage, own, gradients) if is_way_back else ends[s]
+            is_later = own is not forward[s] and bool((own > forward[s]).any())
+            if is_later:
+                forward[s], versions[s][0] = own, versions[s][0] + 1
+            if back is not ends[s] and bool((back > ends[s]).any()):
+                ends[s], versions[s][1] = back, versions[s][1] + 1
+            known[s] = arrived, returned if is_way_back or not stage.order.is_forwards_first else -1
+            return is_later
+
         for _ in range(MAX_PASSES):
-            for s, stage in enumerate(stages):
-                arriving = forward[s - 1] + ways[s - 1][0] if s else at_start
-                forward[s], _ = _run(stage, arriving, gradients[s])
-            is_changed = False
-            for s in range(last, -1, -1):
-                arriving = forward[s - 1] + ways[s - 1][0] if s else at_start
-                own, ends[s] = _run(stages[s], arriving, gradients[s])
-                is_changed = is_changed or bool((own > forward[s]).any())
-                forward[s] = own
-                if s:
-                    gradients[s - 1] = ends[s] + ways[s - 1][1]
+            for s in range(last + 1):
+                run(s, is_way_back=False)
+            is_changed = [run(s, is_way_back=True) for s in range(last, -1, -1)]
             yield ends
-            if not is_changed:
+            if not any(is_changed):
                 break
 
     def _transfers(self, a: _Stage, b: _Stage, cut: int) -> tuple[Floats, Floats]:
@@ -265,26 +284,46 @@ class StepEstimate:
 
 def _done(stage: _Stage, ends: Floats) -> float:
     """When the devices of a stage are done, with their all-reduces and updates."""
-    count = stage.backward.size
-    done = last = np.roll(ends[-count:], ends.size % count)  # of each replica
-    if stage.rings.size:
-        full = (last - stage.backward + stage.ready).max(axis=1)
-        done = np.maximum(done, (full + stage.rings).max())
-    return float((done + stage.update).max())
+    return float((ends[-stage.after_last.size :] + stage.after_last).max())
 
 
 def _run(stage: _Stage, arrivals: Floats, gradients: Floats) -> tuple[Floats, Floats]:
     """Returns when each F and B ends, given when what they wait for arrives. [micro-batches]"""
-    order, count, num = stage.order, stage.backward.size, arrivals.size
-    n = order.forward.size
-    rows = np.empty((2 * n, count))
-    if order.num_absent:
-        padded = np.zeros((2, n * count))
-        padded[0, :num], padded[1, :num] = arrivals, gradients
-        rows[order.forward], rows[order.backward] = padded.reshape(2, n, count)
-    else:
-        rows[order.forward], rows[order.backward] = arrivals.reshape(n, count), gradients.reshape(n, count)
+    order, num = stage.order, arrivals.size
+    rows = np.empty(stage.before.shape)
+    rows[order.forward], rows[order.backward] = _of_replicas(stage, arrivals), _of_replicas(stage, gradients)
     rows -= stage.before
     np.maximum.accumulate(rows, axis=0, out=rows)
     rows += stage.after
     return rows[order.forward].ravel()[:num], rows[order.backward].ravel()[:num]
+
+
+def _run_forwards(stage: _Stage, arrivals: Floats) -> Floats:
+    """Returns when each F ends if all come before the first B. [micro-batches]"""
+    n = stage.order.forward.size
+    rows = _of_replicas(stage, arrivals) - stage.before[:n]
+    np.maximum.accumulate(rows, axis=0, out=rows)
+    rows += stage.after[:n]
+    return rows.ravel()[: arrivals.size]
+
+
+def _run_backwards(stage: _Stage, forward: Floats, gradients: Floats) -> Floats:
+    """Returns when each B ends if all come after the last F; `forward` are the ends of F. [micro-batches]"""
+    n = stage.order.forward.size
+    rows = _of_replicas(stage, gradients) - stage.before[n:]
+    # A replica without a last micro-batch is free after the one before it.
+    free = _of_replicas(stage, forward)[-2:].max(axis=0) - stage.before[n]
+    np.maximum(rows[0], free, out=rows[0])
+    np.maximum.accumulate(rows, axis=0, out=rows)
+    rows += stage.after[n:]
+    return rows.ravel()[: gradients.size]
+
+
+def _of_replicas(stage: _Stage, of_microbatches: Floats) -> Floats:
+    """Values of micro-batches by replica, 0 where a replica has one micro-batch less. [micro-batches, replicas]"""
+    order, count = stage.order, stage.backward.size
+    if order.num_absent:
+        padded = np.zeros(order.forward.size * count)
+        padded[: of_microbatches.size] = of_microbatches
+        return padded.reshape(-1, count)
+    return of_microbatches.reshape(-1, count)

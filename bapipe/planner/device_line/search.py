@@ -1,6 +1,7 @@
 """Plans for many devices: a lower bound by bisection over prefixes of the devices, and the best of the plans near it.
 
-    1. naive plans       equal groups of devices, cut evenly; where memory is tight, with cuts moved so that they fit
+    1. first plans       naive ones, equal groups of devices, cut evenly; where memory is tight, with cuts moved so that
+                         they fit; and stages that grow from the first to the last, so that their sums end at one time
     2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
@@ -17,6 +18,7 @@ estimates, so that results do not depend on the speed of the machine.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from math import inf, isinf
 
@@ -26,6 +28,7 @@ from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
+from bapipe.planner.device_line.growing_stages import growing_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
@@ -144,7 +147,7 @@ class LineSearch:
         """Searches until the budget or the time is over, or the best plan attains the bound."""
         with suppress(OutOfTime):
             first = self.deadline.share(4)
-            for number, (line, plan) in enumerate(self._naive_plans(self.deadline.share(8))):
+            for number, (line, plan) in enumerate(self._first_plans(self.deadline.share(4))):
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
@@ -152,7 +155,7 @@ class LineSearch:
             if self.best is None or self._is_memory_tight:
                 self._time_fitting(self.deadline.share(6))
             if self.rival is None:
-                self._climb(self.deadline.share(8), may_simulate=False)
+                self._climb(self.deadline.share(3), may_simulate=False)
             problems = self._raise_bound(self.deadline.share(2))
             if self.rival is not None:
                 self._raise_by_pivots(problems, self.deadline.share(2))
@@ -161,7 +164,7 @@ class LineSearch:
             self._num_slow_paths = 0
             with suppress(OutOfTime):
                 if self._has_replicas:
-                    self._equal_groups(self.deadline.share(4))
+                    self._equal_groups(self.deadline.share(8))
                 else:
                     self._raise_by_cuts(problems, self.deadline.share(4))
             if self.rival is None and self._has_replicas and self._has_long_transfers(problems[0]):
@@ -216,8 +219,8 @@ class LineSearch:
             if path is not None:
                 self._time_unless_slow(line, path)
 
-    def _naive_plans(self, deadline: Deadline) -> list[tuple[DeviceLine, LinePlan]]:
-        """Step 1: the naive plans of all lines, the smallest estimates first, and then the smallest bounds.
+    def _first_plans(self, deadline: Deadline) -> list[tuple[DeviceLine, LinePlan]]:
+        """Step 1: the naive and the growing plans of all lines, the smallest estimates first, and then the bounds.
 
         Those with bounds above an estimate, and those behind the deadline, have no estimates.
         """
@@ -228,13 +231,19 @@ class LineSearch:
         ]
         estimated: list[tuple[float, DeviceLine, LinePlan]] = []
         least_ns, bounded = inf, sorted(bounded, key=lambda each: each[0])
+        naive_deadline = deadline.share(2)
         for bound_ns, line, plan in bounded[:MAX_ESTIMATED]:
-            if bound_ns > least_ns or deadline.is_over:
+            if bound_ns > least_ns or naive_deadline.is_over:
                 break
             estimated.append((self._climbs.estimate_ns(line, plan), line, plan))
             least_ns = min(least_ns, estimated[-1][0])
         self._is_memory_tight = any(isinf(estimate_ns) for estimate_ns, _, _ in estimated)
-        ranked = [*sorted(estimated, key=lambda each: each[0]), *bounded[len(estimated) :]]
+        num_naive = len(estimated)
+        for line, schedule, size in product(self.lines, self.schedules, self.sizes) if self._has_replicas else ():
+            step_ns = partial(self._climbs.estimate_ns, line)
+            for estimate_ns, plan in growing_stages(line, schedule, size, step_ns, deadline):
+                estimated.append((estimate_ns, line, plan))
+        ranked = [*sorted(estimated, key=lambda each: each[0]), *bounded[num_naive:]]
         return [(line, plan) for _, line, plan in ranked]
 
     def _time_fitting(self, deadline: Deadline) -> None:
