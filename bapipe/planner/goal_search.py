@@ -23,8 +23,10 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
+from bapipe.planner.validation import named_schedules
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import SearchProgress
+from bapipe.schedules import LOOPED
 
 MAX_LAYERS = 2_000
 """Copies of a block are tried up to so many layers in all."""
@@ -235,7 +237,7 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
         return Answer(is_refuted=is_refuted)
 
     num_devices = len(setting.cluster.devices)
-    wanted = range(setting.options.num_stages or 1, num_devices + 1)
+    wanted = range(_fewest_for_stages(setting.options), num_devices + 1)
     best, value, bound = first_with_plan(
         wanted, fastest, ask, lambda plan, _: len(_used_ranks(plan)), first_stride=max(1, num_devices // 2)
     )
@@ -245,6 +247,12 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     has_all = bound == wanted[0] or sub_clusters(setting.cluster, bound - 1, times_ns).has_all
     reached = ReachedGoal(quantity="devices", value=value, bound=bound, of="" if has_all else "the fastest devices")
     return _with_goal(best, setting, reached)
+
+
+def _fewest_for_stages(options: PlanOptions) -> int:
+    """Returns a number of devices that stages need in any case: one each, or one for two of a looped schedule."""
+    is_looped = any(name in LOOPED for name in named_schedules(options))
+    return -(-(options.num_stages or 1) // (2 if is_looped else 1))
 
 
 def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
