@@ -128,6 +128,9 @@ def reach_goal(
     """
     if goal.least == "devices":
         cluster = _single_way(profiles, cluster, options).cluster
+    if goal.largest is not None:
+        for profile in listed(profiles):
+            repeat_block(profile, goal.largest, 2)  # raises BapipeError before anything is searched
     progress = progress or _ignore
     setting = _Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
@@ -266,7 +269,6 @@ def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
     def ask(copies: int) -> Answer:
         return with_copies(copies).ask()
 
-    repeat_block(profiles[0], block, 2)  # raises BapipeError before anything is searched
     best, value, bound = first_with_plan(range(most, 0, -1), fastest, ask, lambda _, copies: copies, first_stride=1)
     best = with_copies(value).fastest(best) if value > 1 else best
     reached = ReachedGoal(quantity="copies", value=value, bound=0 if bound == most else bound, of=block)

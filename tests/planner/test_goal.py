@@ -244,6 +244,15 @@ def test_goals_that_mean_nothing_are_refused(make: Callable[[], object], message
     assert message in str(caught.value)
 
 
+def test_a_block_without_copies_is_refused_before_anything_is_searched() -> None:
+    def never(*_: object) -> Plan:
+        pytest.fail("searched")
+
+    profile, options = chain([1, 2]), PlanOptions(minibatch_size=4)
+    with pytest.raises(BapipeError, match="no layers of chain have this name"):
+        reach_goal(profile, devices(2), options, Goal(largest="x"), search=never, deadline=UNLIMITED)
+
+
 def test_what_no_plan_reaches_is_infeasible() -> None:
     with pytest.raises(Infeasible, match=r"the fastest has .* which is proven to be the most"):
         bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, goal=Goal(least="devices", min_throughput=10**9))
