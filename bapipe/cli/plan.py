@@ -61,6 +61,7 @@ from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
 from bapipe.planner.repeat_block import profiles_of_copies
+from bapipe.planner.validation import named_schedules
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
 
@@ -201,7 +202,7 @@ def _remarks(
     """Returns what a reader of the plan should know besides its figures."""
     deadline = Deadline(REMARKS_S) if searched_until.is_given or searched_until.is_over else UNLIMITED
     ties = near_ties(made, profiles, options.schedules, deadline) if options.goal is None else ()
-    told = plan_remarks(made, profiles, options.schedules, ties, options.num_stages)
+    told = plan_remarks(made, profiles, named_schedules(options), ties, options.num_stages)
     return tuple(map(with_flags, told))
 
 
