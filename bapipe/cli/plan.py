@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import UNSET
 
 import bapipe
 from bapipe import report
@@ -212,13 +213,16 @@ def _names(schedules: str) -> tuple[str, ...]:
 
 
 def _say_what_more_time_could_do(made: Plan, deadline: Deadline) -> None:
-    """Prints a remark on a plan without a proof whose search a deadline ended."""
-    gap = made.certificate.gap
+    """Prints whether a search that a deadline ended leaves something open."""
+    gap, goal = made.certificate.gap, made.certificate.goal
+    is_reached = goal is UNSET or goal.value == goal.bound
     if deadline.is_over and gap > 0:
         note(
             f"the search was ended: no plan is more than {gap / (1 + gap):.1%} faster; with a longer --time-limit it "
             "may find such a plan, or prove that there is none"
         )
+    elif deadline.is_stopped and made.certificate.proven_optimal and is_reached:
+        note("the search was not cut short: its proof was complete before")
 
 
 def _evaluate(
