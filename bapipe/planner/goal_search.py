@@ -24,7 +24,7 @@ from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
 from bapipe.planner.validation import named_schedules
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
 from bapipe.schedules import LOOPED
 
@@ -71,7 +71,7 @@ class _Setting:
         if self.deadline.is_over:
             return Answer()
         ways = groupings(self.profiles, self.cluster, self.options.group)
-        if self.options.objective == "step" and self._work_bound_ns(ways) > self.limit_ns:
+        if self.options.objective == "step" and self._step_bound_ns(ways) > self.limit_ns:
             return Answer(is_refuted=True)
         share = self.deadline.share(SHARE)
 
@@ -100,9 +100,8 @@ class _Setting:
             return known
         return found if objective_ns(found) <= objective_ns(known) else known
 
-    def _work_bound_ns(self, ways: Sequence[Grouping]) -> int:
-        size = self.options.minibatch_size
-        return min(work_bound_ns(way.profiles, way.cluster, size) for way in ways)
+    def _step_bound_ns(self, ways: Sequence[Grouping]) -> int:
+        return min(step_bound_ns(way.profiles, way.cluster, self.options) for way in ways)
 
 
 def reach_goal(
