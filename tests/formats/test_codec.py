@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
@@ -24,7 +25,7 @@ from bapipe.formats.codec import (
     write,
     write_bytes,
 )
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
@@ -287,6 +288,10 @@ def test_the_order_of_a_plan_is_parsed_once(plan: Plan, monkeypatch: pytest.Monk
     assert again == plan
     assert encode(again) == encode(plan)
     assert again.table == plan.table
+    certified = with_certificate(again, replace(again.certificate, space="another"))
+    assert certified == replace(again, certificate=replace(again.certificate, space="another", digest=again.digest))
+    assert certified.table is again.table
+    assert again.certificate.space == plan.certificate.space
 
 
 def test_an_order_of_absurdly_many_actions_is_not_made(plan: Plan) -> None:
