@@ -4,7 +4,7 @@ from bapipe.stop_signals import raise_on_signals
 
 
 def main() -> None:
-    """Runs the command line; signals end it quietly also while its modules are imported."""
+    """Runs the command line; signals end it with one line also while its modules are imported."""
     raise_on_signals()
     from bapipe.cli import main as run_command_line
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from bapipe.errors import Stopped
@@ -28,8 +28,9 @@ class StopRequest:
 def raise_on_signals() -> None:
     """Makes signals raise KeyboardInterrupt or Stopped, so that what this program has started ends in order.
 
-    While a module is being imported they end the process at once: an exception there would be shown as a fault of
-    that module, or be lost in it. Signals that the caller ignores, as `nohup` does, stay ignored.
+    While a module is being imported they end the process at once, with the same line and exit code: an exception there
+    would be shown as a fault of that module, or be lost in it. Signals that the caller ignores, as `nohup` does, stay
+    ignored.
     """
     for number in (signal.SIGINT, *ENDING):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -71,6 +72,9 @@ def ignore_signals(_: int) -> None:
 def _raise(number: int, frame: FrameType | None) -> None:
     _leave_closed_terminal()
     if _is_importing(frame):
+        if os.environ.get("RANK", "0") == "0":  # of a job's ranks the first one says it
+            with suppress(OSError):
+                os.write(2, f"{Stopped(number)}\n".encode())
         os._exit(128 + number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import UNSET
 
 import bapipe
 from bapipe import report
@@ -61,6 +62,7 @@ from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
 from bapipe.planner.repeat_block import profiles_of_copies
+from bapipe.planner.validation import named_schedules
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
 
@@ -201,7 +203,7 @@ def _remarks(
     """Returns what a reader of the plan should know besides its figures."""
     deadline = Deadline(REMARKS_S) if searched_until.is_given or searched_until.is_over else UNLIMITED
     ties = near_ties(made, profiles, options.schedules, deadline) if options.goal is None else ()
-    told = plan_remarks(made, profiles, options.schedules, ties, options.num_stages)
+    told = plan_remarks(made, profiles, named_schedules(options), ties, options.num_stages)
     return tuple(map(with_flags, told))
 
 
@@ -211,13 +213,16 @@ def _names(schedules: str) -> tuple[str, ...]:
 
 
 def _say_what_more_time_could_do(made: Plan, deadline: Deadline) -> None:
-    """Prints a remark on a plan without a proof whose search a deadline ended."""
-    gap = made.certificate.gap
+    """Prints whether a search that a deadline ended leaves something open."""
+    gap, goal = made.certificate.gap, made.certificate.goal
+    is_reached = goal is UNSET or goal.value == goal.bound
     if deadline.is_over and gap > 0:
         note(
             f"the search was ended: no plan is more than {gap / (1 + gap):.1%} faster; with a longer --time-limit it "
             "may find such a plan, or prove that there is none"
         )
+    elif deadline.is_stopped and made.certificate.proven_optimal and is_reached:
+        note("the search was not cut short: its proof was complete before")
 
 
 def _evaluate(

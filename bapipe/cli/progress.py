@@ -136,7 +136,7 @@ def stops_on_interrupt(deadline: Deadline) -> Iterator[None]:
     def stop(signal_number: int, frame: FrameType | None) -> None:
         deadline.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        note("ending with the best plan so far; press Ctrl-C again to end without one")
+        note("ending with the best plan found; press Ctrl-C again to end without one")
 
     before = signal.signal(signal.SIGINT, stop)
     try:

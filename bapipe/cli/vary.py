@@ -1,7 +1,6 @@
 """The axes of `bapipe explore --vary` as texts, and the tables of its points."""
 
 import csv
-import re
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,12 @@ from bapipe.explorer.state import MAX_DEVICES
 from bapipe.explorer.vary import FIELDS, Axis, Point, vary
 
 INTEGERS = {"devices", "minibatch"}
+
 MAX_POINTS = 10_000
+"""Most values of a range."""
+
+MAX_VALUE = 10**18
+"""Largest value of an axis, but for the number of devices."""
 
 
 def parse_axis(text: str) -> Axis:
@@ -27,26 +31,40 @@ def parse_axis(text: str) -> Axis:
     name, equals, values = text.partition("=")
     if not equals or name not in FIELDS:
         raise BapipeError(f"--vary {text}: want {', '.join(FIELDS)}, such as link=0.5,1,2 or devices=2..8")
-    try:
-        found = tuple(value for part in values.split(",") for value in _values(name, part.strip()))
-    except ValueError:
-        found = ()
-    limit = MAX_DEVICES if name == "devices" else 10**18
-    if not found or min(found) <= 0 or max(found) > limit:
-        example = {"memory": "memory=8GB,16GB", "devices": "devices=2..8"}.get(name, f"{name}=1,2,4")
-        raise BapipeError(f"--vary {text}: want positive values, such as {example}")
+    found = tuple(value for part in values.split(",") for value in _values(text, name, part.strip()))
     return Axis(name=name, values=found)
 
 
-def _values(name: str, text: str) -> Sequence[float]:
+def _values(axis: str, name: str, text: str) -> Sequence[float]:
+    """Returns the value in a text, or the values of a range; `axis` is the text that it is part of."""
+    first, dots, last = text.partition("..") if name in INTEGERS else (text, "", "")
+    low, high = _number(name, first), _number(name, last if dots else first)
+    most = MAX_DEVICES if name == "devices" else MAX_VALUE
+    if low is None or high is None:
+        fault = "is not a whole number" if name in INTEGERS else "is not a number"
+    elif high < low:
+        fault = "ends before it begins"
+    elif low <= 0:
+        fault = "has values that are not positive" if dots else "is not positive"
+    elif high > most:
+        fault = f"goes beyond {most:,}" if dots else f"is more than {most:,}"
+    elif high - low >= MAX_POINTS and dots:
+        fault = f"has more than {MAX_POINTS:,} values"
+    else:
+        return range(int(low), int(high) + 1) if dots else (low,)
+    example = {"memory": "memory=8GB,16GB", "devices": "devices=2..8"}.get(name, f"{name}=1,2,4")
+    raise BapipeError(f"--vary {axis}: '{text}' {fault}: want values such as {example}")
+
+
+def _number(name: str, text: str) -> float | None:
+    """Returns the number in a text, whole for an axis that has such values only; None if there is none."""
     if name == "memory":
-        return (num_bytes(text),)
-    if name not in INTEGERS:
-        return (float(text),)
-    if match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        low, high = int(match[1]), int(match[2])
-        return range(low, min(high, low + MAX_POINTS) + 1)
-    return (int(text),)
+        return num_bytes(text)
+    try:
+        number = int(text) if name in INTEGERS else float(text)
+    except ValueError:
+        return None
+    return number if number == number else None  # a NaN is not equal to itself
 
 
 def show_points(

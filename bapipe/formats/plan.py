@@ -1,6 +1,7 @@
 """The plan/1 file: stages, schedule and order, with the prediction and the certificate of their step time."""
 
 import hashlib
+from copy import copy
 from functools import cached_property
 from typing import Any, Literal
 
@@ -352,7 +353,13 @@ class Plan(
 def with_certificate(plan: Plan, certificate: Certificate) -> Plan:
     """Returns the plan with a certificate that is valid as long as the plan is not changed."""
     certificate = msgspec.structs.replace(certificate, digest=plan.digest)
-    return msgspec.structs.replace(plan, certificate=certificate)
+    if not plan.is_judged:
+        return msgspec.structs.replace(plan, certificate=certificate)
+    # Only the certificate is another one: an order of many actions need not be parsed and checked again.
+    certified = copy(plan)
+    msgspec.structs.force_setattr(certified, "certificate", certificate)
+    vars(certified).update(table=plan.table, digest=plan.digest)
+    return certified
 
 
 def _parse_actions(texts: tuple[str, ...], where: str) -> tuple[Action, ...]:

@@ -40,6 +40,8 @@ _STRINGS = re.compile(rb'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^][{},"0-9]*+)++', re.DO
 _OPENING, _CLOSING = b"[{", b"]}"
 _STEP = dict.fromkeys(_OPENING, 1) | dict.fromkeys(_CLOSING, -1)
 _NOT_BRACKETS = bytes(set(range(256)) - set(_STEP))
+# What msgspec says of a field. Backticks are left to the arguments of functions, which may have the same name.
+_FIELD = re.compile(r"field `([^`]*)`")
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 T = TypeVar("T")
@@ -173,4 +175,4 @@ def _with_path(error: msgspec.ValidationError) -> InvalidFile:
     outer = where.rstrip("`") if found else "$"
     if isinstance(cause, InvalidFile):  # raised by a nested type: its path continues the outer one
         return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
-    return InvalidFile(message if found else text, outer)
+    return InvalidFile(_FIELD.sub(r"field '\1'", message if found else text), outer)

@@ -48,6 +48,11 @@ class Deadline:
         return self._within is not None and self._within.is_over
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it was asked to be over at once."""
+        return self._is_stopped or (self._within is not None and self._within.is_stopped)
+
+    @property
     def remaining_s(self) -> float | None:
         """The seconds of its clock that are left, None if they are not limited."""
         if self._is_stopped:

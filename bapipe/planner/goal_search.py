@@ -23,8 +23,10 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.validation import named_schedules
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
+from bapipe.schedules import LOOPED
 
 MAX_LAYERS = 2_000
 """Copies of a block are tried up to so many layers in all."""
@@ -69,7 +71,7 @@ class _Setting:
         if self.deadline.is_over:
             return Answer()
         ways = groupings(self.profiles, self.cluster, self.options.group)
-        if self.options.objective == "step" and self._work_bound_ns(ways) > self.limit_ns:
+        if self.options.objective == "step" and self._step_bound_ns(ways) > self.limit_ns:
             return Answer(is_refuted=True)
         share = self.deadline.share(SHARE)
 
@@ -98,9 +100,8 @@ class _Setting:
             return known
         return found if objective_ns(found) <= objective_ns(known) else known
 
-    def _work_bound_ns(self, ways: Sequence[Grouping]) -> int:
-        size = self.options.minibatch_size
-        return min(work_bound_ns(way.profiles, way.cluster, size) for way in ways)
+    def _step_bound_ns(self, ways: Sequence[Grouping]) -> int:
+        return min(step_bound_ns(way.profiles, way.cluster, self.options) for way in ways)
 
 
 def reach_goal(
@@ -126,6 +127,9 @@ def reach_goal(
     """
     if goal.least == "devices":
         cluster = _single_way(profiles, cluster, options).cluster
+    if goal.largest is not None:
+        for profile in listed(profiles):
+            repeat_block(profile, goal.largest, 2)  # raises BapipeError before anything is searched
     progress = progress or _ignore
     setting = _Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
@@ -235,7 +239,7 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
         return Answer(is_refuted=is_refuted)
 
     num_devices = len(setting.cluster.devices)
-    wanted = range(setting.options.num_stages or 1, num_devices + 1)
+    wanted = range(_fewest_for_stages(setting.options), num_devices + 1)
     best, value, bound = first_with_plan(
         wanted, fastest, ask, lambda plan, _: len(_used_ranks(plan)), first_stride=max(1, num_devices // 2)
     )
@@ -245,6 +249,12 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     has_all = bound == wanted[0] or sub_clusters(setting.cluster, bound - 1, times_ns).has_all
     reached = ReachedGoal(quantity="devices", value=value, bound=bound, of="" if has_all else "the fastest devices")
     return _with_goal(best, setting, reached)
+
+
+def _fewest_for_stages(options: PlanOptions) -> int:
+    """Returns a number of devices that stages need in any case: one each, or one for two of a looped schedule."""
+    is_looped = any(name in LOOPED for name in named_schedules(options))
+    return -(-(options.num_stages or 1) // (2 if is_looped else 1))
 
 
 def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
@@ -258,7 +268,6 @@ def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
     def ask(copies: int) -> Answer:
         return with_copies(copies).ask()
 
-    repeat_block(profiles[0], block, 2)  # raises BapipeError before anything is searched
     best, value, bound = first_with_plan(range(most, 0, -1), fastest, ask, lambda _, copies: copies, first_stride=1)
     best = with_copies(value).fastest(best) if value > 1 else best
     reached = ReachedGoal(quantity="copies", value=value, bound=0 if bound == most else bound, of=block)

@@ -21,7 +21,7 @@ from bapipe.planner.partition_space import line_space
 from bapipe.planner.searched_space import PartitionSpace, SearchedSpace, on_first_devices
 from bapipe.planner.solution import Rival, Solution
 from bapipe.planner.validation import microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
@@ -115,7 +115,7 @@ def solve_on_line(
         [line, *(line.in_order(order.ranks) for order in orders[1:])],
         named_schedules(options),
         microbatch_sizes(profiles, cluster, options),
-        bound_ns=work_bound_ns(profiles, cluster, options.minibatch_size),
+        bound_ns=step_bound_ns(profiles, cluster, options),
         deadline=deadline,
         progress=progress,
         rival=rival,
@@ -147,7 +147,7 @@ def naive_solution(
     Raises:
         OutOfTime: none of those tried fits.
     """
-    bound_ns = max(bound_ns, work_bound_ns(profiles, cluster, options.minibatch_size))
+    bound_ns = max(bound_ns, step_bound_ns(profiles, cluster, options))
     line = DeviceLine(profiles, cluster, options)
     sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
     best = best_naive(line, schedules, sizes, deadline)

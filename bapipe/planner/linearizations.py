@@ -59,6 +59,7 @@ def solve_over_linearizations(
     with suppress(OutOfTime):
         orders += promising_linearizations(profiles, cluster, limits, deadline)
     solutions: list[Solution] = []
+    bounds_ns: list[int] = []
     failure: BapipeError | None = None
     for number, order in enumerate(orders):
         share = deadline.share(len(orders) - number) if deadline.is_given else deadline
@@ -67,6 +68,8 @@ def solve_over_linearizations(
             solutions.append(solve(in_order, share))
         except (Infeasible, OutOfTime) as error:
             failure = failure or error
+            if isinstance(error, OutOfTime):
+                bounds_ns.append(error.lower_bound_ns)  # its order may still have the fastest plan
     if not solutions:
         assert failure is not None
         raise failure
@@ -74,7 +77,8 @@ def solve_over_linearizations(
     if len(orders) == 1:
         return best
     # The space is now the plans along all linearizations, so the bound is the lowest of their bounds.
-    bound_ns = min(best.prediction.step_ns, *(solution.lower_bound_ns for solution in solutions))
+    bounds_ns += [solution.lower_bound_ns for solution in solutions]
+    bound_ns = min(best.prediction.step_ns, *bounds_ns)
     space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
     return replace(_in_profile_order(best, profiles), lower_bound_ns=bound_ns, space=space)
 

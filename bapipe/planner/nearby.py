@@ -25,7 +25,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solution_of, space_of_problems
 from bapipe.planner.solution import Solution, make_plan
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.schedules import SCHEDULES
 
 MAX_GAP = 0.005
@@ -110,7 +110,7 @@ class _PointSearch:
         self._sizes = sizes
         self.best: TimedPlan | None = best_naive(self._line, schedules, sizes, UNLIMITED)
         self._space = search_space(profiles, self._cluster, self._options)
-        self._bound_ns = work_bound_ns(profiles, self._cluster, self._options.minibatch_size)
+        self._bound_ns = step_bound_ns(profiles, self._cluster, self._options)
         # A plan of the search, whose devices may be in another order than the cluster's.
         self._found: Solution | None = None
 

@@ -157,12 +157,8 @@ def explain(
 ) -> tuple[str, ...]:
     """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`."""
     from bapipe.planner.analysis.explain import explain as in_words
-    from bapipe.planner.analysis.sensitivity import sensitivity
 
-    deadline = deadline or deadline_of(options.time_limit_s)
-    first = deadline if plan.certificate.proven_optimal else deadline.share(2)
-    effects = sensitivity(plan, profiles, options, deadline=first)
-    return in_words(plan, profiles, options, effects, deadline=deadline)
+    return in_words(plan, profiles, options, deadline=deadline or deadline_of(options.time_limit_s))
 
 
 def pareto(

@@ -17,7 +17,7 @@ from bapipe.planner.partition_space import partition_space
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, SearchedSpace, on_first_devices
 from bapipe.planner.solution import Rival, Solution, make_plan, sort_alternatives
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
 from bapipe.schedules.placement import permute_ranks
 
@@ -92,7 +92,8 @@ def solve_step_time(
         return solution
     limits, may_move = options.limits(cluster), not options.constraints
     effort = options.search_effort
-    return improve_plan(solution, profiles, limits, effort, may_move=may_move, deadline=deadline)
+    improved = improve_plan(solution, profiles, limits, effort, may_move=may_move, deadline=deadline)
+    return _with_step_bound(improved, options)
 
 
 def solve_partition(
@@ -105,6 +106,24 @@ def solve_partition(
     rival: Rival | None = None,
 ) -> Solution:
     """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
+    found = _solve_partition(profiles, cluster, options, deadline, progress, rival)
+    return _with_step_bound(found, options)
+
+
+def _with_step_bound(solution: Solution, options: PlanOptions) -> Solution:
+    """Returns a solution whose bound is at least the one that needs no search."""
+    bound_ns = max(solution.lower_bound_ns, step_bound_ns(solution.profiles, solution.cluster, options))
+    return replace(solution, lower_bound_ns=min(bound_ns, solution.prediction.step_ns))
+
+
+def _solve_partition(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+    progress: SearchProgress | None,
+    rival: Rival | None,
+) -> Solution:
     from bapipe.planner.device_line.search import has_many_devices  # these load numpy
     from bapipe.planner.line_solution import naive_solution, no_slower_than_naive, solve_first, solve_on_line
 
@@ -233,7 +252,7 @@ def find_best_layout(
         result = fitting_layout(closest)
         if result is None:
             raise infeasible_error(profiles, cluster, options, closest, deadline)
-        bound_ns = work_bound_ns(profiles, cluster, options.minibatch_size)
+        bound_ns = step_bound_ns(profiles, cluster, options)
         result = replace(result, lower_bound_ns=min(result.step_ns, bound_ns))
     return space_of_problems(space, profiles, cluster, options), result
 

@@ -1,14 +1,15 @@
-"""A lower bound on the step of every plan for a cluster and a mini-batch, from the work alone; no search is needed."""
+"""Lower bounds on the step of every plan for a cluster and a mini-batch; no search is needed."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import floor
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.planner.action_order.improve_plan import SEARCH
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.validation import microbatch_sizes
+from bapipe.planner.validation import microbatch_sizes, named_schedules
 
 PHASES_PER_MICROBATCH = 3
 """F, I and W: how often a stage's time for a micro-batch is rounded."""
@@ -27,6 +28,88 @@ def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
     """
     sizes = microbatch_sizes(profiles, cluster, PlanOptions(minibatch_size=minibatch_size))
     return max(0, min(floor(_bound_at(profiles, cluster, size, minibatch_size // size)) for size in sizes))
+
+
+def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> int:
+    """Returns a time that no step can beat, of any stages, replicas and order of the layers that some options allow.
+
+    It is the work as above or, if that is longer, the trip of one micro-batch through all layers and back, each on the
+    device that is fastest for it; the smallest over the micro-batch sizes. docs/algorithm.md, "Any plan", has
+    the proof.
+    """
+    from bapipe.planner.device_line.layer_sums import splits_backwards  # loads numpy
+
+    splits = SEARCH in options.schedules or any(map(splits_backwards, named_schedules(options)))
+    waited_for = _layers_waited_for(profiles, cluster) if splits else None
+    bounds = [
+        max(
+            _bound_at(profiles, cluster, size, options.minibatch_size // size),
+            _trip_at(profiles, cluster, size, waited_for),
+        )
+        for size in microbatch_sizes(profiles, cluster, options)
+    ]
+    return max(0, floor(min(bounds)))
+
+
+def _trip_at(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, waited_for: Sequence[bool] | None
+) -> Fraction:
+    """Returns the least time from the start of a micro-batch's first F to the end of its last backward.
+
+    Args:
+        waited_for: whether the I of each layer is certainly on the way back, if some schedule has I and W in place of
+            B; None if none has.
+    """
+    fastest: dict[str, float] = {}
+    for device in cluster.devices:
+        fastest[device.kind] = max(device.speed, fastest.get(device.kind, 0.0))
+    times: list[list[int]] = []  # [kinds, layers]
+    for kind in fastest:
+        measured = profiles[kind].at(size)
+        if waited_for is None:
+            times.append([m.forward_ns + m.whole_backward_ns for m in measured])
+        else:
+            back_ns = [min(m.whole_backward_ns, m.input_grad_ns) for m in measured]
+            times.append([m.forward_ns + b * w for m, b, w in zip(measured, back_ns, waited_for, strict=True)])
+    # A device of speed v takes 1/v of the times at speed 1.
+    speeds = [Fraction(str(speed)) for speed in fastest.values()]
+    if len(times) == 1:
+        trip_ns = sum(times[0]) / speeds[0]
+    else:
+        at_speeds = [[time_ns / speed for time_ns in of_kind] for of_kind, speed in zip(times, speeds, strict=True)]
+        trip_ns = sum(map(min, zip(*at_speeds, strict=True)), start=Fraction(0))
+    # As in the bound below, each action may be half a nanosecond shorter than its layers.
+    is_rounded = any(device.speed != 1.0 for device in cluster.devices)
+    return trip_ns - Fraction(PHASES_PER_MICROBATCH * len(times[0]) * is_rounded, 2)
+
+
+def _layers_waited_for(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[bool]:
+    """Returns for each layer whether, by the profiles of all kinds, a gradient goes back from any stage it is in."""
+    kinds = sorted({device.kind for device in cluster.devices})
+    of_kinds = [has_gradient_to_the_end(profiles[kind].layers) for kind in kinds]
+    return [all(of_layer) for of_layer in zip(*of_kinds, strict=True)]
+
+
+def has_gradient_to_the_end(layers: Sequence[LayerProfile]) -> list[bool]:
+    """Returns for each layer whether gradients come to it from every layer whose outputs no other layer uses.
+
+    No such layer lies before a cut that no gradient crosses, in any order of the layers: before that cut would lie
+    what its outputs with gradients lead to, and so one of the last layers, of each of which some are behind every cut.
+    """
+    users: dict[str, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for tensor in layer.inputs:
+            users.setdefault(tensor, []).append(i)
+    ends = [i for i, layer in enumerate(layers) if not any(tensor in users for tensor in layer.outputs)]
+    from_ends = [0] * len(layers)  # a bit for each of the ends
+    for number, i in enumerate(ends):
+        from_ends[i] = 1 << number
+    for i in reversed(range(len(layers))):
+        for tensor in layers[i].outputs:
+            if tensor not in layers[i].no_gradient:
+                for user in users.get(tensor, ()):
+                    from_ends[i] |= from_ends[user]
+    return [bits == (1 << len(ends)) - 1 for bits in from_ends]
 
 
 def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, num_microbatches: int) -> Fraction:

@@ -14,6 +14,9 @@ from bapipe.simulator.timeline import Timeline
 MAX_GROUPS = 4
 """Groups whose members a plan's tables name: others of the cluster are alike."""
 
+LEAST_BYTES_SAID = 2**10
+"""A smaller bound on the memory that plans need is as good as none, and would be printed as 0.000 MiB."""
+
 
 def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
     """Yields the decisions of a plan, its prediction and certificate, and the alternatives it was compared with."""
@@ -75,12 +78,20 @@ def _goal(goal: ReachedGoal) -> str:
     fast = "" if goal.limit_ns is msgspec.UNSET else f" at no more than {ms(goal.limit_ns)} per step"
     is_exact = goal.value == goal.bound
     if goal.quantity == "memory":
-        proven = "proven: no plan needs less" if is_exact else f"none needs less than {mib(goal.bound)}"
-        return f"least memory{fast}: {mib(goal.value)} a device ({proven})"
+        found = f"least memory{fast}: {mib(goal.value)} a device"
+        if is_exact:
+            return f"{found} (proven: no plan needs less)"
+        if goal.bound < LEAST_BYTES_SAID:
+            return f"{found} (it is not known whether one needs less)"
+        return f"{found} (proven: none needs less than {mib(goal.bound)})"
     if goal.quantity == "devices":
         among = f" among {goal.of}" if goal.of else ""
-        proven = f"no plan needs fewer{among}" if is_exact else f"none needs fewer than {goal.bound}{among}"
-        return f"fewest devices{fast}: {goal.value} (proven: {proven})"
+        found = f"fewest devices{fast}: {goal.value}"
+        if is_exact:
+            return f"{found} (proven: no plan needs fewer{among})"
+        if goal.bound <= 1:
+            return f"{found} (it is not known whether one needs fewer)"
+        return f"{found} (proven: none needs fewer than {goal.bound}{among})"
     if not goal.bound:
         return f"largest model{fast}: {goal.value} x {goal.of} (it is not known whether more fit)"
     return f"largest model{fast}: {goal.value} x {goal.of} (proven: {goal.bound + 1} do not fit)"

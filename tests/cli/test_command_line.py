@@ -175,6 +175,18 @@ def test_all_schedules_are_searched_at_once(folder: Path) -> None:
     assert "fbp-as" not in plan.certificate.space
 
 
+def test_no_schedule_of_the_searched_space_is_said_not_to_be_searched(folder: Path) -> None:
+    where = ("profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "--time-limit", "1")
+    done = bapipe(folder, "plan", *where, "--schedule", "search", "--json")
+    assert done.returncode == 0, done.stderr
+    searched = read(folder / "plan.json", Plan).certificate.space.partition("; schedules ")[2].partition(";")[0]
+    (said,) = [text for text in json.loads(done.stdout)["remarks"] if text.startswith("not searched: ")]
+    left_out = said.removeprefix("not searched: ").partition(";")[0]
+    assert "zb-v" in left_out.split(", ")
+    assert "zb-h1" in searched.split(", ")
+    assert not set(left_out.split(", ")) & set(searched.split(", "))
+
+
 def test_a_memory_limit_has_units(folder: Path) -> None:
     where = "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "-o", "x.json"
     limits = [bapipe(folder, *where, "--memory-limit", text).stderr for text in ("1", "1B", "0.001KB")]

@@ -116,6 +116,16 @@ def test_a_wrong_profile_is_named(
     assert refused(tmp_path, capsys, changed(PROFILE, path, value), CLUSTER) == f"error: {message}\n"
 
 
+@pytest.mark.parametrize("field", ["device", "optimizer"])
+def test_a_missing_field_with_the_name_of_an_argument_is_named_as_a_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    without = {name: value for name, value in PROFILE.items() if name != field}
+    assert refused(tmp_path, capsys, without, CLUSTER) == (
+        f"error: p.json: Object missing required field '{field}' - at `$`\n"
+    )
+
+
 def test_disconnected_layers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = deepcopy(PROFILE["layers"])
     for layer, inputs in zip(layers[3:], (["y"], ["t3"], ["t4"]), strict=True):

@@ -274,14 +274,23 @@ def own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_while_modules_are_imported_ends_quietly(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM\n"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP\n"),
+    ],
+)
+def test_a_signal_while_modules_are_imported_ends_with_one_line(
+    tmp_path: Path, number: signal.Signals, code: int, message: str
+) -> None:
     (tmp_path / "typer.py").write_text(f"import os, time\nos.kill(os.getpid(), {number})\ntime.sleep(60)")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-m", "bapipe", "--help"], env=environment, capture_output=True, text=True, timeout=30
     )
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", message)
 
 
 def test_a_profile_of_other_layers_cannot_simulate_the_plan(folder: Path) -> None:

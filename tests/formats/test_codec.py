@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
@@ -24,7 +25,7 @@ from bapipe.formats.codec import (
     write,
     write_bytes,
 )
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
@@ -83,14 +84,14 @@ def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
     ("path", "new", "message"),
     [
         (("bapipe",), "profile/2", "unknown file kind 'profile/2'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),
-        (("bapipe",), ..., "Object missing required field `bapipe` - at `$`"),
+        (("bapipe",), ..., "Object missing required field 'bapipe' - at `$`"),
         (("layers", 3, "param_bytes"), -1, "Expected `int` >= 0 - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), "x", "Expected `int`, got `str` - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), 1.5, "Expected `int`, got `float` - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), True, "Expected `int`, got `bool` - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), 2**63, "Expected `int` <= 9223372036854775807 - at `$.layers[3].param_bytes`"),
-        (("layers", 3, "color"), "red", "Object contains unknown field `color` - at `$.layers[3]`"),
-        (("layers", 3, "name"), ..., "Object missing required field `name` - at `$.layers[3]`"),
+        (("layers", 3, "color"), "red", "Object contains unknown field 'color' - at `$.layers[3]`"),
+        (("layers", 3, "name"), ..., "Object missing required field 'name' - at `$.layers[3]`"),
         (("layers", 3, "name"), "l1", "a second layer is named 'l1'; names must be unique - at `$.layers[3].name`"),
         (("layers", 3, "outputs"), ["t1"], "tensor 't1' is made twice - at `$.layers[3].outputs`"),
         (
@@ -149,7 +150,7 @@ def test_the_error_of_a_damaged_cluster_has_its_path(cluster: Cluster, path: Any
         (("order", 1, 0), "1X0", "'1X0' is no action; want stage, one of F B I W, micro-batch, such as '2F0' - at `$.order[1][0]`"),
         (("order",), [[]], "1 orders for 2 devices - at `$.order`"),
         (("cluster", "devices", 1, "name"), "d0", "a second device is named 'd0' - at `$.cluster.devices[1].name`"),
-        (("factory",), ..., "Object missing required field `factory` - at `$`"),
+        (("factory",), ..., "Object missing required field 'factory' - at `$`"),
         (("prediction", "ranks", 0, "device"), "d7", "'d7' is not a device of the plan's cluster - at `$.prediction.ranks[0].device`"),
     ],
 )  # fmt: skip
@@ -287,6 +288,10 @@ def test_the_order_of_a_plan_is_parsed_once(plan: Plan, monkeypatch: pytest.Monk
     assert again == plan
     assert encode(again) == encode(plan)
     assert again.table == plan.table
+    certified = with_certificate(again, replace(again.certificate, space="another"))
+    assert certified == replace(again, certificate=replace(again.certificate, space="another", digest=again.digest))
+    assert certified.table is again.table
+    assert again.certificate.space == plan.certificate.space
 
 
 def test_an_order_of_absurdly_many_actions_is_not_made(plan: Plan) -> None:

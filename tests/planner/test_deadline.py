@@ -24,7 +24,7 @@ from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
 from bapipe.planner.plan_step import find_best_layout, plan_step_time
 from bapipe.planner.throughput.search import explore_throughput
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive
@@ -140,8 +140,9 @@ def test_tables_of_many_layers_on_many_unlike_devices_are_not_made() -> None:
     profiles, alike = {"a": chain([1, 2] * 1000)}, devices(36)
     unlike = tuple(replace(device, speed=1 + i / 100) for i, device in enumerate(alike.devices))
     cluster = replace(alike, devices=unlike)
-    plan = plan_step_time(profiles, cluster, PlanOptions(minibatch_size=2, schedules=["interleaved-1f1b"]))
-    assert plan.certificate.lower_bound_ns == work_bound_ns(profiles, cluster, 2) <= plan.prediction.step_ns
+    options = PlanOptions(minibatch_size=2, schedules=["interleaved-1f1b"])
+    plan = plan_step_time(profiles, cluster, options)
+    assert plan.certificate.lower_bound_ns == step_bound_ns(profiles, cluster, options) <= plan.prediction.step_ns
     with pytest.raises(BapipeError, match="constraint"):
         plan_step_time(
             profiles,

@@ -1,6 +1,7 @@
 """Goals: the least memory, the fewest devices and the most copies of a block equal those over all plans."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from bapipe.cli import main
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, ReachedGoal
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline
@@ -157,7 +158,32 @@ def test_what_is_not_decided_is_not_proven() -> None:
         chain([1, 2, 1], param_bytes=9), devices(2), minibatch_size=4, goal=Goal(least="memory"), deadline=ended
     )
     assert with_naive.certificate.goal.bound == 0  # type: ignore[union-attr]
-    assert "none needs less than 0" in proof(with_naive.certificate)
+    assert "(it is not known whether one needs less)" in proof(with_naive.certificate)
+
+
+@pytest.mark.parametrize(
+    ("reached", "words"),
+    [
+        (ReachedGoal(quantity="memory", value=2**20, bound=2**20), "1.00 MiB a device (proven: no plan needs less)"),
+        (ReachedGoal(quantity="memory", value=2**30, bound=2**20), "(proven: none needs less than 1.00 MiB)"),
+        (ReachedGoal(quantity="memory", value=2**20, bound=5), "(it is not known whether one needs less)"),
+        (ReachedGoal(quantity="devices", value=1, bound=1), "1 (proven: no plan needs fewer)"),
+        (ReachedGoal(quantity="devices", value=3, bound=2), "3 (proven: none needs fewer than 2)"),
+        (ReachedGoal(quantity="devices", value=3, bound=1), "3 (it is not known whether one needs fewer)"),
+    ],
+)
+def test_only_what_is_proven_of_a_goal_is_said(reached: ReachedGoal, words: str) -> None:
+    certificate = bapipe.plan(chain([1]), devices(1), minibatch_size=1).certificate
+    assert words in proof(msgspec.structs.replace(certificate, goal=reached))
+
+
+@pytest.mark.parametrize(("num_stages", "fewest"), [(2, 1), (4, 2)])
+def test_a_device_has_two_stages_of_a_looped_schedule(num_stages: int, fewest: int) -> None:
+    options = PlanOptions(minibatch_size=4, schedules=("interleaved-1f1b",), num_stages=num_stages)
+    plan = bapipe.plan(chain([1, 2, 1, 3, 1]), devices(3), replace(options, goal=Goal(least="devices")))
+    goal = plan.certificate.goal
+    assert goal is not msgspec.UNSET
+    assert (goal.value, goal.bound) == (fewest, fewest)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -216,6 +242,15 @@ def test_goals_that_mean_nothing_are_refused(make: Callable[[], object], message
     with pytest.raises(BapipeError) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_a_block_without_copies_is_refused_before_anything_is_searched() -> None:
+    def never(*_: object) -> Plan:
+        pytest.fail("searched")
+
+    profile, options = chain([1, 2]), PlanOptions(minibatch_size=4)
+    with pytest.raises(BapipeError, match="no layers of chain have this name"):
+        reach_goal(profile, devices(2), options, Goal(largest="x"), search=never, deadline=UNLIMITED)
 
 
 def test_what_no_plan_reaches_is_infeasible() -> None:

@@ -11,7 +11,7 @@ from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, M
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.plan_step import plan_step_time, solve_step_time
 from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate
 from tests.builders import devices
@@ -86,6 +86,21 @@ def test_every_order_has_its_share_of_a_time_limit() -> None:
     with pytest.raises(OutOfTime):
         solve_over_linearizations({"a": towers()}, devices(2), [10**6] * 2, solve, deadline)
     assert shares == [4.0, 4.0]
+
+
+def test_an_order_that_was_not_searched_for_lack_of_time_leaves_the_plan_without_a_proof() -> None:
+    options, cluster = PlanOptions(minibatch_size=8, replicas=False), devices(2, memory_bytes=10**6)
+    solved: list[Solution] = []
+
+    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+        if solved:
+            raise OutOfTime("nothing found", lower_bound_ns=7)
+        solved.append(solve_step_time(profiles, cluster, options))
+        return solved[0]
+
+    found = solve_over_linearizations({"a": towers()}, cluster, [10**6] * 2, solve)
+    assert solved[0].lower_bound_ns == solved[0].prediction.step_ns
+    assert found.lower_bound_ns == 7
 
 
 def test_more_orders_never_give_a_slower_plan() -> None:

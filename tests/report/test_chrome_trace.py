@@ -58,7 +58,7 @@ def slice_on(thread: int, name: str, **changes: object) -> dict[str, object]:
     [
         (slice_on(0, "0F0", ts=1e308), "Expected `float` <= 4611686018427388.0"),
         (slice_on(0, "0F0", dur=-1e300), "Expected `float` >= -4611686018427388.0"),
-        ({"ph": "X"}, "Object missing required field `name`"),
+        ({"ph": "X"}, "Object missing required field 'name'"),
         (slice_on(77, "0F0"), "'0F0' is on thread 77, which is no device's"),
         (slice_on(0, "update x"), "'update x' is no action"),
         (slice_on(1, "0F0 to nobody"), "the transfer '0F0 to nobody' of thread 1 joins no two devices"),

@@ -7,6 +7,7 @@ the plan uses it and what leaving it out would cost, measured with the simulator
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import inf
 
 import msgspec
 
@@ -15,10 +16,10 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import time_shares
 from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.intra_layer import intra_layer
-from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect
+from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect, changes_of_resources, sensitivity
 from bapipe.planner.baselines import slowdown_text
 from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import build_stages
@@ -28,7 +29,7 @@ MAX_RESOURCES_NAMED = 5
 """Maximum number of resources that are listed as shortening the step."""
 
 MAX_LAYERS_TO_BALANCE = 400
-"""Maximum number of layers for a comparison with cuts that balance compute alone; it takes O(stages * layers**2)."""
+"""Maximum number of layers for a comparison with cuts that balance compute alone; at most O(stages * layers**2)."""
 
 MIN_TIME_SHARE_NAMED = 0.0005
 """A smaller difference, as a share of the step, is not mentioned."""
@@ -52,16 +53,23 @@ def explain(
     plan: Plan,
     profiles: Mapping[str, ModelProfile],
     options: PlanOptions,
-    effects: Sequence[Effect],
     *,
     deadline: Deadline = UNLIMITED,
 ) -> tuple[str, ...]:
-    """Returns a sentence or two on each of `TOPICS`."""
+    """Returns a sentence or two on each of `TOPICS`.
+
+    Args:
+        deadline: of what is simulated or planned again: a third of the time for other cuts, then half of what is left
+            for more of each resource if the gap is to be explained as well. Sentences say what was left out.
+    """
+    coarse_grained = _coarse_grained(plan, profiles, options, deadline.share(3))
+    first = deadline if plan.certificate.proven_optimal else deadline.share(2)
+    effects = sensitivity(plan, profiles, options, deadline=first)
     return (
         _strategy(plan),
         _limit(simulate(plan, profiles)),
         _inter_layer(plan),
-        _coarse_grained(plan, profiles, options),
+        coarse_grained,
         _memory(plan, options, effects),
         intra_layer(plan, profiles),
         _data_parallel(plan),
@@ -115,13 +123,17 @@ def _inter_layer(plan: Plan) -> str:
     )
 
 
-def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> str:
+def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> str:
     """Compares the plan's cuts with those that balance compute alone: the best cuts send less if links matter."""
     if len(plan.stages) == 1:
         return "Coarse-grained cuts: none; all layers are in one stage."
     sent = _sent_bytes(plan, profiles)
     sends = f"each micro-batch sends {_megabytes(sent)} over the cuts"
-    other = time_balanced_plan(plan, profiles)
+    try:
+        other = time_balanced_plan(plan, profiles, deadline)
+        deadline.check()
+    except OutOfTime:
+        return f"Coarse-grained cuts: not known; no time was left to compare with cuts that balance compute; {sends}."
     if other is None:
         return f"Coarse-grained cuts: {sends}."
     if [set(stage.layers) for stage in other.stages] == [set(stage.layers) for stage in plan.stages]:
@@ -140,11 +152,14 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
     )
 
 
-def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan | None:
+def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadline: Deadline = UNLIMITED) -> Plan | None:
     """Returns the plan with the cuts that minimise the slowest stage's compute; transfers and memory are ignored.
 
     The classic min-max dynamic programme over (stage, cut). None if devices have several stages, or if there are more
     layers than `MAX_LAYERS_TO_BALANCE`.
+
+    Raises:
+        OutOfTime: the deadline has passed.
     """
     # With several stages on a device, its load is the sum of theirs, which this programme does not handle.
     devices = [device for stage in plan.stages for device in stage.devices]
@@ -152,7 +167,9 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan
     if len(set(devices)) < len(devices) or len(layers) > MAX_LAYERS_TO_BALANCE:
         return None
     used = [plan.cluster.devices[index[stage.devices[0]]] for stage in plan.stages]
-    chains = [Chain(profiles[device.kind], plan.microbatch_size, device.speed) for device in used]
+    unlike = {(device.kind, device.speed) for device in used}
+    chain_of = {(kind, speed): Chain(profiles[kind], plan.microbatch_size, speed) for kind, speed in sorted(unlike)}
+    chains = [chain_of[device.kind, device.speed] for device in used]
     legal = [cut for cut in range(len(layers) + 1) if cut in (0, len(layers)) or chains[0].legal[cut]]
     # By the cut after the stages so far: the minimal largest time per micro-batch and device, and its cuts.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
@@ -160,12 +177,14 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Plan
         ends = legal[-1:] if s + 1 == len(chains) else legal[1:-1]
         extended = {}
         for stop in ends:
-            candidates = (
-                (max(load, _work_ns(chain, start, stop) / len(stage.devices)), (*cuts, stop))
-                for start, (load, cuts) in best.items()
-                if start < stop
-            )
-            if (candidate := min(candidates, default=None)) is not None:
+            deadline.check()
+            candidate: tuple[float, tuple[int, ...]] | None = None
+            for start in sorted((start for start in best if start < stop), reverse=True):
+                (load, cuts), own = best[start], _work_ns(chain, start, stop) / len(stage.devices)
+                if candidate is not None and own > candidate[0] + 1:
+                    break  # stages that begin earlier take longer, but for a nanosecond of rounding
+                candidate = min(candidate or (inf, ()), (max(load, own), (*cuts, stop)))
+            if candidate is not None:
                 extended[stop] = candidate
         best = extended
     (_, cuts) = best[len(layers)]
@@ -235,6 +254,9 @@ def _help(plan: Plan, effects: Sequence[Effect]) -> str:
     ]
     # With a fixed order a faster device can delay a step: its transfers take another's place in the queue of a link.
     delaying = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)]
-    named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or "none"
-    text = f"Step time saved by 10 % more of one resource: {named}."
+    num_tried = sum(not effect.is_replanned for effect in effects)
+    num_all = len(changes_of_resources(plan))
+    left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)
+    named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or ("none" if num_tried else "not known")
+    text = f"Step time saved by 10 % more of one resource: {named}{left_out}."
     return text + (f" It would be longer, in the same order, with more of: {', '.join(delaying)}." if delaying else "")

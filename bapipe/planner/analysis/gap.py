@@ -52,6 +52,10 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
     if num_choices == 1 or plan.schedule not in named_schedules(options):
         return f"{longer}."
     alone = replace(options, schedules=(plan.schedule,), microbatch_size=plan.microbatch_size)
+    if deadline.is_over:
+        return (
+            f"{longer}. No time was left to search {plan.schedule} and micro-batches of {plan.microbatch_size} alone."
+        )
     try:
         found = solve_partition(profiles, plan.cluster, alone, deadline=deadline)
     except BapipeError:

@@ -1,8 +1,9 @@
 """Sensitivity: how much shorter a step would be with 10 % more of each resource."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 import msgspec
@@ -48,8 +49,8 @@ def sensitivity(
     not use more. Effects for which the deadline leaves no time are left out.
     """
     effects = [
-        Effect(resource=name, step_ns=simulate(msgspec.structs.replace(plan, cluster=cluster), profiles).step_ns)
-        for name, cluster in takewhile(lambda _: not deadline.is_over, _changed(plan))
+        Effect(resource=name, step_ns=simulate(msgspec.structs.replace(plan, cluster=changed()), profiles).step_ns)
+        for name, changed in takewhile(lambda _: not deadline.is_over, changes_of_resources(plan).items())
     ]
     with suppress(OutOfTime):
         effects += _more_memory(plan, profiles, options, deadline)
@@ -92,26 +93,38 @@ def _more_memory(
     ]
 
 
-def _changed(plan: Plan) -> list[tuple[str, Cluster]]:
-    """Returns the plan's cluster with each device, each stage's devices, and each link faster, by resource."""
+def changes_of_resources(plan: Plan) -> dict[str, Callable[[], Cluster]]:
+    """Returns what makes the plan's cluster with each device, each stage's devices, and each link faster.
+
+    The keys say which resource it is.
+    """
     cluster = plan.cluster
-    changed = [(f"speed of {name}", _faster(cluster, {name})) for stage in plan.stages for name in stage.devices]
+    changed: dict[str, Callable[[], Cluster]] = {  # a device may have several stages
+        f"speed of {name}": partial(_faster, cluster, {name}) for stage in plan.stages for name in stage.devices
+    }
     for s, stage in enumerate(plan.stages):
         if len(stage.devices) > 1:
             title = f"speed of the {len(stage.devices)} devices of stage {s}"
-            changed.append((title, _faster(cluster, set(stage.devices))))
-    changed = list(dict(changed).items())  # a device may have several stages
+            changed[title] = partial(_faster, cluster, set(stage.devices))
     for name, title in (("intra_host", "links within hosts"), ("inter_host", "links between hosts")):
-        link = getattr(cluster, name)
-        faster_link = msgspec.structs.replace(link, bytes_per_s=_tenth_more(link.bytes_per_s))
-        changed.append((f"bandwidth of {title}", msgspec.structs.replace(cluster, **{name: faster_link})))
+        changed[f"bandwidth of {title}"] = partial(_with_faster_links, cluster, name)
     # Links that the cluster lists by themselves override the two above.
     for i, link in enumerate(cluster.links):
-        faster_pair = msgspec.structs.replace(link, bytes_per_s=_tenth_more(link.bytes_per_s))
-        links = (*cluster.links[:i], faster_pair, *cluster.links[i + 1 :])
-        title = f"bandwidth of the link from {link.source} to {link.target}"
-        changed.append((title, msgspec.structs.replace(cluster, links=links)))
+        changed[f"bandwidth of the link from {link.source} to {link.target}"] = partial(_with_faster_link, cluster, i)
     return changed
+
+
+def _with_faster_links(cluster: Cluster, name: str) -> Cluster:
+    link = getattr(cluster, name)
+    return msgspec.structs.replace(
+        cluster, **{name: msgspec.structs.replace(link, bytes_per_s=_tenth_more(link.bytes_per_s))}
+    )
+
+
+def _with_faster_link(cluster: Cluster, i: int) -> Cluster:
+    link = cluster.links[i]
+    faster = msgspec.structs.replace(link, bytes_per_s=_tenth_more(link.bytes_per_s))
+    return msgspec.structs.replace(cluster, links=(*cluster.links[:i], faster, *cluster.links[i + 1 :]))
 
 
 def _faster(cluster: Cluster, names: Container[str]) -> Cluster:

@@ -5,12 +5,14 @@ from msgspec.structs import replace
 
 from bapipe.formats.plan import Plan, certify
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.explain import time_balanced_plan
+from bapipe.planner.analysis.explain import TOPICS, time_balanced_plan
 from bapipe.planner.analysis.gap import explain_gap
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.branch_and_bound.chain import Chain
+from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain
 from bapipe.planner.plan_step import plan_step_time
+from bapipe.simulator.stage import StageCost
 from tests.builders import chain, devices
 
 
@@ -73,6 +75,33 @@ def test_of_many_devices_a_longer_search_is_not_said_to_close_the_gap() -> None:
 
 
 def test_an_explanation_after_the_time_is_over_leaves_out_what_was_not_examined() -> None:
-    plan, profiles = planned([3, 1, 4, 1], 2)
-    sentences = explain(plan, profiles, PlanOptions(minibatch_size=4), deadline=Deadline(0.0))
-    assert any(sentence.startswith("Memory fine-tuning: not known; no time was left") for sentence in sentences)
+    plan, profiles = planned([3, 1, 4, 1], 2, replicas=False, schedules=("1f1b", "gpipe"))
+    loose = replace(plan, certificate=certify(plan.prediction.step_ns, 1, plan.certificate.space))
+    sentences = explain(loose, profiles, PlanOptions(minibatch_size=4), deadline=Deadline(0.0))
+    about = dict(zip(TOPICS, sentences, strict=True))
+    assert about["cuts"].startswith("Coarse-grained cuts: not known; no time was left")
+    assert about["memory"].startswith("Memory fine-tuning: not known; no time was left")
+    assert about["resources"].endswith("not known; no time was left for 4 of 4 speeds and links.")
+    assert about["gap"].endswith(f"No time was left to search {plan.schedule} and micro-batches of 1 alone.")
+
+
+def test_the_search_of_balanced_cuts_ends_with_its_deadline() -> None:
+    plan, profiles = planned([3, 1, 4, 1], 2, replicas=False)
+    with pytest.raises(OutOfTime):
+        time_balanced_plan(plan, profiles, Deadline(0.0))
+
+
+def test_balanced_cuts_do_not_look_at_stages_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, profiles = planned([1] * 24, 12, replicas=False)
+    asked: list[tuple[int, int]] = []
+    cost = Chain.cost
+
+    def counted(chain: Chain, begin: int, end: int) -> StageCost:
+        asked.append((begin, end))
+        return cost(chain, begin, end)
+
+    monkeypatch.setattr(Chain, "cost", counted)
+    balanced = time_balanced_plan(plan, profiles)
+    assert balanced is not None
+    assert {len(stage.layers) for stage in balanced.stages} == {2}
+    assert len(asked) < 1000  # of 1,696 stages that leave a layer or more to each of the stages before

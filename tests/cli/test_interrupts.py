@@ -1,0 +1,38 @@
+"""What the command line says when Ctrl-C ends it."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bapipe
+from bapipe.cli import main
+from bapipe.formats.plan import Plan
+from bapipe.planner.plan import plan_cached
+from tests.builders import chain, devices
+
+
+def test_a_proof_that_is_complete_is_not_said_to_be_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bapipe.write(tmp_path / "p.json", chain([1, 2, 3]))
+    bapipe.write(tmp_path / "c.json", devices(2))
+    search = plan_cached
+
+    def interrupted_when_done(*given: Any, **named: Any) -> Plan:
+        made = search(*given, **named)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bapipe.cli.plan.plan_cached", interrupted_when_done)
+    monkeypatch.setattr("sys.argv", ["bapipe", "plan", "p.json", "--cluster", "c.json", "--minibatch-size", "4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 0
+    assert "proven optimal over" in said.out
+    assert "the search was not cut short: its proof was complete before" in said.err
+    assert "so far" not in said.err
+    assert "the search was ended" not in said.err
