@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,6 +191,7 @@ class ModelProfile(
     forbid_unknown_fields=True,
     tag_field="bapipe",
     tag="profile/1",
+    dict=True,  # stores what is computed once, such as interpolated layers; not part of the file nor of equality
 ):
     """A model on one kind of device. Layers are in topological order.
 
@@ -272,7 +274,7 @@ class ModelProfile(
         """The number of compute threads in the measurement, 1 if the profile does not record it."""
         return 1 if self.settings is msgspec.UNSET else self.settings.threads
 
-    @property
+    @cached_property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """The measured micro-batch sizes, ascending."""
         return tuple(sorted(m.microbatch_size for m in self.measurements))
@@ -282,15 +284,23 @@ class ModelProfile(
         sizes = self.microbatch_sizes
         return sizes[0] <= microbatch_size <= sizes[-1]
 
+    @cached_property
+    def _layers_at(self) -> dict[int, tuple[LayerMeasurement, ...]]:
+        """The layers at each measured micro-batch size, and at those that were interpolated so far."""
+        return {m.microbatch_size: m.layers for m in self.measurements}
+
     def at(self, microbatch_size: int) -> tuple[LayerMeasurement, ...]:
-        """Returns every layer at a micro-batch size; between two measured sizes each figure is interpolated.
+        """Returns every layer at a micro-batch size; between two measured sizes each figure is interpolated, once.
 
         Raises:
             BapipeError: the size lies outside the measured ones.
         """
-        by_size = {m.microbatch_size: m.layers for m in self.measurements}
-        if microbatch_size in by_size:
-            return by_size[microbatch_size]
+        known = self._layers_at
+        if microbatch_size not in known:
+            known[microbatch_size] = self._interpolated(microbatch_size)
+        return known[microbatch_size]
+
+    def _interpolated(self, microbatch_size: int) -> tuple[LayerMeasurement, ...]:
         sizes = self.microbatch_sizes
         if not self.covers(microbatch_size):
             raise BapipeError(
@@ -301,7 +311,7 @@ class ModelProfile(
         above = bisect_left(sizes, microbatch_size)
         low, high = sizes[above - 1], sizes[above]
         weight = Fraction(microbatch_size - low, high - low)
-        return tuple(_between(a, b, weight) for a, b in zip(by_size[low], by_size[high], strict=True))
+        return tuple(_between(a, b, weight) for a, b in zip(self._layers_at[low], self._layers_at[high], strict=True))
 
 
 def has_host_times(profile: ModelProfile) -> bool:
