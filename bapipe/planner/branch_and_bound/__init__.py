@@ -18,6 +18,7 @@ Where to begin. docs/algorithm.md explains the whole with proofs. In the code, r
     search.py            best_first: the queue, dives, incumbents, the node budget
     partial_plan.py      PartialPlan, a node of the tree
     lower_bound.py       the eight bounds, stated; the children of a node and their bounds
+    next_stage.py        the bounds of the placed stages and the next one
     cost_to_go.py        the backward dynamic programme over placements and boundaries; sync classes
     stage_bound.py       the bounds of one stage in isolation
     stage_candidates.py  times of a stage on a placement, for all intervals
