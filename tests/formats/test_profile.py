@@ -10,7 +10,9 @@ from msgspec.structs import replace
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.host_times import HostTimes
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.simulator.layer_totals import LayerTotals, sum_totals
 from bapipe.simulator.stage import StageCost
 from bapipe.simulator.stage_cost import cost_of_totals

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.formats.profile import LayerProfile
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 

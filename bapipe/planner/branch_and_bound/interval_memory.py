@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, IntervalIndex, Rows
 from bapipe.simulator.in_flight import InFlight, in_flight_bytes
 from bapipe.simulator.tied_weights import TiedWeights

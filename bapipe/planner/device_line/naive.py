@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.formats.profile import LayerMeasurement
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
