@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bapipe.errors import BapipeError, Infeasible, InvalidFile, InvalidModel, InvalidSchedule, RunFailed
+    from bapipe.formats.certificate import Certificate
     from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
     from bapipe.formats.codec import read, write
     from bapipe.formats.multigraph import to_networkx
-    from bapipe.formats.plan import Alternative, Certificate, Plan, Prediction, StagePlan
+    from bapipe.formats.plan import Alternative, Plan
+    from bapipe.formats.prediction import Prediction
     from bapipe.formats.profile import ModelProfile
+    from bapipe.formats.stage_plan import StagePlan
     from bapipe.planner.compare import Comparison, compare
     from bapipe.planner.edit import Changes, edit
     from bapipe.planner.goal import Goal
@@ -37,7 +40,7 @@ _MODULE_OF = {
     "Alternative": "bapipe.formats.plan",
     "Bandwidth": "bapipe.formats.cluster",
     "BapipeError": "bapipe.errors",
-    "Certificate": "bapipe.formats.plan",
+    "Certificate": "bapipe.formats.certificate",
     "Changes": "bapipe.planner.edit",
     "Cluster": "bapipe.formats.cluster",
     "Comparison": "bapipe.planner.compare",
@@ -53,9 +56,9 @@ _MODULE_OF = {
     "Pipeline": "bapipe.runtime.pipeline",
     "Plan": "bapipe.formats.plan",
     "PlanOptions": "bapipe.planner.options",
-    "Prediction": "bapipe.formats.plan",
+    "Prediction": "bapipe.formats.prediction",
     "RunFailed": "bapipe.errors",
-    "StagePlan": "bapipe.formats.plan",
+    "StagePlan": "bapipe.formats.stage_plan",
     "Timeline": "bapipe.simulator.timeline",
     "TrainConfig": "bapipe.runtime.train_config",
     "compare": "bapipe.planner.compare",

@@ -1,7 +1,9 @@
 """Profiles and clusters with figures by hand, for tests of every package."""
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 
 MS = 1_000_000
 """A millisecond in nanoseconds."""

@@ -7,7 +7,9 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.host_times import HostTimes
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 
 
 def random_profile(

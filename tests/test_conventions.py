@@ -82,6 +82,13 @@ def test_the_actions_of_a_plan_are_parsed_once() -> None:
     assert plan.table is plan.table
 
 
+def test_the_ranks_of_a_cluster_are_numbered_once_which_neither_its_hash_nor_equality_shows() -> None:
+    cluster = devices(3)
+    assert cluster.index is cluster.index
+    assert cluster.index == {"d0": 0, "d1": 1, "d2": 2}
+    assert (cluster, hash(cluster)) == (devices(3), hash(devices(3)))
+
+
 def test_the_certificate_of_a_throughput_plan_names_its_space() -> None:
     plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, objective="throughput")
     assert plan.certificate.space

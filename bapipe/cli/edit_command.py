@@ -4,7 +4,8 @@ import shlex
 
 from bapipe.explorer.state import State
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.decision import Decision, decision_of
 
 

@@ -7,8 +7,7 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import AsJson, Output
-from bapipe.cli.outputs import write_output
-from bapipe.cli.progress import show_json, show_parts, show_written
+from bapipe.cli.outputs import write_and_show
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate as estimate_group
 from bapipe.formats.cluster import Cluster
@@ -50,9 +49,4 @@ def estimate(
         whole=whole or (),
         kind=kind,
     )
-    write_output(output, estimated)
-    if as_json:
-        show_json(estimated)
-        return
-    show_parts(report.render_profile(estimated))
-    show_written(output)
+    write_and_show(output, estimated, report.render_profile, as_json=as_json)

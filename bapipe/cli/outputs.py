@@ -1,13 +1,19 @@
 """Writing the file that a command makes, without losing another one of the same name."""
 
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from bapipe.cli.progress import note
+from rich.table import Table
+
+from bapipe.cli.progress import note, show_json, show_parts, show_written
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import encode, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+
+Measured = TypeVar("Measured", ModelProfile, Cluster)
 
 
 def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
@@ -17,3 +23,15 @@ def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
         shutil.copyfile(path, kept)
         note(f"{path} was there already, with another content: it is kept as {kept}")
     write(path, value)
+
+
+def write_and_show(
+    path: Path, value: Measured, render: Callable[[Measured], Iterable[Table | str]], *, as_json: bool
+) -> None:
+    """Writes a file as `write_output` does, and prints it: as JSON, or as tables with the file's name."""
+    write_output(path, value)
+    if as_json:
+        show_json(value)
+        return
+    show_parts(render(value))
+    show_written(path)

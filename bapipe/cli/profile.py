@@ -8,8 +8,8 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import MAX_THREADS, Arguments, AsJson, Devices, Kind, Output, Sizes, integers, key_values
-from bapipe.cli.outputs import write_output
-from bapipe.cli.progress import err, parts_bar, show_json, show_parts, show_written
+from bapipe.cli.outputs import write_and_show
+from bapipe.cli.progress import err, parts_bar
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read
 from bapipe.formats.profile import ModelProfile
@@ -109,12 +109,7 @@ def profile(
             check=check,
             progress=progress,
         )
-    write_output(output, measured)
-    if as_json:
-        show_json(measured)
-        return
-    show_parts(report.render_profile(measured))
-    show_written(output)
+    write_and_show(output, measured, report.render_profile, as_json=as_json)
 
 
 def import_(
@@ -181,12 +176,7 @@ def import_(
         optimizer=optimizer,
     )
     imported = import_file(file, origin) if layers is None else import_group(file, layers, origin, members)
-    write_output(output, imported)
-    if as_json:
-        show_json(imported)
-        return
-    show_parts(report.render_profile(imported))
-    show_written(output)
+    write_and_show(output, imported, report.render_profile, as_json=as_json)
 
 
 def cluster(
@@ -228,9 +218,4 @@ def cluster(
     else:
         with err.status("measuring the link between two ranks"):
             measured = local_cluster(devices, device)
-    write_output(output, measured)
-    if as_json:
-        show_json(measured)
-        return
-    show_parts(report.render_cluster(measured))
-    show_written(output)
+    write_and_show(output, measured, report.render_cluster, as_json=as_json)

@@ -13,14 +13,9 @@ from bapipe.estimates.exchange import Members, Part
 from bapipe.estimates.member_layer import MemberLayer
 from bapipe.estimates.split_layers import split_layers
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.profile import (
-    ESTIMATE,
-    LayerMeasurement,
-    LayerProfile,
-    Measurement,
-    ModelProfile,
-    Split,
-)
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import ESTIMATE, ModelProfile, Split
 from bapipe.units import round_half_up
 
 

@@ -16,8 +16,8 @@ from bapipe.estimates.member_layer import (
     exchanges_of,
     largest_share,
 )
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.formats.profile import LayerProfile
 
 
 def by_filters(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:

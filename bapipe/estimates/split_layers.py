@@ -15,7 +15,8 @@ from bapipe.estimates.exchange import Exchange
 from bapipe.estimates.member_layer import CannotSplit, Held, LayerInputs, MemberLayer, computed_whole, exchanges_of
 from bapipe.estimates.split_channels import by_both, by_channels, by_filters
 from bapipe.estimates.split_planes import by_planes
-from bapipe.formats.profile import LayerProfile, Split
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.profile import Split
 
 MANY_MEMBERS = 2**40
 """More members than any layer can be split over."""

@@ -15,8 +15,9 @@ from bapipe.estimates.member_layer import (
     exchanges_of,
     largest_share,
 )
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.formats.profile import LOSS, LayerProfile
+from bapipe.formats.profile import LOSS
 
 STATISTIC_BYTES = 8
 """Bytes of the sums of a batch norm for each channel: of the values and of their squares, in float32."""

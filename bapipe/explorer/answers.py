@@ -7,7 +7,7 @@ from itertools import repeat
 from msgspec import UNSET
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Memory, Prediction
+from bapipe.formats.prediction import Memory, Prediction
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.report.idle_time import idle_ns_by_cause

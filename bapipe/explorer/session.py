@@ -10,8 +10,9 @@ import msgspec
 from bapipe.errors import BapipeError
 from bapipe.explorer.answers import Json, explained, layers_json, model_json, recorded_json, step_json
 from bapipe.explorer.state import State, cluster_of
+from bapipe.formats.certificate import Certificate
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Certificate, Plan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.analysis.exchange import exchange_share
 from bapipe.planner.decision import Decision, decision_of, simulate_decision

@@ -11,7 +11,8 @@ from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
 from bapipe.explorer.sweep_processes import plan_chains
-from bapipe.formats.plan import Plan, certify, with_certificate
+from bapipe.formats.certificate import certify
+from bapipe.formats.plan import Plan, with_certificate
 from bapipe.planner import nearby
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions

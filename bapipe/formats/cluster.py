@@ -1,6 +1,7 @@
 """The devices and the links between them: the cluster/1 file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import permutations
 from typing import Annotated
 
@@ -91,6 +92,7 @@ class Cluster(
     forbid_unknown_fields=True,
     tag_field="bapipe",
     tag="cluster/1",
+    dict=True,  # stores `index` once it is computed; not part of the file nor of equality
 ):
     """The devices in rank order, and the links between them.
 
@@ -148,8 +150,8 @@ class Cluster(
                 raise InvalidFile(f"a second link from '{link.source}' to '{link.target}'", where)
             pairs.add((link.source, link.target))
 
-    @property
-    def index(self) -> dict[str, int]:
+    @cached_property
+    def index(self) -> Mapping[str, int]:
         """The rank of each device by name."""
         return {device.name: rank for rank, device in enumerate(self.devices)}
 

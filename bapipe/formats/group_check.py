@@ -7,7 +7,8 @@ import msgspec
 from bapipe.errors import InvalidFile
 
 if TYPE_CHECKING:
-    from bapipe.formats.profile import LayerMeasurement, ModelProfile
+    from bapipe.formats.measurement import LayerMeasurement
+    from bapipe.formats.profile import ModelProfile
 
 NO_GROUP = "the profile is not of a group: its device has no `members`"
 

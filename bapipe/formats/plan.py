@@ -8,71 +8,15 @@ from typing import Any, Literal
 import msgspec
 
 from bapipe.errors import InvalidFile, InvalidSchedule
+from bapipe.formats.certificate import CHANGED_BY_HAND, NOT_CERTIFIED, Certificate
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import LOSS
+from bapipe.formats.prediction import NOT_PREDICTED, Prediction
 from bapipe.formats.settings import Settings
+from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
-from bapipe.units import NonNegative, NonNegativeFloat, Positive
-
-
-class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layers of a stage, the devices that run it, and whether its backward recomputes its forward.
-
-    Attributes:
-        recompute_layers: with `recompute`, those of its layers that are recomputed: some, but not the loss; the others
-            keep their stashes. If left out, the whole stage is recomputed from its input.
-    """
-
-    layers: tuple[str, ...]
-    devices: tuple[str, ...]
-    recompute: bool = False
-    recompute_layers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-
-    @property
-    def recomputed(self) -> tuple[str, ...]:
-        """The layers that are recomputed."""
-        if not self.recompute:
-            return ()
-        return self.layers if self.recompute_layers is msgspec.UNSET else self.recompute_layers
-
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory of a device at its peak, in bytes.
-
-    Attributes:
-        buffers: the receive buffers at the stage boundaries.
-    """
-
-    params: NonNegative
-    gradients: NonNegative
-    optimizer: NonNegative
-    stash: NonNegative
-    workspace: NonNegative
-    buffers: NonNegative
-
-    @property
-    def total(self) -> int:
-        return self.params + self.gradients + self.optimizer + self.stash + self.workspace + self.buffers
-
-
-class RankPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device in one step.
-
-    Attributes:
-        busy_ns: time in which it computes.
-        sync_ns: time in which it waits for an all-reduce.
-        idle_ns: all other time.
-    """
-
-    device: str
-    busy_ns: NonNegative
-    idle_ns: NonNegative
-    sync_ns: NonNegative
-    peak_bytes: NonNegative
-    memory: Memory
-
+from bapipe.units import NonNegative, Positive
 
 Objective = Literal["step", "throughput"]
 """What a plan minimizes: the time of one step, or the largest load of a device."""
@@ -80,87 +24,8 @@ Objective = Literal["step", "throughput"]
 THROUGHPUT: Literal["throughput"] = "throughput"
 """The objective of plans that minimize the largest load of a device, not the time of a single step."""
 
-
-class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One step as the simulator predicts it.
-
-    Attributes:
-        load_ns: for plans for throughput only: the largest load of a device, its work per step once the pipeline is
-            full.
-        bubble: the idle share of the devices that have a stage.
-    """
-
-    step_ns: NonNegative
-    load_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
-    samples_per_s: NonNegativeFloat
-    bubble: NonNegativeFloat
-    ranks: tuple[RankPrediction, ...]
-
-
-NOT_PREDICTED = Prediction(step_ns=0, samples_per_s=0.0, bubble=0.0, ranks=())
-"""In place of the prediction of a plan whose file holds none."""
-
-
-class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan has the least or the most of, among the plans that are fast enough.
-
-    Attributes:
-        quantity: bytes of the device that needs most, devices, or copies of a block of layers.
-        value: what the plan has of it.
-        bound: no plan needs less memory than this, or fewer devices, or has one copy more than this. If it is the
-            value, the goal is reached exactly. 0 if nothing is proven.
-        limit_ns: plans are fast enough whose step, or load, takes no longer. If left out, all are.
-        of: the block; or of which devices the plans for fewer are, if not of any.
-    """
-
-    quantity: Literal["memory", "devices", "copies"]
-    value: NonNegative
-    bound: NonNegative
-    limit_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
-    of: str = ""
-
-
-class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How good a plan is.
-
-    Attributes:
-        lower_bound_ns: no plan of the space has a shorter step, or with the objective throughput a smaller load.
-        gap: step time / lower bound - 1; with the objective throughput, load / lower bound - 1.
-        proven_optimal: whether the plan meets the lower bound.
-        space: the plans that were searched, in words.
-        goal: what the plan was searched for besides a short step; left out if nothing.
-        digest: `Plan.digest` of the plan that it certifies. A plan with another one was changed since; its prediction,
-            certificate and alternatives are then dropped. If left out, the plan is taken to be unchanged.
-    """
-
-    lower_bound_ns: NonNegative
-    gap: NonNegativeFloat
-    proven_optimal: bool
-    space: str
-    goal: ReachedGoal | msgspec.UnsetType = msgspec.UNSET
-    digest: str | msgspec.UnsetType = msgspec.UNSET
-
-
 MAX_ACTIONS = 2**20
 """Most forwards in a step of a plan whose order is left out."""
-
-_MADE_BY_HAND = "made by hand and not judged: simulate it for its times, pin it for a bound"
-NOT_CERTIFIED = Certificate(lower_bound_ns=0, gap=0.0, space=_MADE_BY_HAND, proven_optimal=False)
-"""In place of the certificate of a plan whose file holds none."""
-
-_CHANGED = "changed by hand since it was judged: simulate it for its times, pin it for a bound"
-CHANGED_BY_HAND = Certificate(lower_bound_ns=0, gap=0.0, space=_CHANGED, proven_optimal=False)
-"""In place of the certificate of a plan that was changed since it was certified."""
-
-
-def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
-    """Returns the certificate of a plan whose step time, or load, has this lower bound in the space."""
-    return Certificate(
-        lower_bound_ns=lower_bound_ns,
-        gap=step_ns / lower_bound_ns - 1 if lower_bound_ns else 0.0,
-        proven_optimal=step_ns == lower_bound_ns,
-        space=space,
-    )
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -229,7 +94,7 @@ class Plan(
                 f"{self.minibatch_size}",
                 "$.minibatch_size",
             )
-        _check_stages(self.stages, self.cluster)
+        check_stages(self.stages, self.cluster)
         if not self.order:
             msgspec.structs.force_setattr(self, "order", self._named_order())
         if len(self.order) != len(self.cluster.devices):
@@ -374,43 +239,3 @@ def _parse_actions(texts: tuple[str, ...], where: str) -> tuple[Action, ...]:
         except InvalidSchedule as error:
             raise InvalidFile(str(error), f"{where}[{position}]") from None
     return tuple(actions)
-
-
-def _check_stages(stages: tuple[StagePlan, ...], cluster: Cluster) -> None:
-    if not stages:
-        raise InvalidFile("a plan needs at least one stage", "$.stages")
-    placed: set[str] = set()
-    known = cluster.index
-    for index, stage in enumerate(stages):
-        where = f"$.stages[{index}]"
-        if not stage.layers:
-            raise InvalidFile("a stage needs at least one layer", f"{where}.layers")
-        for name in stage.layers:
-            if name in placed:
-                raise InvalidFile(f"layer '{name}' is in two places", f"{where}.layers")
-            placed.add(name)
-        if not stage.devices:
-            raise InvalidFile("a stage needs at least one device", f"{where}.devices")
-        if len(set(stage.devices)) != len(stage.devices):
-            raise InvalidFile("a device is named twice", f"{where}.devices")
-        for name in stage.devices:
-            if name not in known:
-                raise InvalidFile(f"'{name}' is not a device of the plan's cluster", f"{where}.devices")
-        _check_recomputation(stage, f"{where}.recompute_layers")
-
-
-def _check_recomputation(stage: StagePlan, where: str) -> None:
-    named = stage.recompute_layers
-    if named is msgspec.UNSET:
-        return
-    if not stage.recompute:
-        raise InvalidFile("the stage names layers that are recomputed, but `recompute` is false", where)
-    if not named or len(set(named)) != len(named):
-        raise InvalidFile("want one or more layers, each once; leave it out to recompute the whole stage", where)
-    for name in named:
-        if name == LOSS:
-            raise InvalidFile("the loss can be recomputed with its whole stage only", where)
-        if name not in stage.layers:
-            raise InvalidFile(f"'{name}' is not a layer of the stage", where)
-    if len(named) == len(stage.layers):
-        raise InvalidFile("these are all layers of the stage: leave it out to recompute the whole stage", where)

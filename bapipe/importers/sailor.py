@@ -20,7 +20,9 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.codec import decode_as, encode
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.formats.strict_json import decode_json, naming_file, read_limited
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.optimizers import unknown_optimizer

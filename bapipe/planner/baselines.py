@@ -6,8 +6,9 @@ from itertools import takewhile
 
 import msgspec
 
-from bapipe.formats.plan import Alternative, Plan, StagePlan
+from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES

@@ -10,8 +10,10 @@ import msgspec
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan, StagePlan
-from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import simulate_columns

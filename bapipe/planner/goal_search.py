@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.certificate import ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Alternative, Plan, ReachedGoal, certify, with_certificate
+from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping, groupings

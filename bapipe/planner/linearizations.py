@@ -15,7 +15,8 @@ import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.profile import LOSS, Measurement, ModelProfile
+from bapipe.formats.measurement import Measurement
+from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import contract, of_layers, topological_order
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime

@@ -7,9 +7,10 @@ from itertools import accumulate
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.certificate import NOT_CERTIFIED, Certificate, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import NOT_CERTIFIED, Certificate, Plan, certify, with_certificate
+from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import LOSS, ModelProfile, common_settings
 from bapipe.planner.decision import Decision, check_devices, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster

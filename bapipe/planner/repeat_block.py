@@ -5,8 +5,10 @@ from collections.abc import Iterable
 import msgspec
 
 from bapipe.errors import BapipeError
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ESTIMATE, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.profile import ESTIMATE, ModelProfile
 
 
 def block_layers(profile: ModelProfile, block: str) -> range:

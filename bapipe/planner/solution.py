@@ -9,19 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from bapipe.formats.certificate import certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import (
-    THROUGHPUT,
-    Alternative,
-    Objective,
-    Plan,
-    Prediction,
-    StagePlan,
-    certify,
-    with_certificate,
-)
+from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, with_certificate
+from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.searched_space import SearchedSpace, in_words
 from bapipe.schedules.table import Schedule
 

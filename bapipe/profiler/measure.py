@@ -9,15 +9,9 @@ from msgspec import UNSET, UnsetType, structs
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
-from bapipe.formats.profile import (
-    HOST_OVER_DEVICE,
-    LOSS,
-    TARGET,
-    LayerMeasurement,
-    LayerProfile,
-    Measurement,
-    ModelProfile,
-)
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import HOST_OVER_DEVICE, LOSS, TARGET, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS, unknown_optimizer
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of

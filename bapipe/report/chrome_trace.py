@@ -20,7 +20,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
 from bapipe.formats.codec import TRACE, kind_in_words
-from bapipe.formats.plan import Memory
+from bapipe.formats.prediction import Memory
 from bapipe.formats.strict_json import decode_json, read_limited
 from bapipe.schedules.table import parse_action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update

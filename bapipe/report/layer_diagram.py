@@ -7,7 +7,9 @@ like a branch in `git log --graph`. A cut sends the tensors whose lanes it cross
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import mib, ms, number
 from bapipe.report.plans import proof

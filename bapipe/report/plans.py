@@ -6,7 +6,9 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.plan import Certificate, Memory, Plan, ReachedGoal
+from bapipe.formats.certificate import Certificate, ReachedGoal
+from bapipe.formats.plan import Plan
+from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms, number
 from bapipe.simulator.timeline import Timeline

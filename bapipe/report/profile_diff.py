@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.profile import LayerMeasurement, ModelProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms
 

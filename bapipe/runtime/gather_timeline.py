@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from bapipe.formats.plan import Memory
+from bapipe.formats.prediction import Memory
 from bapipe.runtime.clock import Clock, clock_offset_ns
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.schedules.table import Action

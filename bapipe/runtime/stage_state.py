@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from bapipe.formats.plan import Memory
+from bapipe.formats.prediction import Memory
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.tracing.stages import Split
 

@@ -6,8 +6,10 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from bapipe.errors import InvalidModel
-from bapipe.formats.plan import StagePlan
-from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 
 
 def check_layers(stages: Sequence[StagePlan], profile: ModelProfile) -> None:

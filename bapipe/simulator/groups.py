@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Device
-from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.profile import ModelProfile
 
 
 def check_members(device: Device, profile: ModelProfile) -> None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from bapipe.formats.host_times import HostTimes
-from bapipe.formats.profile import LayerMeasurement, LayerProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
 
 NO_HOST_TIMES = HostTimes(forward_ns=0, input_grad_ns=0, weight_grad_ns=0, backward_ns=0)
 """Of a device that is its own host."""

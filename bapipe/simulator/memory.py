@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bapipe.formats.plan import Memory
+from bapipe.formats.prediction import Memory
 from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
 from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes

@@ -7,8 +7,10 @@ from itertools import accumulate, chain, pairwise
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
-from bapipe.formats.plan import StagePlan
-from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.simulator.cuts import Cut, check_layers, find_cuts, kept_tensor_bytes
 from bapipe.simulator.groups import check_members, check_replicas, check_tied_weights
 from bapipe.simulator.lanes import with_lanes

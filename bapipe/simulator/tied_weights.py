@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from bapipe.formats.profile import LayerProfile
+from bapipe.formats.layer_profile import LayerProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

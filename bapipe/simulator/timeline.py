@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bapipe.formats.plan import Memory, Prediction, RankPrediction
+from bapipe.formats.prediction import Memory, Prediction, RankPrediction
 from bapipe.schedules.table import Action, Phase
 from bapipe.tables import data_frame, rows_html
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 from bapipe.torch_private import NormBase, OpOverload, argument_schemas, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel
+from bapipe.tracing.reached import reached
 
 MEMORY = "memory"
 """Key in a node's `meta`: its `Memory`, if the operator was seen running."""
@@ -137,30 +138,18 @@ def rewire_inplace_uses(module: fx.GraphModule) -> None:
 
 def alias_set(module: fx.GraphModule, tensor: fx.Node) -> set[fx.Node]:
     """Returns the tensor and all nodes that may share its memory: views of it, and what it is a view of."""
-    aliases: set[fx.Node] = set()
-    todo = [tensor]
-    while todo:
-        node = todo.pop()
-        if node in aliases or node.op == "get_attr":
-            continue
-        aliases.add(node)
-        todo += _shared_inputs(module, node)
-        todo += [user for user in node.users if node in _shared_inputs(module, user)]
-    return aliases
+
+    def aliases_of(node: fx.Node) -> list[fx.Node]:
+        views = [user for user in node.users if node in _shared_inputs(module, user)]
+        return [other for other in [*_shared_inputs(module, node), *views] if other.op != "get_attr"]
+
+    return set() if tensor.op == "get_attr" else set(reached([tensor], aliases_of))
 
 
 def written_state(module: fx.GraphModule, tensor: fx.Node) -> list[str]:
     """Returns the parameters and buffers that share memory with a tensor: it is one, or a view of one."""
-    state, todo, seen = [], [tensor], set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "get_attr":
-            state.append(str(node.target))
-        todo += _shared_inputs(module, node)
-    return state
+    nodes = reached([tensor], lambda node: _shared_inputs(module, node))
+    return [str(node.target) for node in nodes if node.op == "get_attr"]
 
 
 def writes_to_state(module: fx.GraphModule) -> Iterator[tuple[fx.Node, list[str]]]:

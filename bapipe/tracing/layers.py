@@ -16,6 +16,7 @@ from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, node_state
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
+from bapipe.tracing.reached import reached
 from bapipe.tracing.recorded_capture import capture_by_recording
 from bapipe.tracing.results import may_be_nests, result_of, returns_it, with_returned_values
 from bapipe.tracing.shared_memory import check_shared_memory
@@ -291,7 +292,7 @@ def _hazards(module: fx.GraphModule, layer_of: Mapping[fx.Node, str]) -> Iterato
     for writer, tensor in writers(module):
         if writer not in layer_of:
             continue
-        after = _descendants(writer) if returns_what_it_changes(writer) else {writer}
+        after = set(reached([writer], lambda node: node.users)) if returns_what_it_changes(writer) else {writer}
         # A view of what the writer returned holds the change, wherever it goes.
         for alias in alias_set(module, tensor) - after:
             for user in alias.users:
@@ -300,14 +301,3 @@ def _hazards(module: fx.GraphModule, layer_of: Mapping[fx.Node, str]) -> Iterato
                 yield Hazard(
                     reader=layer_of[user], writer=layer_of[writer], same_stage=position[user] > position[writer]
                 )
-
-
-def _descendants(node: fx.Node) -> set[fx.Node]:
-    descendants: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        following = todo.pop()
-        if following not in descendants:
-            descendants.add(following)
-            todo += following.users
-    return descendants

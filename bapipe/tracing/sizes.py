@@ -18,6 +18,7 @@ from bapipe.torch_private import tree_map
 from bapipe.tracing.nested_tensors import tensors_in
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.reached import reached
 
 BATCH_SIZES = (5, 7)
 """The two batch sizes; odd, so that other dimensions, mostly even, are not mistaken for the batch."""
@@ -128,7 +129,7 @@ def meta_values(
     """Returns the values of some nodes of a graph on the meta device, for inputs of a batch size."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    needed = _with_ancestors(nodes)
+    needed = set(reached(nodes, lambda node: node.all_input_nodes))
     for node in module.graph.nodes:
         if node in needed or node.op == "placeholder":
             env[node] = copy_node(graph, node, env.__getitem__, _META)
@@ -142,17 +143,6 @@ def meta_values(
     with torch.enable_grad(), _META, torch.random.fork_rng(devices=[]), generators_restored(), state_restored(traced):
         values: tuple[Any, ...] = torch.func.functional_call(traced, state, meta_inputs)
     return values
-
-
-def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    ancestors: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            todo += node.all_input_nodes
-    return ancestors
 
 
 def repeat_to_batch(example: Tensor, num_rows: int, device: torch.device) -> Tensor:

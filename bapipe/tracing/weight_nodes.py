@@ -6,10 +6,12 @@ node, as for the cell of an unrolled recurrent network: the second finds it free
 another is no harm, because torch sets the gradients that arrive there to those that I has kept.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.autograd.graph import Node
+
+from bapipe.tracing.reached import reached
 
 
 def weight_nodes(group: Mapping[str, Any], reverse: Mapping[Node, Iterable[Node | None]]) -> set[Node]:
@@ -19,28 +21,10 @@ def weight_nodes(group: Mapping[str, Any], reverse: Mapping[Node, Iterable[Node 
         group: torch's record of a group: its parameters' nodes as "params", where W begins as "intermediates".
         reverse: for each node those that lead to it in a backward.
     """
-    return _reached(group["intermediates"], _leading_to(group["params"], reverse))
+    # The nodes from which a backward gets to the parameters.
+    leading = set(reached(group["params"], lambda node: [before for before in reverse[node] if before is not None]))
 
+    def after(node: Node) -> list[Node]:
+        return [other for other, _ in node.next_functions if other is not None and other in leading]
 
-def _leading_to(params: Iterable[Node], reverse: Mapping[Node, Iterable[Node | None]]) -> set[Node]:
-    """Returns the nodes from which a backward gets to some parameters."""
-    leading: set[Node] = set()
-    todo = list(params)
-    while todo:
-        node = todo.pop()
-        if node not in leading:
-            leading.add(node)
-            todo += [before for before in reverse[node] if before is not None]
-    return leading
-
-
-def _reached(intermediates: Sequence[Node], within: set[Node]) -> set[Node]:
-    """Returns the nodes within some that a backward from `intermediates` runs."""
-    reached: set[Node] = set()
-    todo = list(intermediates)
-    while todo:
-        node = todo.pop()
-        if node not in reached and node in within:
-            reached.add(node)
-            todo += [after for after, _ in node.next_functions if after is not None]
-    return reached
+    return set(reached([node for node in group["intermediates"] if node in leading], after))

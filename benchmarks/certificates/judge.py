@@ -6,8 +6,8 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.options import PlanOptions

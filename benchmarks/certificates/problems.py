@@ -9,7 +9,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.random_profiles import random_cluster, random_profile, with_host_times

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.importers import ImportMetadata
 from bapipe.importers.sailor import group_profile, kind_of
 from bapipe.simulator.allreduce import ring_ns

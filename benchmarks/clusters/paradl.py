@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.plan import StagePlan
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.formats.strict_json import decode_json, naming_file, read_limited
 from bapipe.importers import ImportMetadata, import_file
 from bapipe.simulator.stage_cost import build_stages

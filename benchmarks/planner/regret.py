@@ -35,8 +35,9 @@ from rich.table import Table
 
 import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.schedules import SCHEDULES

@@ -21,9 +21,11 @@ from rich.table import Table
 import bapipe
 from bapipe.estimates import estimate
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
+from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.plan import Objective
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import contract, of_layers
 

@@ -14,16 +14,10 @@ from msgspec.structs import replace
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate
 from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.formats.profile import (
-    DeviceKind,
-    LayerMeasurement,
-    LayerProfile,
-    Measurement,
-    ModelProfile,
-    Split,
-    is_estimate,
-)
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile, Split, is_estimate
 from tests.builders import chain, devices
 
 FIRST = LayerShape(in_channels=4, out_channels=4, in_planes=8, out_planes=8, window=3, padding=1)

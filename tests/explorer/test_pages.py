@@ -10,7 +10,8 @@ import bapipe
 from bapipe.errors import BapipeError
 from bapipe.explorer import document
 from bapipe.explorer.pages import plan_page, plans_page, profile_page, two_plans_page
-from bapipe.formats.plan import CHANGED_BY_HAND, Plan
+from bapipe.formats.certificate import CHANGED_BY_HAND
+from bapipe.formats.plan import Plan
 from bapipe.planner.plan import plan
 from bapipe.report import encode_trace
 from bapipe.report.chrome_trace import read_trace

@@ -4,12 +4,15 @@ from random import Random
 
 import pytest
 from msgspec import UNSET
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.host_times import HostTimes
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.simulator.layer_totals import LayerTotals, sum_totals
 from bapipe.simulator.stage import StageCost
 from bapipe.simulator.stage_cost import cost_of_totals
@@ -50,6 +53,14 @@ def test_sizes_between_two_measured_ones_are_interpolated(size: int, want: int) 
 def test_a_half_is_rounded_up() -> None:
     assert one_layer((1, 10), (3, 11)).at(2)[0].forward_ns == 11
     assert one_layer((1, 11), (3, 10)).at(2)[0].forward_ns == 11
+
+
+def test_a_size_is_interpolated_once_which_neither_the_file_nor_equality_shows() -> None:
+    profile = one_layer((1, 10), (3, 11))
+    assert profile.at(2) is profile.at(2)
+    assert profile.microbatch_sizes == (1, 3)
+    assert profile == one_layer((1, 10), (3, 11))
+    assert encode(profile) == encode(one_layer((1, 10), (3, 11)))
 
 
 @pytest.mark.parametrize("size", [1, 9])

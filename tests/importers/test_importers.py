@@ -7,7 +7,9 @@ import pytest
 
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
-from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
 from bapipe.importers import ImportMetadata, import_file, import_profile
 from tests import ROOT
 

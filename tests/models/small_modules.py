@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.formats.profile import LayerMeasurement, LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.measure import measure_model
 
 

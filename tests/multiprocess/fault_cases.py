@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bapipe.errors import Stopped
-from bapipe.formats.plan import Memory, Plan, RankPrediction
+from bapipe.formats.plan import Plan
+from bapipe.formats.prediction import Memory, RankPrediction
 from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.formats.certificate import Certificate
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.plan import Certificate, Plan, Prediction
+from bapipe.formats.plan import Plan
+from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS
 from bapipe.planner.decision import stage_plan
 from bapipe.runtime.launch.worker import Rank

@@ -8,8 +8,10 @@ from msgspec import structs
 
 import bapipe
 from bapipe.errors import BapipeError
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
 from bapipe.runtime.replan import lost_devices, profiles_for_replanning, replan

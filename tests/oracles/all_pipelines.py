@@ -16,8 +16,8 @@ import numpy as np
 from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.simulate import simulate_schedule

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.formats.cluster import Cluster, Link
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.host_times import HostTimes
-from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.infeasible import least_infeasible
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import best_first

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from bapipe.errors import Infeasible, InvalidFile
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import decode, encode
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput import search

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from bapipe.errors import BapipeError
-from bapipe.formats.plan import Memory, Plan
+from bapipe.formats.plan import Plan
+from bapipe.formats.prediction import Memory
 from bapipe.planner.plan import plan
 from bapipe.report.chrome_trace import encode_trace, read_trace
 from bapipe.schedules.table import Phase, parse_action

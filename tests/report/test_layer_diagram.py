@@ -1,6 +1,8 @@
 """The rails of a small residual block by hand, and the contents of a drawing."""
 
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.report.layer_diagram import bar, layer_rows
 
 

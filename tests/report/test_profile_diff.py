@@ -4,7 +4,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from rich.console import Console
 
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.report.profile_diff import layer_changes, render_profile_diff
 

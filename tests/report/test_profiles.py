@@ -4,7 +4,9 @@ import pytest
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.host_times import HostTimes
-from bapipe.formats.profile import DeviceKind, LayerMeasurement, LayerProfile, Measurement, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement, Measurement
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.report.profiles import render_cluster, render_profile, shape_table
 from tests.formats.test_profile import one_layer, with_host
 

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel, InvalidSchedule
-from bapipe.formats.plan import Plan, StagePlan
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
 from bapipe.formats.settings import Settings
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.profiler.measure import measure_model
 from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import materialize

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from bapipe.formats.profile import LayerProfile
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights, inseparable_layers
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import msgspec
 
-from bapipe.formats.plan import Alternative, StagePlan
+from bapipe.formats.plan import Alternative
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order

@@ -2,8 +2,9 @@
 
 from msgspec import UNSET
 
-from bapipe.formats.plan import StagePlan
-from bapipe.formats.profile import LayerMeasurement, ModelProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 
 
 def stage_layers(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> list[LayerMeasurement]:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import msgspec
 
 from bapipe.errors import Infeasible
-from bapipe.formats.plan import NOT_CERTIFIED, Alternative, Plan, certify, with_certificate
+from bapipe.formats.certificate import NOT_CERTIFIED, certify
+from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions

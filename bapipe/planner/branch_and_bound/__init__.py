@@ -18,12 +18,14 @@ Where to begin. docs/algorithm.md explains the whole with proofs. In the code, r
     search.py            best_first: the queue, dives, incumbents, the node budget
     partial_plan.py      PartialPlan, a node of the tree
     lower_bound.py       the eight bounds, stated; the children of a node and their bounds
+    next_stage.py        the bounds of the placed stages and the next one
     cost_to_go.py        the backward dynamic programme over placements and boundaries; sync classes
     stage_bound.py       the bounds of one stage in isolation
     stage_candidates.py  times of a stage on a placement, for all intervals
     stage_memory.py      which of them fit, and what they recompute; cut_transfers.py: what passes between two stages
     stage_schedule.py    what an order of actions demands of one stage: in flight, memory peaks
-    intervals.py         all intervals of layers as flat arrays: prefix sums, all-reduce buckets
+    intervals.py         all intervals of layers as flat arrays, with prefix sums
+    interval_times.py    their times, with those of all-reduces by interval_buckets.py; interval_memory.py: their bytes
     placements.py        the graph of placements; devices.py: classes of devices (symmetry)
     local_search.py      the neighbourhoods that improve incumbents
     infeasible.py        when nothing fits: the least infeasible plan, and advice

@@ -1,6 +1,7 @@
 """The layers as a chain on one kind of device: the simulator's cost of any interval of layers, by prefix sums.
 
-One interval at a time, in Python's integers. `intervals.py` has the costs of all intervals at once.
+One interval at a time, in Python's integers. `interval_times.py` and `interval_memory.py` have the costs of all
+intervals at once.
 """
 
 from collections.abc import Sequence

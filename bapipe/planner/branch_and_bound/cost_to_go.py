@@ -154,17 +154,6 @@ class CostToGoTable:
             self._transitions[placement] = self._compute_transitions(placement)
         return self._transitions[placement]
 
-    def num_before_final(self, placement: StagePlacement) -> int:
-        """Returns how many micro-batches a device has passed on before one of the final ones.
-
-        The final micro-batches are the last one of each replica of the last stage.
-        """
-        return max(0, (self.num_microbatches - self._num_final(placement)) // placement.num_replicas)
-
-    def _num_final(self, placement: StagePlacement) -> int:
-        """Returns the maximum number of replicas of the last stage."""
-        return placement.num_replicas if placement.is_last else placement.max_last_replicas
-
     def _compute_transitions(self, placement: StagePlacement) -> Transitions | None:
         successors = placement.successors
         if not successors:
@@ -174,7 +163,7 @@ class CostToGoTable:
         grads = [self.costs.transfers.between(placement, successor, forward=False) for successor in successors]
         # Micro-batch m crosses link m mod lcm(R, R').
         num_links = [int(np.lcm(placement.num_replicas, successor.num_replicas)) for successor in successors]
-        num_before_final = max(0, self.num_microbatches - self._num_final(placement))
+        num_not_final = max(0, self.num_microbatches - _num_final(placement))
 
         def per_class(values: Sequence[object]) -> IntArray:
             """A row per successor, repeated for its sync classes."""
@@ -186,7 +175,7 @@ class CostToGoTable:
             busy_send_ns=per_class([every for _, every in sends]),
             busy_grad_ns=per_class([every for _, every in grads]),
             num_earlier=per_class([[(self.num_microbatches - 1) // count] for count in num_links]),
-            num_before_final=per_class([[num_before_final // count] for count in num_links]),
+            num_before_final=per_class([[num_not_final // count] for count in num_links]),
             # The tables of the successors one below the other: N tables of [C, B] become [N * C, B].
             cost_to_go=CostToGo(*map(np.concatenate, zip(*map(self.of, successors), strict=True))),
         )
@@ -285,7 +274,7 @@ class CostToGoTable:
         """Bound "forwards first": forwards, backwards_done and backwards_returned of `CostToGo`. All [intervals]"""
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
         # docs/algorithm.md, Forwards first: q(s) f(s) is what this stage adds to U; the maximum over the stages counts.
-        forwards = np.maximum(self.num_before_final(placement) * f, following.forwards)
+        forwards = np.maximum(num_before_final(placement, self.num_microbatches) * f, following.forwards)
         # The first r here follows the way back from the last stage, then n - 1 more; or the next stage is the slower
         # one.
         returned = np.maximum(alone.round_trip_ns + alone.other_backwards_ns, f + r + following.backwards_returned)
@@ -341,6 +330,19 @@ class CostToGoTable:
             send_ns=minimum(x) if blocks else UNUSED,
             grad_ns=minimum(y) if blocks else UNUSED,
         )
+
+
+def num_before_final(placement: StagePlacement, num_microbatches: int) -> int:
+    """Returns how many micro-batches a device has passed on before one of the final ones.
+
+    The final micro-batches are the last one of each replica of the last stage.
+    """
+    return max(0, (num_microbatches - _num_final(placement)) // placement.num_replicas)
+
+
+def _num_final(placement: StagePlacement) -> int:
+    """Returns the maximum number of replicas of the last stage."""
+    return placement.num_replicas if placement.is_last else placement.max_last_replicas
 
 
 def _with_lower_classes(values: IntArray) -> IntArray:

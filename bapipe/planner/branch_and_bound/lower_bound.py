@@ -35,64 +35,31 @@ transfers that must be over as well. The bounds, by name; a step cannot be short
                       micro-batches leaves a stage only after k others, sum (f + x) + max (k f, k x); from there on
                       only backwards remain: one micro-batch goes back to stage s, the other r follow, then back to j
 
-Each bound has two sides: `bound_stage` and this file compute it for the stages placed so far and the next one,
+Each bound has two sides: `stage_bound.py` and `next_stage.py` compute it for the stages placed so far and the next one,
 `cost_to_go.py` for all stages still to come. A child's bound is the maximum over the bounds of prefix + next stage +
 cost-to-go. Every line that computes a bound names it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass
 
 import numpy as np
 
 from bapipe.planner.branch_and_bound.cost_to_go import CostToGo, CostToGoTable, Transitions
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
+from bapipe.planner.branch_and_bound.next_stage import Extension, NextStageBounds
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan, PlacedStage
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_bound import (
     BOUND_NAMES,
     FORWARDS_FIRST,
     LAST_MICROBATCH,
-    RETURN,
     SHARED_DEVICE,
-    WORK,
-    ZIGZAG,
-    StageBound,
-    TransferStalls,
-    bound_stage,
     clip_inf,
-    largest,
     maximum,
 )
 from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
 from bapipe.planner.deadline import UNLIMITED, Deadline
-
-
-@dataclass(frozen=True, slots=True)
-class _NextStage:
-    """Bounds of the next stage of a partial plan, with each of n ends and N * C ways to go on. [N * C, n] or [n]
-
-    Attributes:
-        alone: the bounds of the stage alone, from its first F on.
-        last_start_ns: when it starts F of the last micro-batch.
-        step_ns: the step time that the stages up to this one need.
-    """
-
-    alone: StageBound
-    last_start_ns: IntArray
-    step_ns: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class _Extension:
-    """A partial plan extended by the next stage: attributes of `PartialPlan`. [N * C, n] or [n]"""
-
-    first_arrival_ns: IntArray
-    last_arrival_ns: IntArray
-    tail_ns: IntArray
-    backwards_tail_ns: IntArray
-    forwards_ns: IntArray
 
 
 class LowerBound:
@@ -112,6 +79,12 @@ class LowerBound:
         self.costs, self.num_microbatches = costs, num_microbatches
         self._forwards_first = forwards_first and FORWARDS_FIRST in enabled
         self._enabled, self._sync_limits_ns, self._deadline = enabled, tuple(sync_limits_ns), deadline
+        self._next_stage = NextStageBounds(
+            transfers=costs.transfers,
+            num_microbatches=num_microbatches,
+            forwards_first=self._forwards_first,
+            enabled=enabled,
+        )
         self._make_tables(None)
 
     def narrowed(self, rows: Mapping[Hashable, IntArray]) -> "LowerBound":
@@ -184,10 +157,10 @@ class LowerBound:
 
     def _last_children(self, partial: PartialPlan, stage: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
         """The only child of a partial plan whose next stage is the last: it takes all layers that remain."""
-        next_stage = self._bound_next_stage(partial, stage, None)
+        next_stage = self._next_stage.bound(partial, stage, None)
         bounds = np.maximum(next_stage.step_ns, partial.bound_ns)
         if self._forwards_first:
-            extended = self._extend(partial, stage, next_stage, None)
+            extended = self._next_stage.extend(partial, stage, next_stage, None)
             # Bound "forwards first" for the last stage: when all F are over, and what follows its first r.
             forwards_first_ns = extended.first_arrival_ns + extended.forwards_ns + extended.backwards_tail_ns
             bounds = np.maximum(bounds, forwards_first_ns)
@@ -203,8 +176,8 @@ class LowerBound:
         transitions = None if placement.is_last else self.cost_to_go.transitions(placement)
         if transitions is not None:
             transitions = transitions.select(slice(number, number + 1), slice(end, end + 1))
-        next_stage = self._bound_next_stage(partial, stage, transitions)
-        extended = self._extend(partial, stage, next_stage, transitions)
+        next_stage = self._next_stage.bound(partial, stage, transitions)
+        extended = self._next_stage.extend(partial, stage, next_stage, transitions)
         f, r = int(stage.forward_ns[0]), int(stage.critical_backward_ns[0])
         x, y = (0, 0) if transitions is None else (int(transitions.send_ns[0, 0]), int(transitions.grad_ns[0, 0]))
         work_ns, position = partial.work_ns, placement.position
@@ -237,116 +210,10 @@ class LowerBound:
             work_ns=work_ns,
         )
 
-    def _bound_next_stage(
-        self, partial: PartialPlan, stage: StageCandidates, transitions: Transitions | None
-    ) -> _NextStage:
-        """Bounds of the stages up to the next one, for each of its ends and each way to go on."""
-        placement, e = partial.placements[-1], stage.finish_ns
-        beyond: IntArray | int = 0
-        busy_link: IntArray | int = 0
-        # From the start of the last F here to the end of the step, if a stage beyond is the last to finish.
-        onward: IntArray = stage.forward_ns
-        if transitions is not None:
-            beyond, busy_link = transitions.beyond_ns, transitions.busy_link_ns
-            onward = stage.forward_ns + transitions.send_ns + transitions.cost_to_go.last
-        stalls = self._stalls(partial, transitions)
-        alone = bound_stage(placement, self.num_microbatches, stage, beyond, busy_link, stalls, self._enabled)
-        # L(s): delayed by the order of this stage, by the stages before, or by round trips between both (zigzag).
-        last_start = np.maximum(partial.first_arrival_ns + alone.last_start_ns, partial.last_arrival_ns)
-        if ZIGZAG in self._enabled:
-            here = stage.forward_ns + stage.critical_backward_ns
-            for placed in partial.stages:
-                last_start = np.maximum(last_start, self._bound_zigzag(partial, placed, here))
-        terms = [
-            # The last micro-batch goes to the last stage and back; this stage, one before or one beyond finishes.
-            (LAST_MICROBATCH, last_start + np.maximum(alone.round_trip_ns + np.maximum(e, partial.tail_ns), onward)),
-            # All r here are over, then this stage finishes; or the gradients go back, and a stage before finishes.
-            (RETURN, partial.first_arrival_ns + alone.backward_done_ns + e),
-            (RETURN, partial.first_arrival_ns + alone.returned_ns + partial.tail_ns),
-        ]
-        for k, work in alone.replica_done_ns:
-            # Replica k waits for micro-batch k: each stage before runs F of the micro-batches before it on a replica.
-            fed = max((k // placed.num_replicas * placed.forward_ns for placed in partial.stages), default=0)
-            terms.append((WORK, partial.first_arrival_ns + fed + work))
-        # Without any enabled bound the round trip of one micro-batch remains.
-        step = largest(terms, self._enabled, otherwise=partial.first_arrival_ns + alone.round_trip_ns)
-        return _NextStage(alone, last_start, clip_inf(step))
-
-    def _stalls(self, partial: PartialPlan, transitions: Transitions | None) -> TransferStalls:
-        """How long transfers block the devices of the next stage."""
-        if not self.costs.transfers.blocks_on_transfers(partial.placements[-1]):
-            return TransferStalls()
-        send, recv = (0, 0) if transitions is None else (transitions.send_ns, transitions.grad_ns)
-        return TransferStalls(partial.send_ns, partial.grad_ns, send, recv)
-
-    def _bound_zigzag(self, partial: PartialPlan, placed: PlacedStage, here: IntArray) -> IntArray | int:
-        """Bound "zigzag": when the last micro-batch reaches the next stage s, by round trips from an earlier stage i.
-
-        One round trip from i to s and back admits the F of d_i - a_s more micro-batches at i. `here` is f + r of s.
-        """
-        ahead = partial.placements[-1].schedule.forwards_ahead  # a_s
-        gain = placed.max_in_flight - ahead
-        if gain < 1 or ahead >= self.num_microbatches:
-            return 0
-        # docs/algorithm.md, Zigzag: gain = g, rounds = k, extra = h, with M - 1 - a = k g + h.
-        rounds, extra = divmod(self.num_microbatches - 1 - ahead, gain)
-        between = (
-            partial.round_trip_ns - placed.round_trip_before_ns
-        )  # stages i to s - 1 and their transfers, both ways
-        # Clipped so that `rounds` of them stay at most `INF`.
-        round_trip = np.minimum(between + here, INF // max(rounds, 1))
-        waits = (ahead + extra) // placed.num_replicas * placed.forward_ns
-        start: IntArray = partial.first_arrival_ns + waits + rounds * round_trip
-        return start
-
-    def _extend(
-        self, partial: PartialPlan, stage: StageCandidates, next_stage: _NextStage, transitions: Transitions | None
-    ) -> _Extension:
-        """What the partial plans extended by the next stage say of the step."""
-        f, r = stage.forward_ns, stage.critical_backward_ns
-        zero = np.zeros((1, 1), dtype=np.int64)
-        x, y = (zero, zero) if transitions is None else (transitions.send_ns, transitions.grad_ns)
-        num_earlier = 0 if transitions is None else transitions.num_earlier
-        first_arrival = partial.first_arrival_ns + f + x
-        # The last micro-batch leaves the stage after its F, and the link after the micro-batches before it.
-        last_arrival = np.maximum(next_stage.last_start_ns + f + x, first_arrival + num_earlier * x)
-        # The tail: this stage finishes, or its gradient goes back and an earlier stage finishes.
-        after = np.maximum(stage.finish_ns, partial.tail_ns)
-        forwards = backwards_tail = np.zeros(1, dtype=np.int64)
-        if self._forwards_first:
-            # q(s) of the bound "forwards first": micro-batches that this stage, and the link after it, pass on before
-            # z.
-            num_before = self.cost_to_go.num_before_final(partial.placements[-1])
-            num_before_on_link = 0 if transitions is None else transitions.num_before_final
-            forwards = np.maximum(np.maximum(num_before * f, num_before_on_link * x), partial.forwards_ns)
-            # After the first r of the stage beyond: its gradient comes here, then r and the other r; or all other
-            # gradients on the link; or the whole backward work of a replica.
-            backwards_tail = y + maximum(
-                [
-                    r + self._after_first_backward_ns(partial, stage, next_stage),
-                    r + num_earlier * y + after,
-                    stage.max_backward_work_ns,
-                ]
-            )
-        return _Extension(first_arrival, last_arrival, y + r + after, backwards_tail, forwards)
-
-    def _after_first_backward_ns(
-        self, partial: PartialPlan, stage: StageCandidates, next_stage: _NextStage
-    ) -> IntArray:
-        """Bound "forwards first": what must follow the first r of the next stage, as only backwards remain."""
-        placement = partial.placements[-1]
-        # The other n - 1 micro-batches of a replica; gradients block it if it cannot compute while it sends.
-        num_others = -(-self.num_microbatches // placement.num_replicas) - 1
-        sends = num_others * partial.grad_ns if self.costs.transfers.blocks_on_transfers(placement) else 0
-        others = next_stage.alone.other_backwards_ns
-        return maximum(
-            [others + stage.finish_ns, others + sends + partial.tail_ns, np.array(partial.backwards_tail_ns)]
-        )
-
     def _child_bounds_ns(self, partial: PartialPlan, stage: StageCandidates, transitions: Transitions) -> IntArray:
         """The bounds of the children: prefix, next stage and cost-to-go together. [N * C, ends]"""
-        next_stage = self._bound_next_stage(partial, stage, transitions)
-        extended = self._extend(partial, stage, next_stage, transitions)
+        next_stage = self._next_stage.bound(partial, stage, transitions)
+        extended = self._next_stage.extend(partial, stage, next_stage, transitions)
         to_go = transitions.cost_to_go
         arrival = extended.first_arrival_ns
         bounds = [
@@ -388,7 +255,7 @@ class LowerBound:
         return min(bound_ns, INF)
 
 
-def _bound_forwards_first(extended: _Extension, to_go: CostToGo) -> IntArray:
+def _bound_forwards_first(extended: Extension, to_go: CostToGo) -> IntArray:
     """Bound "forwards first", from the first arrival at the stages to come: all F, then only backwards."""
     backwards = maximum(
         [

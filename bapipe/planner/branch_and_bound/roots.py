@@ -16,6 +16,7 @@ from bapipe.planner.branch_and_bound.placements import (
     positions_of_stages,
 )
 from bapipe.planner.branch_and_bound.problem import Root
+from bapipe.planner.equal_groups import group_sizes
 from bapipe.schedules import SCHEDULES
 
 MAX_DEVICE_GROUPS = 3_000
@@ -114,8 +115,7 @@ def _count_classes(devices: Sequence[int], classes: Sequence[DeviceClass]) -> Cl
 
 def _device_counts(num_devices: int) -> list[int]:
     """The numbers of devices to try of many: any number up to `MAX_CONSECUTIVE_COUNTS`, then powers of two, and all."""
-    powers = [2**n for n in range(num_devices.bit_length())]
-    return sorted({*range(1, min(num_devices, MAX_CONSECUTIVE_COUNTS) + 1), *powers, num_devices})
+    return sorted({*range(1, min(num_devices, MAX_CONSECUTIVE_COUNTS) + 1), *group_sizes(num_devices)})
 
 
 def _device_orders(

@@ -11,13 +11,9 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
 from bapipe.planner.branch_and_bound.devices import ClassLinks, ClassSymmetry, DeviceClass, device_classes
-from bapipe.planner.branch_and_bound.intervals import (
-    MAX_TIME,
-    IntArray,
-    IntervalIndex,
-    IntervalMemory,
-    IntervalTimes,
-)
+from bapipe.planner.branch_and_bound.interval_memory import IntervalMemory
+from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
+from bapipe.planner.branch_and_bound.intervals import MAX_TIME, IntArray, IntervalIndex
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import PlacementGraph, positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem

@@ -18,13 +18,8 @@ import numpy as np
 
 from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
 from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass
-from bapipe.planner.branch_and_bound.intervals import (
-    BoolArray,
-    IntArray,
-    IntervalIndex,
-    IntervalTimes,
-    Rows,
-)
+from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
+from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_memory import StageMemory
 from bapipe.planner.deadline import UNLIMITED, Deadline

@@ -8,15 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.intervals import (
-    INF,
-    MAX_TIME,
-    BoolArray,
-    IntArray,
-    IntervalIndex,
-    IntervalMemory,
-    Rows,
-)
+from bapipe.planner.branch_and_bound.interval_memory import IntervalMemory
+from bapipe.planner.branch_and_bound.intervals import INF, MAX_TIME, BoolArray, IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit, Recomputation, RecomputedLayers
 from bapipe.simulator.interval_costs import at_speed

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 from msgspec import structs
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import StagePlan
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import device_classes
 from bapipe.planner.branch_and_bound.problem import step_ns_of

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.formats.profile import LayerMeasurement
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.equal_groups import group_sizes, halves
 from bapipe.planner.nearest_cuts import nearest_cuts
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
@@ -129,12 +130,9 @@ def _split_ns(measured: LayerMeasurement) -> int:
 def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
     num_microbatches = line.options.minibatch_size // size
     every, max_stages = len(line.cluster.devices), len(line.cuts) - 1
-    numbers = {every >> halvings for halvings in range(every.bit_length())} - {0} | {min(every, max_stages)}
-    for num_devices in sorted(numbers):
-        replicas = {1}
-        if schedule in SCHEDULES and line.options.replicas:
-            replicas |= {1 << power for power in range(num_devices.bit_length())} | {num_devices}
-        for num_replicas in sorted(replicas):
+    for num_devices in sorted({*halves(every), min(every, max_stages)}):
+        has_replicas = schedule in SCHEDULES and line.options.replicas
+        for num_replicas in group_sizes(num_devices) if has_replicas else [1]:
             if num_replicas <= num_microbatches and num_devices % num_replicas == 0:
                 yield NaiveShape(
                     schedule=schedule, microbatch_size=size, num_devices=num_devices, num_replicas=num_replicas

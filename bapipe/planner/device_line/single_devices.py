@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.formats.profile import LayerMeasurement, ModelProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.layer_sums import splits_backwards

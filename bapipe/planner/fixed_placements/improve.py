@@ -10,8 +10,9 @@ from dataclasses import replace
 from itertools import islice, pairwise
 
 from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
+from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.equal_groups import pipeline_with_replicas
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
@@ -50,21 +51,8 @@ def _naive_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
     """Yields one stage per device, then one stage on all devices, each on as many devices as can be."""
     roots = sorted((root for root in problem.roots if not root.num_positions), key=lambda root: -root.num_devices)
     for on_all in (False, True):
-        paths = (_path_with(root, root.num_devices if on_all else 1) for root in roots)
-        yield from islice((path for path in paths if 0 < len(path) < len(problem.cuts)), 1)
-
-
-def _path_with(root: Root, num_replicas: int) -> tuple[StagePlacement, ...]:
-    """The first pipeline of a root whose stages have so many replicas each, () if there is none."""
-    path: list[StagePlacement] = []
-    choices: Sequence[StagePlacement] = root.first_placements
-    while choices:
-        match = next((each for each in choices if each.num_replicas == num_replicas), None)
-        if match is None:
-            return ()
-        path.append(match)
-        choices = match.successors
-    return tuple(path) if path and path[-1].is_last else ()
+        paths = (pipeline_with_replicas(root.first_placements, root.num_devices if on_all else 1) for root in roots)
+        yield from islice((path for path in paths if path is not None and len(path) < len(problem.cuts)), 1)
 
 
 def _better_of(

@@ -19,6 +19,7 @@ from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.equal_groups import halves
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
@@ -169,7 +170,7 @@ class _Search:
         for orders in self.orders.values():
             root = orders.entries[0].root
             key = orders.entries[0].problem, root.num_devices
-            if root.num_devices in _halves(max(r.num_devices for r in key[0].roots)):
+            if root.num_devices in halves(max(r.num_devices for r in key[0].roots)):
                 first[key] = min(first.get(key, (INF, orders)), (orders.bound_ns, orders), key=lambda each: each[0])
         for bound_ns, orders in sorted(first.values(), key=lambda each: each[0]):
             if bound_ns >= self.best_ns or self._is_over():
@@ -348,11 +349,6 @@ class _Search:
             step_ns=best.best_ns,
             lower_bound_ns=min(best.best_ns, self.bound_ns),
         )
-
-
-def _halves(number: int) -> list[int]:
-    """The number, half of it, a quarter and so on, down to one."""
-    return [number >> halvings for halvings in range(number.bit_length())]
 
 
 def _path_of(root: Root) -> tuple[StagePlacement, ...]:

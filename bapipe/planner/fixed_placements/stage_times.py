@@ -11,7 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, Rows, Times
+from bapipe.planner.branch_and_bound.interval_times import Times
+from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, Rows
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
 from bapipe.planner.deadline import Deadline

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.equal_groups import group_sizes, halves, pipeline_with_replicas
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
 
@@ -43,24 +44,11 @@ def uniform_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
     roots = sorted(problem.roots, key=lambda root: (-root.num_devices, root.bound_ns))
     root_of = {root.num_devices: root for root in reversed(roots)}  # of equal numbers, the smallest bound
     max_devices = max(root_of)
-    powers_of_two = {2**n for n in range(max_devices.bit_length())}
-    for num_replicas in sorted(powers_of_two | {max_devices, problem.num_microbatches}, reverse=True):
+    for num_replicas in sorted({*group_sizes(max_devices), problem.num_microbatches}, reverse=True):
         max_stages = max_devices // num_replicas
-        for num_stages in sorted({max_stages >> n for n in range(max_devices.bit_length())} - {0}, reverse=True):
+        for num_stages in halves(max_stages):
             if num_replicas * num_stages in root_of:
                 first = root_of[num_replicas * num_stages].first_placements
-                placements = _with_replicas(first, num_replicas)
+                placements = pipeline_with_replicas(first, num_replicas)
                 if placements is not None:
                     yield placements
-
-
-def _with_replicas(first: tuple[StagePlacement, ...], num_replicas: int) -> tuple[StagePlacement, ...] | None:
-    """Returns a pipeline with this number of replicas in each stage, None if there is none."""
-    path: list[StagePlacement] = []
-    while not path or not path[-1].is_last:
-        choices = path[-1].successors if path else first
-        matching = [placement for placement in choices if placement.num_replicas == num_replicas]
-        if not matching:
-            return None
-        path.append(matching[0])
-    return tuple(path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bapipe.planner.branch_and_bound.cost_to_go import num_before_final
 from bapipe.planner.branch_and_bound.intervals import MAX_TIME, BoolArray, IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import StagePlacement, reachable
@@ -110,13 +111,13 @@ class FeasibleIntervals:
         # At most `max_in_flight` F start before the first backward ends; in a forwards-first schedule, F of the
         # micro-batches before the final one are over before any backward starts.
         max_in_flight = max((peak.kept for peak in loads[k].memory_peaks), default=num)
-        table = lower_bound.cost_to_go
-        num_before_final = table.num_before_final(placement) if table.forwards_first else 0
+        forwards_first = lower_bound.cost_to_go.forwards_first
+        num_before = num_before_final(placement, lower_bound.num_microbatches) if forwards_first else 0
         return BottleneckReplica(
             forward_sums=forward_sums,
             backward_sums=backward_sums,
             num_microbatches=num,
-            num_disjoint_forwards=max(num - max_in_flight, num_before_final),
+            num_disjoint_forwards=max(num - max_in_flight, num_before),
         )
 
     def _sums_on(self, placement: StagePlacement, c: int) -> tuple[IntArray, IntArray]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.planner.equal_groups import group_sizes
 from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns
 from bapipe.planner.throughput.problem import END
 from bapipe.simulator.interval_costs import transfer_ns
@@ -235,7 +236,7 @@ def _groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[G
 def _equal_groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[Group]]:
     """Returns the same if all stages have as many devices: 1, 2, 4 ..., or all; O(devices) groups."""
     most = min(num_devices, num_microbatches)
-    counts = sorted({1 << power for power in range(most.bit_length())} | {most})
+    counts = group_sizes(most)
     groups = [(start, count) for count in counts for start in range(0, num_devices - count + 1, count)]
     after: dict[Group, list[Group]] = {NO_GROUP: [(0, count) for count in counts]}
     for start, count in groups:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from bapipe.formats.plan import THROUGHPUT, Alternative, Prediction, StagePlan
+from bapipe.formats.plan import THROUGHPUT, Alternative
+from bapipe.formats.prediction import Prediction
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.searched_space import ThroughputSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution

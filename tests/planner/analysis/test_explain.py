@@ -3,7 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from bapipe.formats.plan import Plan, certify
+from bapipe.formats.certificate import certify
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.explain import TOPICS, time_balanced_plan
 from bapipe.planner.analysis.gap import explain_gap

@@ -5,7 +5,9 @@ from random import Random
 import numpy as np
 
 from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.branch_and_bound.intervals import INF, IntervalIndex, IntervalMemory, IntervalTimes
+from bapipe.planner.branch_and_bound.interval_memory import IntervalMemory
+from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
+from bapipe.planner.branch_and_bound.intervals import INF, IntervalIndex
 from tests.random_profiles import random_profile
 
 CUTS = (0, 1, 3, 4, 7)

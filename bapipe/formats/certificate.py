@@ -1,0 +1,66 @@
+"""How good a plan is: the lower bound of every plan of the searched space."""
+
+from typing import Literal
+
+import msgspec
+
+from bapipe.units import NonNegative, NonNegativeFloat
+
+
+class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan has the least or the most of, among the plans that are fast enough.
+
+    Attributes:
+        quantity: bytes of the device that needs most, devices, or copies of a block of layers.
+        value: what the plan has of it.
+        bound: no plan needs less memory than this, or fewer devices, or has one copy more than this. If it is the
+            value, the goal is reached exactly. 0 if nothing is proven.
+        limit_ns: plans are fast enough whose step, or load, takes no longer. If left out, all are.
+        of: the block; or of which devices the plans for fewer are, if not of any.
+    """
+
+    quantity: Literal["memory", "devices", "copies"]
+    value: NonNegative
+    bound: NonNegative
+    limit_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    of: str = ""
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How good a plan is.
+
+    Attributes:
+        lower_bound_ns: no plan of the space has a shorter step, or with the objective throughput a smaller load.
+        gap: step time / lower bound - 1; with the objective throughput, load / lower bound - 1.
+        proven_optimal: whether the plan meets the lower bound.
+        space: the plans that were searched, in words.
+        goal: what the plan was searched for besides a short step; left out if nothing.
+        digest: `Plan.digest` of the plan that it certifies. A plan with another one was changed since; its prediction,
+            certificate and alternatives are then dropped. If left out, the plan is taken to be unchanged.
+    """
+
+    lower_bound_ns: NonNegative
+    gap: NonNegativeFloat
+    proven_optimal: bool
+    space: str
+    goal: ReachedGoal | msgspec.UnsetType = msgspec.UNSET
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+
+
+_MADE_BY_HAND = "made by hand and not judged: simulate it for its times, pin it for a bound"
+NOT_CERTIFIED = Certificate(lower_bound_ns=0, gap=0.0, space=_MADE_BY_HAND, proven_optimal=False)
+"""In place of the certificate of a plan whose file holds none."""
+
+_CHANGED = "changed by hand since it was judged: simulate it for its times, pin it for a bound"
+CHANGED_BY_HAND = Certificate(lower_bound_ns=0, gap=0.0, space=_CHANGED, proven_optimal=False)
+"""In place of the certificate of a plan that was changed since it was certified."""
+
+
+def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
+    """Returns the certificate of a plan whose step time, or load, has this lower bound in the space."""
+    return Certificate(
+        lower_bound_ns=lower_bound_ns,
+        gap=step_ns / lower_bound_ns - 1 if lower_bound_ns else 0.0,
+        proven_optimal=step_ns == lower_bound_ns,
+        space=space,
+    )
