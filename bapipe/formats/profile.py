@@ -12,8 +12,7 @@ import msgspec
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.group_check import check_group
 from bapipe.formats.layer_profile import LayerProfile, check_layers
-from bapipe.formats.measurement import LayerMeasurement as LayerMeasurement
-from bapipe.formats.measurement import Measurement, between, check_measurements
+from bapipe.formats.measurement import LayerMeasurement, Measurement, between, check_measurements
 from bapipe.formats.multigraph import to_networkx
 from bapipe.formats.settings import Settings, difference
 from bapipe.tables import data_frame, rows_html

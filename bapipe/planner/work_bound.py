@@ -6,7 +6,8 @@ from fractions import Fraction
 from math import floor
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import LayerProfile, ModelProfile
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import SEARCH
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules

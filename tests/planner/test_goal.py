@@ -13,9 +13,10 @@ import pytest
 import bapipe
 from bapipe.cli import main
 from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.certificate import ReachedGoal
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.formats.plan import Plan, ReachedGoal
+from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline

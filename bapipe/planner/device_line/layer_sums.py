@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Link
-from bapipe.formats.profile import LayerMeasurement
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
