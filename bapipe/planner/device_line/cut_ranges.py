@@ -3,28 +3,27 @@
 A round trip of a micro-batch takes the transfers over all cuts, and `prefix_bound.py` counts, of stages whose number is
 not known, those before a stage only. Plans with many cuts have long round trips, and those with few have long stages,
 whose gradients take long to sum; what neither can do, the relaxation of all numbers may. So every range of numbers has
-a bound of its own, and one in which the relaxation has a plan within the goal is divided. The goal that all exceed is
-found by bisection; a range that exceeds one is not asked about lower ones.
+a bound of its own, and one in which the relaxation has a plan within the goal is divided: into numbers near that of the
+best plan, fewer and more, and at last by the replicas of the last stage. The goal that all exceed is found by
+bisection; a range that exceeds one is not asked about lower ones.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import isqrt
 from typing import Protocol
 
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 
-SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.4, 2.0, 4.0)
-"""The first ranges end at these parts of the best plan's number of cuts."""
+NEAR = ((0.6, 1.5), (0.85, 1.2))
+"""Ranges are first divided at these parts of the best plan's number of cuts, below it and above it."""
 
 NARROW = 20
 """Ranges of fewer numbers than one in so many are not divided."""
 
 PRECISION = 100
 """The goal that all ranges exceed is searched for to one part in so many."""
-
-NUM_TIGHTENED = 2
-"""The number of narrow ranges of which plans within the lowest limits are looked for."""
 
 
 class Relaxation(Protocol):
@@ -58,15 +57,12 @@ class CutRanges:
 
     Attributes:
         ranges: each with its own bound.
-        paths: the stages that the relaxation chose within goals that it did not exceed.
     """
 
     def __init__(self, problems: Sequence[Relaxation], num_cuts: int) -> None:
         """`num_cuts` are those of the best plan; the ranges are narrow near them."""
         self._likely = num_cuts
         self.ranges = [problem.with_num_cuts(*problem.num_cuts) for problem in problems]
-        self.paths: list[tuple[DeviceLine, LinePlan]] = []
-        self._narrow: dict[Relaxation, int] = {}  # the lowest goals that narrow ranges do not exceed
 
     @property
     def bound_ns(self) -> int:
@@ -87,14 +83,6 @@ class CutRanges:
             else:
                 high_ns = goal_ns
 
-    def tighten(self, deadline: Deadline) -> None:
-        """Adds paths of narrow ranges within the lowest limits that they have any; the lowest goals first."""
-        for each in sorted(self._narrow, key=self._narrow.__getitem__)[:NUM_TIGHTENED]:
-            while self._narrow[each] - each.bound_ns > each.bound_ns // PRECISION:
-                limit_ns = (self._narrow[each] + each.bound_ns) // 2
-                if self._has_path(each, limit_ns, deadline):
-                    self._narrow[each] = limit_ns
-
     def _is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
         """Asks of range after range, beginning near the best plan, whether it exceeds the goal, until one does not."""
         self.ranges.sort(key=self._distance)
@@ -106,34 +94,30 @@ class CutRanges:
                 continue
             if not may_go_on():
                 return False
-            if not self._has_path(each, goal_ns, deadline):
+            if each.path(goal_ns, deadline) is None:
+                each.bound_ns = goal_ns + 1
                 continue
             parts = self._parts(each)
             if not parts:
-                self._narrow[each] = goal_ns
                 return False
             self.ranges[at : at + 1] = sorted(parts, key=self._distance)
         return True
-
-    def _has_path(self, each: Relaxation, limit_ns: int, deadline: Deadline) -> bool:
-        """Returns whether the relaxation has stages within a limit, which are noted; without any the bound rises."""
-        path = each.path(limit_ns, deadline)
-        if path is None:
-            each.bound_ns = limit_ns + 1
-        else:
-            self.paths.append((each.line, path))
-        return path is not None
 
     def _distance(self, problem: Relaxation) -> tuple[int, int]:
         """How far the best plan's number of cuts is from those of a problem."""
         fewest, most = problem.num_cuts
         return max(fewest - self._likely, self._likely - most, 0), most - fewest
 
-    def _parts(self, problem: Relaxation) -> list[Relaxation]:
-        """The problem's plans, divided by their number of cuts; [] if these are nearly equal."""
+    def _parts(self, problem: Relaxation) -> Sequence[Relaxation]:
+        """The problem's plans, divided by their number of cuts; if these are nearly equal, by their last stage."""
         fewest, most = problem.num_cuts
         if (most - fewest) * NARROW <= fewest:
-            return []
-        inner = {int(share * self._likely) for share in SHARES} | {self._likely - 1}
-        ends = sorted(end for end in inner if fewest <= end < most) or [(fewest + most) // 2]
+            return problem.parts_by_last_stage()
+        for below, above in NEAR:
+            inner = {int(below * self._likely) - 1, int(above * self._likely)}
+            ends = sorted(end for end in inner if fewest <= end < most)
+            if ends:
+                break
+        else:
+            ends = [isqrt(fewest * most)]
         return [problem.with_num_cuts(before + 1, end) for before, end in pairwise([fewest - 1, *ends, most])]

@@ -6,9 +6,9 @@
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
                          without replicas, step 6, and the stages that its relaxation chooses are timed
-    5. climb             from the best of the plans found since; if transfers are long, also from the stages that the
-                         relaxation of step 6 chooses, which then has half of the time before
-    6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them
+    5. climb             from the best of the plans found since
+    6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them; with replicas
+                         and long transfers also instead of steps 3 and 4
     7. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
     8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
 
@@ -60,11 +60,15 @@ COARSE_PRECISION = 60
 MAX_CUTS_WORK = 80 * 512**2
 """Budget of the bounds by numbers of cuts, without a time limit, in the same unit, ..."""
 
-MIN_TRANSFERS = 0.01
-"""... which are raised where the transfers of a micro-batch take this part of the best step."""
+MIN_TRANSFERS, LONG_TRANSFERS = 0.01, 0.1
+"""... which are raised where the transfers of a micro-batch take this part of the best step; and alone where they take
+that part."""
 
 PIVOT_GAPS = (5, 6.5, 8, 10)
 """The gaps, in percent, that the bound of pivots is asked for, one after another."""
+
+PIVOT_REACH = 1.2
+"""It is not asked for at all where the best step is so many times the bound."""
 
 MAX_ESTIMATED = 400
 """So many naive plans are estimated to begin with the best ones."""
@@ -136,7 +140,7 @@ class LineSearch:
         self.best: TimedPlan | None = None
         self.bound_ns = bound_ns
         self._climbs = Climbs(self._time)
-        self._cut_ranges: list[CutRanges] = []
+        self._cut_ranges: CutRanges | None = None
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
         self._num_actions = self._num_slow_paths = 0
         self._has_replicas = lines[0].options.replicas
@@ -156,26 +160,33 @@ class LineSearch:
                 self._time_fitting(self.deadline.share(6))
             if self.rival is None:
                 self._climb(self.deadline.share(3), may_simulate=False)
-            problems = self._raise_bound(self.deadline.share(2))
+            problems = list(self._problems())
+            starts_with_cuts = (
+                self.rival is None and self._has_replicas and self._has_long_transfers(problems[0], LONG_TRANSFERS)
+            )
+            if starts_with_cuts:
+                self._raise_by_cuts(problems, self.deadline.share(2))
+            else:
+                problems = self._raise_bound(self.deadline.share(2))
             if self.rival is not None:
                 self._raise_by_pivots(problems, self.deadline.share(2))
                 if self.bound_ns >= self.rival.lower_bound_ns:
                     return
             self._num_slow_paths = 0
             with suppress(OutOfTime):
-                if self._has_replicas:
-                    self._equal_groups(self.deadline.share(8))
-                else:
+                if not self._has_replicas:
                     self._raise_by_cuts(problems, self.deadline.share(4))
-            if self.rival is None and self._has_replicas and self._has_long_transfers(problems[0]):
-                self._raise_by_cuts(problems, self.deadline.share(2))
-                self._climb_from_paths(self.deadline.share(2))
-            else:
-                self._climb(self.deadline.share(4))
-                self._cut_ranges.clear()  # the best plan may have another number of cuts
+                elif not starts_with_cuts:
+                    self._equal_groups(self.deadline.share(8))
+            self._climb(self.deadline.share(4))
             if self.rival is None:
-                self._raise_by_cuts(problems, self.deadline.share(2) if self._may_climb_on else self.deadline)
-                self._raise_by_pivots(problems, self.deadline)
+                # A bound from pivots is a few percent higher at most.
+                is_near = self.best is not None and self.best.step_ns < PIVOT_REACH * self.bound_ns
+                self._raise_by_cuts(
+                    problems, self.deadline.share(2) if is_near or self._may_climb_on else self.deadline
+                )
+                if is_near:
+                    self._raise_by_pivots(problems, self.deadline)
                 self._climb_on()
 
     def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
@@ -331,37 +342,19 @@ class LineSearch:
         return problems
 
     def _raise_by_cuts(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
-        """Step 6: of plans with each number of cuts by themselves the relaxation knows more transfers.
-
-        At first for GPipe as a whole, and if that is of no use for `problems`, its parts.
-        """
+        """Step 6: of plans with each number of cuts by themselves the relaxation knows more transfers."""
         if self.best is None or (self._has_replicas and not self._has_long_transfers(problems[0])):
             return
         asked = iter(range(MAX_CUTS_WORK // self._num_devices**2))
-        enough_ns = self.bound_ns + self.bound_ns // COARSE_PRECISION
-        for number, apart in enumerate((list(self._problems()), problems)):
-            if number == len(self._cut_ranges):
-                self._cut_ranges.append(CutRanges(apart, len(self.best.plan.counts) - 1))
-            ranges = self._cut_ranges[number]
-            with suppress(OutOfTime):
-                ranges.raise_bound(
-                    self.best.step_ns, deadline, lambda: self.deadline.is_given or next(asked, None) is not None
-                )
-            self.bound_ns = max(self.bound_ns, ranges.bound_ns)
-            if not self._has_replicas:
-                self._time_paths(ranges.ranges, self.deadline.share(4))
-            if self.bound_ns >= enough_ns or len(problems) == len(apart):
-                return
-
-    def _climb_from_paths(self, deadline: Deadline) -> None:
-        """Step 5, if transfers are long: also from the stages that the relaxation chose for some numbers of cuts."""
+        if self._cut_ranges is None:
+            self._cut_ranges = CutRanges(problems, len(self.best.plan.counts) - 1)
         with suppress(OutOfTime):
-            for ranges in self._cut_ranges:
-                ranges.tighten(deadline.share(3))
-        paths = {path: self._climbs.estimate_ns(*path) for ranges in self._cut_ranges for path in ranges.paths}
-        for path in sorted(paths, key=paths.__getitem__)[:NUM_CLIMBED]:
-            self._time_unless_slow(*path)
-        self._climb(deadline, may_simulate=False)
+            self._cut_ranges.raise_bound(
+                self.best.step_ns, deadline, lambda: self.deadline.is_given or next(asked, None) is not None
+            )
+        self.bound_ns = max(self.bound_ns, self._cut_ranges.bound_ns)
+        if not self._has_replicas:
+            self._time_paths(self._cut_ranges.ranges, self.deadline.share(4))
 
     def _time_paths(self, ranges: Sequence[Relaxation], deadline: Deadline) -> None:
         """Step 4, without replicas: the stages that the relaxation chooses near the lowest bounds of ranges."""
@@ -372,11 +365,11 @@ class LineSearch:
                 if path is not None:
                     self._time_unless_slow(each.line, path)
 
-    def _has_long_transfers(self, problem: Relaxation) -> bool:
-        """Whether the transfers of one micro-batch are a part of the best step, if any, that a bound should know."""
+    def _has_long_transfers(self, problem: Relaxation, min_share: float = MIN_TRANSFERS) -> bool:
+        """Whether the transfers of one micro-batch are such a part of the best step, if there is any."""
         if self.best is None or not isinstance(problem, PrefixBound):
             return self.best is not None
-        return problem.round_trip_ns(len(self.best.plan.counts) - 1) > MIN_TRANSFERS * self.best.step_ns
+        return problem.round_trip_ns(len(self.best.plan.counts) - 1) > min_share * self.best.step_ns
 
     def _raise_by_pivots(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
         """Step 7: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.

@@ -1,6 +1,7 @@
 """Bounds by the number of cuts: no plan with so many cuts is faster, and the bound of all is the smallest."""
 
 import dataclasses
+from collections import Counter
 from random import Random
 
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line.cut_ranges import CutRanges
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import SCHEDULES
@@ -73,21 +73,22 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
     assert 1.05 * low_ns < ranges.bound_ns <= best.step_ns
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_tight_limits_for_a_number_of_cuts_give_stages_that_are_faster_than_all_naive_plans(schedule: str) -> None:
-    """Fewer cuts mean fewer transfers, more cuts shorter rings of gradients, and early stages end last."""
-    random = Random(0)
-    profile = chain([random.randint(1, 3) for _ in range(60)], param_bytes=16 * 10**7, output_bytes=8 * 10**7)
-    cluster = devices(32, bytes_per_s=10**10, memory_bytes=10**12)
-    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=16))
-    naive = [timed.step_ns for _, plan in naive_plans(line, [schedule], [1]) if (timed := line.time(plan))]
-    asked = iter(range(32))
-    ranges = CutRanges([PrefixBound(line, schedule, 1, 32)], 8)
-    ranges.raise_bound(min(naive), UNLIMITED, lambda: next(asked, None) is not None)
-    num_paths, bound_ns = len(ranges.paths), ranges.bound_ns
-    ranges.tighten(UNLIMITED)
-    steps_ns = [timed.step_ns for of_line, plan in ranges.paths[num_paths:] if (timed := of_line.time(plan))]
-    assert bound_ns <= ranges.bound_ns <= min(steps_ns) < min(naive)
+def test_ranges_contain_every_number_of_cuts_once() -> None:
+    """Whatever was divided: near the best plan's number first, and GPipe by its last stage at the end."""
+    line = DeviceLine({"a": chain([1] * 60, output_bytes=10**7)}, devices(32), PlanOptions(minibatch_size=16))
+    asked = iter(range(40))
+    ranges = CutRanges([PrefixBound(line, "gpipe", 1, 32)], 8)
+    ranges.raise_bound(10**12, UNLIMITED, lambda: next(asked, None) is not None)
+    of_cuts = Counter(
+        (cuts, replicas)
+        for each in ranges.ranges
+        if isinstance(each, PrefixBound)
+        for cuts in range(each.num_cuts[0], each.num_cuts[1] + 1)
+        for replicas in range(each.last_replicas[0], min(16, each.last_replicas[1]) + 1)
+    )
+    assert set(of_cuts.values()) == {1}
+    assert len(of_cuts) == 32 * 16
+    assert len({each.num_cuts for each in ranges.ranges}) > 3
 
 
 def test_a_given_number_of_stages_bounds_plans_with_as_many() -> None:
