@@ -28,12 +28,17 @@ def random_pipeline(
     wires: bool = True,
     overlaps: bool = True,
     splits_badly: bool = False,
+    tight: bool = False,
 ) -> Pipeline:
-    """Stage s on rank ranks[s]; times small enough that ties are common, memory from too little to plenty."""
+    """Stage s on rank ranks[s]; times small enough that ties are common, memory from too little to plenty.
+
+    If `tight`, memory is often just enough for one micro-batch after another with B, and workspaces, and what I leaves
+    for W if `splits_badly`, are of all sizes, up to some stashes.
+    """
     last = len(ranks) - 1
     stages = tuple(
         Stage(
-            costs=(_cost(random, splits_badly),),
+            costs=(_cost(random, splits_badly, 40 if tight else None),),
             send_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
             grad_bytes=random.choice([0, random.randrange(1, 9)]) if s < last else 0,
             recompute=random.random() < 0.25,
@@ -56,16 +61,19 @@ def random_pipeline(
     devices = tuple((rank,) for rank in ranks)
     least, most = (_peaks(stages, devices, num_ranks, num_microbatches, order) for order in (True, False))
     short = random.random() < 0.1
+    if tight and random.random() < 0.4:
+        most = least
     memory = [
         random.randint(low - short, max(low, high) + 2) if high else 0 for low, high in zip(least, most, strict=True)
     ]
     return Pipeline(stages, devices, cluster, num_microbatches, [max(0, num_bytes) for num_bytes in memory])
 
 
-def _cost(random: Random, splits_badly: bool) -> StageCost:
+def _cost(random: Random, splits_badly: bool, most_bytes: int | None) -> StageCost:
+    """The cost of a stage; `most_bytes` of what I leaves for W and of the workspace, None for a few."""
     return StageCost(
         whole_backward_ns=random.choice([None, random.randrange(20)]) if splits_badly else None,
-        gradient_stash_bytes=random.choice([0, random.randrange(5)]) if splits_badly else 0,
+        gradient_stash_bytes=random.choice([0, random.randrange(most_bytes or 5)]) if splits_badly else 0,
         forward_ns=random.randrange(10),
         input_grad_ns=random.randrange(10),
         weight_grad_ns=random.randrange(10),
@@ -73,7 +81,7 @@ def _cost(random: Random, splits_badly: bool) -> StageCost:
         param_bytes=random.randrange(5),
         optimizer_bytes=random.randrange(5),
         stash_bytes=random.randrange(10),
-        workspace_bytes=random.randrange(4),
+        workspace_bytes=random.randrange(most_bytes or 4),
     )
 
 

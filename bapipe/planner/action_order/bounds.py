@@ -16,15 +16,17 @@ optimal preemptive schedule is a lower bound on the step (Jackson 1955; Carlier 
 problem"); the result is the largest over all machines.
 
 The bound holds for every legal table that fits in memory: by the renaming lemma in `problem.py` the k-th micro-batch of
-a stage may stand for any, and each rule above is one that the simulator keeps. docs/algorithm.md, "Action orders", has
-the proofs.
+a stage may stand for any, and each rule above is one that the simulator keeps. A table with B may be faster, and need
+less memory, than every order of I and W, so `lower_bound_ns` is computed for the relaxation. docs/algorithm.md,
+"Action orders", has the proofs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from bapipe.planner.action_order.problem import F, I, OrderProblem, W
+from bapipe.planner.action_order.problem import F, I, OrderProblem, W, relaxation
+from bapipe.simulator.stage import Stage
 
 Ends = list[list[list[int]]]
 """Earliest ends in nanoseconds, by stage, part (0, 1, 2 in the order they run) and k; [stages][3][micro-batches]."""
@@ -39,14 +41,25 @@ class Job:
     tail_ns: int
 
 
-def lower_bound_ns(problem: OrderProblem) -> int:
-    """Returns a time that no legal table that fits beats. O(stages * num_microbatches**2)."""
+def lower_bound_ns(problem: OrderProblem, stages: Sequence[Stage]) -> int:
+    """Returns a time that no legal table of the problem's stages that fits beats, with B or with I and W.
+
+    Some table must fit. O(stages * num_microbatches**2).
+    """
+    return split_lower_bound_ns(relaxation(problem, stages))
+
+
+def split_lower_bound_ns(problem: OrderProblem) -> int:
+    """Returns a time that no order that fits beats; a table with B may. Some order must fit."""
     heads, tails = heads_and_tails(problem)
     return max((preemptive_one_machine_ns(jobs) for jobs in _machines(problem, heads, tails)), default=0)
 
 
 def heads_and_tails(problem: OrderProblem) -> tuple[Ends, Ends]:
-    """Returns the earliest ends forwards in time, parts F, I, W, and backwards in time, parts W, I, F."""
+    """Returns the earliest ends forwards in time, parts F, I, W, and backwards in time, parts W, I, F.
+
+    Some order must fit.
+    """
     heads = _earliest_ends(problem, [(F, -1), (I, 1), (W, 0)], [0] * problem.num_stages)
     tails = _earliest_ends(problem, [(W, 0), (I, -1), (F, 1)], [problem.update_ns[rank] for rank in problem.rank_of])
     return heads, tails
@@ -140,6 +153,7 @@ class _StageEnds:
     """The earliest begins and ends of one stage, for the micro-batches so far; [3][micro-batches]."""
 
     def __init__(self, part_ns: Sequence[int], max_in_flight: int) -> None:
+        assert max_in_flight > 0, "no order fits"
         self.part_ns, self.max_in_flight = part_ns, max_in_flight
         self.begins: list[list[int]] = [[], [], []]
         self.ends: list[list[int]] = [[], [], []]

@@ -67,7 +67,7 @@ def improve_plan(
         ]
         bounds = [(partition.bound_ns(limits), i) for i, partition in enumerate(neighbours)]
         faster = None
-        for bound_ns, i in sorted((bound_ns, i) for bound_ns, i in bounds if bound_ns):
+        for bound_ns, i in sorted((bound_ns, i) for bound_ns, i in bounds if bound_ns is not None):
             if not searches_left or solution.step_ns is None or bound_ns >= solution.step_ns:
                 break  # bounds ascend: no later neighbour can be faster either
             searches_left -= 1
@@ -97,7 +97,7 @@ class _Partition:
         peaks = peak_memory(sequential_schedule(devices, num, len(limits)), self.costs)
         if any(peak.total > limit for peak, limit in zip(peaks, limits, strict=True)):
             return None
-        return lower_bound_ns(order_problem(self.costs, devices, self.cluster, num, limits))
+        return lower_bound_ns(order_problem(self.costs, devices, self.cluster, num, limits), self.costs)
 
     def search(self, limits: Sequence[int], effort: float, deadline: Deadline) -> OrderSolution:
         return search_order(

@@ -111,13 +111,18 @@ class OrderProblem:
         )
 
     def max_in_flight(self, stage: int) -> int:
-        """Returns how many micro-batches a stage that is alone on its device can have between F and the end of W."""
+        """Returns how many micro-batches a stage that is alone on its device can have between F and the end of W.
+
+        Exactly so many: as many F may run, then their I and W. 0 if not even one fits, with its I and W; then only a
+        table with B may fit, which needs no memory for what I leaves for W (see `relaxation`).
+        """
         forward_bytes, input_grad_bytes = self.taken_bytes[3 * stage + F], self.taken_bytes[3 * stage + I]
         if forward_bytes == 0:
             return self.num_microbatches
-        # While an I or W runs, every micro-batch has the bytes of its F; this one also those of its I, and a workspace.
+        # However many are held at some instant, they still are while the next W runs: each has the bytes of its F, the
+        # one that the W is of also those of its I, and there is a workspace.
         available = self.available_bytes[self.rank_of[stage]] - input_grad_bytes - self.workspace_bytes[stage]
-        return min(self.num_microbatches, available // forward_bytes)
+        return max(0, min(self.num_microbatches, available // forward_bytes))
 
     def fits(self, orders: Orders) -> bool:
         """Whether every device stays within its memory, by the simulator's rules. O(n) for n actions."""

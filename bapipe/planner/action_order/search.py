@@ -106,8 +106,8 @@ def search_order(
     search.try_incumbent(sequential)
     if search.schedule is None:  # no table needs less memory than the sequential one
         return OrderSolution()
-    relaxed = relaxation(problem, stages)
-    search.bound_ns, search.solver_bound_holds = lower_bound_ns(relaxed), relaxed == problem
+    search.bound_ns = lower_bound_ns(problem, stages)
+    search.solver_bound_holds = relaxation(problem, stages) == problem
     if problem.fits(orders_of(sequential)):  # else what I leaves for W does not fit, and only tables with B do
         search.run([orders_of(schedule) for schedule in start], effort, seed, use_solver)
     return OrderSolution(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=search.bound_ns)

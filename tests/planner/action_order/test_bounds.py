@@ -2,7 +2,7 @@
 
 from random import Random
 
-from bapipe.planner.action_order.bounds import heads_and_tails, lower_bound_ns
+from bapipe.planner.action_order.bounds import heads_and_tails, split_lower_bound_ns
 from bapipe.planner.action_order.evaluate import evaluate_order
 from bapipe.planner.action_order.list_scheduler import list_schedule, priority_rules
 from bapipe.planner.action_order.problem import F, I, OrderProblem, W, order_problem, orders_of, sequential_schedule
@@ -63,7 +63,7 @@ def test_memory() -> None:
     """Room for one stash: the F of each micro-batch begins after the W of the one before it."""
     heads, _ = heads_and_tails(problem((3, 4, 5), 3, stashes=1))
     assert heads[0][F] == [3, 15, 27]
-    assert lower_bound_ns(problem((3, 4, 5), 3, stashes=1)) == 36
+    assert split_lower_bound_ns(problem((3, 4, 5), 3, stashes=1)) == 36
 
 
 def test_heads_and_tails_never_exceed_a_timeline_and_often_equal_one() -> None:

@@ -1,0 +1,68 @@
+"""The order search over neighbouring partitions."""
+
+from dataclasses import replace as replace_data
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.action_order.improve_plan import improve_plan
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import plan_step_time, solve_partition
+from bapipe.planner.solution import Solution
+from bapipe.simulator.simulate import simulate, simulate_columns
+from bapipe.simulator.stage_cost import build_stages
+from tests.builders import MS, chain, devices
+from tests.planner.test_work_bound import random_profiles
+from tests.random_profiles import random_cluster
+
+
+def leaves_for_w(profile: ModelProfile, name: str, num_bytes: int) -> ModelProfile:
+    """The profile with what I of one layer leaves for W."""
+    (measured,) = profile.measurements
+    layers = tuple(
+        replace(figures, gradient_stash_bytes=num_bytes) if layer.name == name else figures
+        for layer, figures in zip(profile.layers, measured.layers, strict=True)
+    )
+    return replace(profile, measurements=(replace(measured, layers=layers),))
+
+
+def with_layers(solution: Solution, profile: ModelProfile, *parts: tuple[str, ...]) -> Solution:
+    """The plan with these layers in its stages."""
+    stages = tuple(replace(stage, layers=names) for stage, names in zip(solution.stages, parts, strict=True))
+    costs = build_stages(stages, {"a": profile}, solution.cluster, solution.microbatch_size)
+    timeline = simulate_columns(solution.table, costs, solution.cluster)
+    return replace_data(solution, stages=stages, prediction=timeline.prediction(solution.minibatch_size))
+
+
+@pytest.mark.parametrize("left_bytes", [0, 1, 200, 201, 10**6])
+def test_a_neighbour_that_fits_as_well_only_with_b_is_searched(left_bytes: int) -> None:
+    """Layers of 3, 2, 2 and 3 ms, stashes of 100 bytes, room for 3 on the first device and for 4 on the second.
+
+    With l2 in the second stage two micro-batches fit with B. What I of l2 leaves for W makes that one, or none, with I
+    and W: one at a time takes 3 + 4 (4 + 3 + 3 + 4 + 4) = 75 ms and more, as long as 1F1B with l2 in the third stage.
+    """
+    profile = leaves_for_w(chain([3, 2, 2, 3], stash_bytes=100), "l2", left_bytes)
+    options = PlanOptions(minibatch_size=4, num_stages=3, schedules=("1f1b",), replicas=False)
+    solution = solve_partition({"a": profile}, devices(3), options)
+    limits = (300, 400, 10**9)
+    start = with_layers(solution, profile, ("l0",), ("l1",), ("l2", "l3"))
+    better = with_layers(solution, profile, ("l0",), ("l1", "l2"), ("l3",))
+    assert better.prediction.step_ns < start.prediction.step_ns == 75 * MS
+    assert better.prediction.ranks[1].peak_bytes == limits[1]
+    improved = improve_plan(start, {"a": profile}, limits, 0.1)
+    assert [stage.layers for stage in improved.stages] == [("l0",), ("l1", "l2"), ("l3",)]
+    assert improved.prediction.step_ns <= better.prediction.step_ns
+    assert improved.prediction.ranks[1].peak_bytes <= limits[1]
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_neighbours_whose_i_leaves_more_than_fits(size: int | None) -> None:
+    random = Random(76)
+    profiles = random_profiles(random)
+    cluster = random_cluster(random, random.randint(2, 3), kinds=("a", "b"))
+    options = PlanOptions(minibatch_size=4, microbatch_size=size, schedules=("1f1b", "search"), search_effort=0.1)
+    plan = plan_step_time(profiles, cluster, options)
+    assert simulate(plan, profiles).prediction(4) == plan.prediction
+    assert plan.certificate.lower_bound_ns <= plan.prediction.step_ns
