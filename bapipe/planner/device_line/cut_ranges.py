@@ -25,6 +25,9 @@ NARROW = 20
 PRECISION = 100
 """The goal that all ranges exceed is searched for to one part in so many."""
 
+MIN_GOAL = 80
+"""No goal is below so many percent of what is not exceeded."""
+
 
 class Relaxation(Protocol):
     """The plans of one order of the devices, schedule and micro-batch size, relaxed: `PrefixBound` or `SingleDevices`.
@@ -77,7 +80,8 @@ class CutRanges:
         """
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
-            goal_ns = (2 * low_ns + high_ns) // 3  # a low one needs fewer ranges
+            # A low goal needs fewer ranges; one that is too low is soon followed by the next.
+            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
             if self._is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns
             else:

@@ -161,9 +161,9 @@ class LineSearch:
             if self.rival is None:
                 self._climb(self.deadline.share(3), may_simulate=False)
             problems = list(self._problems())
-            starts_with_cuts = (
-                self.rival is None and self._has_replicas and self._has_long_transfers(problems[0], LONG_TRANSFERS)
-            )
+            # Several orders have too many ranges for that.
+            is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
+            starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
             if starts_with_cuts:
                 self._raise_by_cuts(problems, self.deadline.share(2))
             else:
