@@ -1,5 +1,6 @@
 """Random small profiles and clusters, the same for the same seed."""
 
+from collections.abc import Sequence
 from random import Random
 
 from msgspec import UNSET
@@ -166,4 +167,18 @@ def same_devices(random: Random, num_devices: int) -> Cluster:
         ),
         intra_host=link,
         inter_host=link,
+    )
+
+
+def with_tensors_of(others: Sequence[Measurement], own: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """Other measurements of the same layers, with tensors as large as those of one's own."""
+    return tuple(
+        replace(
+            other,
+            layers=tuple(
+                replace(times, output_bytes=layer.output_bytes)
+                for times, layer in zip(other.layers, of_size.layers, strict=True)
+            ),
+        )
+        for other, of_size in zip(others, own, strict=True)
     )

@@ -16,7 +16,7 @@ from bapipe.schedules import LOOPED
 from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import layouts
 from tests.random_graphs import branching_profile
-from tests.random_profiles import random_cluster, random_profile, with_host_times
+from tests.random_profiles import random_cluster, random_profile, with_host_times, with_tensors_of
 
 SPLIT = ("zb-h1", "zb-h2", "gpipe-2bp", "zb-v", "dualpipe-v", "v-min")
 
@@ -39,16 +39,7 @@ def random_profiles(random: Random) -> dict[str, ModelProfile]:
         first = random_profile(random, num_layers, splits_badly=random.random() < 0.5)
     first = without_gradients(random, first, random.choice([0, 0.2, 0.6]))
     others = random_profile(random, num_layers, splits_badly=random.random() < 0.5)
-    measurements = tuple(
-        replace(
-            other,
-            layers=tuple(
-                replace(mine, output_bytes=own.output_bytes)
-                for mine, own in zip(other.layers, of_first.layers, strict=True)
-            ),
-        )
-        for other, of_first in zip(others.measurements, first.measurements, strict=True)
-    )
+    measurements = with_tensors_of(others.measurements, first.measurements)
     second = replace(first, device=replace(first.device, kind="b"), measurements=measurements)
     return {"a": first, "b": with_host_times(random, second) if random.random() < 0.3 else second}
 

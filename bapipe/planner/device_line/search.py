@@ -167,7 +167,7 @@ class LineSearch:
             if starts_with_cuts:
                 self._raise_by_cuts(problems, self.deadline.share(2))
             else:
-                problems = self._raise_bound(self.deadline.share(2))
+                problems = self._raise_bound(problems, self.deadline.share(2))
             if self.rival is not None:
                 self._raise_by_pivots(problems, self.deadline.share(2))
                 if self.bound_ns >= self.rival.lower_bound_ns:
@@ -301,12 +301,11 @@ class LineSearch:
     def _is_over(self) -> bool:
         return self.best is not None and (self.best.step_ns <= self.bound_ns or self._num_actions > self._max_actions)
 
-    def _raise_bound(self, deadline: Deadline) -> list[Relaxation]:
+    def _raise_bound(self, problems: list[Relaxation], deadline: Deadline) -> list[Relaxation]:
         """Step 3: the bound is the smallest over the problems, so the problem with the smallest is always the next.
 
-        Returns the problems. Invariant: no plan of a problem is faster than its `bound_ns`.
+        Returns the problems, some of them in parts. Invariant: no plan of a problem is faster than its `bound_ns`.
         """
-        problems = list(self._problems())
         high_ns = dict.fromkeys(problems, INF)
         enough_ns = INF if self.rival is None else self.rival.lower_bound_ns
         num_left = len(self.lines) * MAX_BOUND_WORK // self._num_devices**2

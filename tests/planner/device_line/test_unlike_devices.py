@@ -16,7 +16,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
-from tests.random_profiles import random_profile
+from tests.random_profiles import random_profile, with_tensors_of
 
 
 def unlike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
@@ -24,17 +24,7 @@ def unlike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
     random, line = Random(seed), random_line(seed, schedule, buckets=buckets)
     profile, first = line.profiles["a"], line.cluster.devices[0]
     others = random_profile(random, len(line.names)).measurements
-    # Other times, but tensors of the same sizes.
-    measured = tuple(
-        replace(
-            other,
-            layers=tuple(
-                replace(times, output_bytes=layer.output_bytes)
-                for times, layer in zip(other.layers, own.layers, strict=True)
-            ),
-        )
-        for other, own in zip(others, profile.measurements, strict=True)
-    )
+    measured = with_tensors_of(others, profile.measurements)
     kinds = {"a": profile, "b": replace(profile, device=replace(profile.device, kind="b"), measurements=measured)}
     unlike = tuple(
         replace(
