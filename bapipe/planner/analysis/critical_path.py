@@ -2,7 +2,8 @@
 
 Each event of the path begins when the one before it ends, so no event can begin earlier unless the one before it gets
 shorter. The path is traced back from the end of the step: several events may end at the instant at which one begins,
-and the most likely cause is chosen (`_unlikeliness`).
+and the most likely cause is chosen (`_unlikeliness`). An all-reduce may begin within its stage's last backward, when that
+has filled a bucket of gradients; of that backward only the part before it is on the path.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ Event = Span | Transfer | Sync | Update
 def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     """Returns the events of a simulated step on its critical path, first to last. O(n) for n events, without ties."""
     events: list[Event] = [*timeline.spans, *timeline.transfers, *timeline.syncs, *timeline.updates]
+    last_backwards = _last_backwards(timeline) if timeline.syncs else []
     ending: dict[int, list[Event]] = {}
     for event in events:
         # Events of zero length would stop the trace from moving back in time.
@@ -25,11 +27,34 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     # From the end of the step backwards, until the start or a pause.
     path: list[Event] = []
     at_ns = timeline.step_ns
-    while at_ns > 0 and ending.get(at_ns):
+    while at_ns > 0:
         after = path[-1] if path else None
-        path.append(min(ending[at_ns], key=lambda event: _unlikeliness(event, after)))
+        causes = ending.get(at_ns, [])
+        if isinstance(after, Sync):
+            causes = causes + _parts_before(after, last_backwards)
+        if not causes:
+            break
+        path.append(min(causes, key=lambda event: _unlikeliness(event, after)))
         at_ns = path[-1].start_ns
     return tuple(reversed(path))
+
+
+def _last_backwards(timeline: Timeline) -> list[Span]:
+    """Returns the last backward of each stage on each of its ranks, those that begin last first."""
+    last: dict[tuple[int, int], Span] = {}
+    for span in timeline.spans:
+        if span.action.phase is not Phase.FORWARD:
+            last[span.rank, span.action.stage] = span
+    return sorted(last.values(), key=lambda span: -span.start_ns)
+
+
+def _parts_before(sync: Sync, last_backwards: Sequence[Span]) -> list[Event]:
+    """Returns the parts before an all-reduce of its stage's backwards that run when it begins."""
+    return [
+        span._replace(end_ns=sync.start_ns)
+        for span in last_backwards
+        if span.action.stage == sync.stage and span.start_ns < sync.start_ns < span.end_ns
+    ]
 
 
 def _unlikeliness(event: Event, after: Event | None) -> int:

@@ -33,6 +33,20 @@ def test_one_micro_batch_goes_through_every_stage_and_back() -> None:
     ]
 
 
+def test_an_all_reduce_waits_for_the_part_of_a_backward_that_fills_its_bucket() -> None:
+    profiles = {"a": chain([1, 1, 8], param_bytes=30 * 2**20)}
+    options = PlanOptions(minibatch_size=4, num_stages=1, schedules=("1f1b",))
+    timeline = simulate(plan_step_time(profiles, devices(2, bytes_per_s=5 * 10**9), options), profiles)
+    path = critical_path(timeline)
+    *actions, cut, first, second, third = path
+    assert [str(event.action) for event in [*actions, cut] if isinstance(event, Span)] == ["0F0", "0B0", "0F2", "0B2"]
+    assert path[0].start_ns == 0
+    assert (first, second, third) == timeline.syncs
+    # Layer 2 has computed its gradients for 16 of the backward's 20 ms; they fill the first bucket.
+    assert (cut.start_ns, cut.end_ns) == (40 * MS, 56 * MS)
+    assert dict(time_shares(timeline))["compute of stage 0"] == 56 * MS
+
+
 @given(pipelines((0, 1, 2), 3))
 @examples(60)
 def test_the_path_ends_with_the_step_and_has_no_pause(pipeline: Pipeline) -> None:
@@ -45,4 +59,5 @@ def test_the_path_ends_with_the_step_and_has_no_pause(pipeline: Pipeline) -> Non
     assert path[-1].end_ns == timeline.step_ns
     assert all(before.end_ns == after.start_ns for before, after in pairwise(path))
     assert all(event.end_ns > event.start_ns for event in path)
+    assert path[0].start_ns == 0
     assert sum(time_ns for _, time_ns in time_shares(timeline)) == timeline.step_ns - path[0].start_ns
