@@ -39,6 +39,7 @@ def render_comparison(
     for _, cells in sorted(rows, key=lambda timed: timed[0]):
         add_row(table, *cells)
     yield table
+    yield from (f"{name}: with schedule {plan.schedule}" for name, plan in plans.items() if plan.schedule != name)
     for why in dict.fromkeys(failed.values()):
         names = ", ".join(name for name, own in failed.items() if own == why)
         yield f"{names}: {printable(why, MAX_LINE)}"

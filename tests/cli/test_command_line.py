@@ -93,7 +93,7 @@ def test_compare_lists_the_best_plan_of_each_schedule(folder: Path) -> None:
     least = min(plan["step_ns"] for plan in found["plans"].values())
     assert found["plans"]["any of them, with replicas"]["step_ns"] == least
     shown = bapipe(folder, "compare", *where, "--schedule", "gpipe").stdout
-    assert "any of them, with replicas" in shown
+    assert "any of them, with replicas: with schedule gpipe" in shown
     assert "data-parallel" in shown
 
 
