@@ -92,7 +92,7 @@ class Cluster(
     forbid_unknown_fields=True,
     tag_field="bapipe",
     tag="cluster/1",
-    dict=True,  # stores `index` once it is computed; not part of the file nor of equality
+    dict=True,  # stores the cached properties once they are computed; not part of the file nor of equality
 ):
     """The devices in rank order, and the links between them.
 
@@ -166,7 +166,7 @@ class Cluster(
     def link(self, source: int, target: int) -> Bandwidth:
         """Returns the link between two ranks: the one in `links` if there is one, else that within or between hosts."""
         a, b = self.devices[source], self.devices[target]
-        listed = self._listed(a.name, b.name)
+        listed = self._listed.get((a.name, b.name))
         return listed or (self.intra_host if a.host == b.host else self.inter_host)
 
     def member_links(self, rank: int) -> list[Bandwidth]:
@@ -176,13 +176,22 @@ class Cluster(
             return []
         if not self.links:
             return [self.intra_host]
-        return [*dict.fromkeys(self._listed(a, b) or self.intra_host for a, b in permutations(members, 2))]
+        return [*dict.fromkeys(self._listed.get((a, b), self.intra_host) for a, b in permutations(members, 2))]
 
-    def _listed(self, source: str, target: str) -> Bandwidth | None:
-        for link in self.links:
-            if link.source == source and link.target == target:
-                return Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
-        return None
+    def links_among(self, ranks: Sequence[int]) -> list[Bandwidth]:
+        """Returns the distinct links between any two of some ranks; O(ranks) if no two devices have their own."""
+        if self.links:
+            return [*{self.link(a, b) for a, b in permutations(ranks, 2)}]
+        hosts = {self.devices[rank].host for rank in ranks}
+        within = [self.intra_host] if len(hosts) < len(ranks) else []
+        return within + ([self.inter_host] if len(hosts) > 1 else [])
+
+    @cached_property
+    def _listed(self) -> Mapping[tuple[str, str], Bandwidth]:
+        return {
+            (link.source, link.target): Bandwidth(bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns)
+            for link in self.links
+        }
 
     def host_sum_link(self, ranks: Sequence[int]) -> Bandwidth | None:
         """Returns the fastest link of an all-reduce within a host; None if it takes no compute or spans hosts."""

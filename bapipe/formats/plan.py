@@ -175,6 +175,12 @@ class Plan(
         """Whether the plan holds a prediction."""
         return bool(self.prediction.ranks)
 
+    @property
+    def unused_devices(self) -> tuple[str, ...]:
+        """The names of the devices without a stage."""
+        used = {name for stage in self.stages for name in stage.devices}
+        return tuple(device.name for device in self.cluster.devices if device.name not in used)
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of what a certificate is about: the decision, and the inputs that it was made for.

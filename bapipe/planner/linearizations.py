@@ -154,7 +154,7 @@ def _homogeneous_problem(
 ) -> HomogeneousDevices:
     """Returns the partition into `num_stages` stages, one device each, all like the first and with the slowest link."""
     device = cluster.devices[0]
-    links = [cluster.link(a, b) for a in range(len(limits)) for b in range(len(limits)) if a != b]
+    links = cluster.links_among(range(len(limits)))
     return HomogeneousDevices(
         boundaries,
         StageCostSums(boundaries, profile, size, device.speed),

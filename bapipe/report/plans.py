@@ -9,7 +9,7 @@ from rich.table import Table
 from bapipe.formats.certificate import Certificate, ReachedGoal
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import MAX_LINE, MAX_NAMED, printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms, number
 from bapipe.simulator.timeline import Timeline
 
@@ -38,6 +38,8 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
     if groups := groups_in_words(plan):
         yield printable(groups, MAX_LINE)
     yield memory_table(plan, timeline)
+    if (num_others := len(plan.unused_devices) - MAX_NAMED) > 0:
+        yield f"{num_others:,} more devices have no stage and hold nothing"
     yield printable(proof(plan.certificate), MAX_LINE)
     if plan.cluster.assumed_links is not msgspec.UNSET and len(plan.cluster.devices) > 1:
         links = printable(plan.cluster.assumed_links)
@@ -123,12 +125,18 @@ def stage_table(plan: Plan) -> Table:
 
 
 def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
-    """Returns a table with a row per device: its memory at the peak, and with a timeline the action at the peak."""
+    """Returns a table with a row per device: its memory at the peak, and with a timeline the action at the peak.
+
+    Of the devices without a stage only the first few have a row.
+    """
     names = Memory.__struct_fields__
     heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
     table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
     has = {device.name: device.memory_bytes for device in plan.cluster.devices}
+    left_out = set(plan.unused_devices[MAX_NAMED:])
     for rank in plan.prediction.ranks:
+        if rank.device in left_out:
+            continue
         parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
         peak = timeline.peak_action(timeline.devices.index(rank.device)) if timeline else None
         add_row(table, rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else []))

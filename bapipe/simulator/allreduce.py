@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.cluster import Cluster
 from bapipe.schedules.table import Phase
 from bapipe.simulator.stage import Stage
 
@@ -48,7 +48,7 @@ def ring_over(ranks: Sequence[int], cluster: Cluster, *, num_members: int = 1) -
     with their own compute, a message takes no less than that.
     """
     num_devices, host_sum = len(ranks) * num_members, cluster.host_sum_link(ranks)
-    links = _links_among(ranks, cluster)
+    links = cluster.links_among(ranks)
     if num_members > 1:
         links += [link for rank in ranks for link in cluster.member_links(rank)]
     if host_sum is not None:
@@ -59,15 +59,6 @@ def ring_over(ranks: Sequence[int], cluster: Cluster, *, num_members: int = 1) -
         return 2 * (num_devices - 1) * max(link.transfer_ns(message_bytes) for link in links)
 
     return ns
-
-
-def _links_among(ranks: Sequence[int], cluster: Cluster) -> list[Bandwidth]:
-    """Returns the distinct links between any two of some ranks. O(ranks) if no two devices have a link of their own."""
-    if cluster.links:
-        return [*{cluster.link(a, b) for a in ranks for b in ranks if a != b}]
-    hosts = {cluster.devices[rank].host for rank in ranks}
-    within = [cluster.intra_host] if len(hosts) < len(ranks) else []
-    return within + ([cluster.inter_host] if len(hosts) > 1 else [])
 
 
 def reduce_buckets(

@@ -2,8 +2,8 @@
 
 Each event of the path begins when the one before it ends, so no event can begin earlier unless the one before it gets
 shorter. The path is traced back from the end of the step: several events may end at the instant at which one begins,
-and the most likely cause is chosen (`_unlikeliness`). An all-reduce may begin within its stage's last backward, when that
-has filled a bucket of gradients; of that backward only the part before it is on the path.
+and the most likely cause is chosen (`_unlikeliness`). An all-reduce may begin within its stage's last backward, when
+that has filled a bucket of gradients; of that backward only the part before it is on the path.
 """
 
 from collections import Counter

@@ -21,6 +21,7 @@ from bapipe.planner.baselines import slowdown_text
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
+from bapipe.printable import and_others
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.timeline import Timeline
@@ -97,9 +98,8 @@ def _strategy(plan: Plan) -> str:
             if len(stage.devices) > 1
         ]
         text = f"A pipeline of {len(counts)} stages with replicas: {', '.join(replicated)}"
-    used = {name for stage in plan.stages for name in stage.devices}
-    idle = [device.name for device in plan.cluster.devices if device.name not in used]
-    return f"{text}; unused: {', '.join(idle)}." if idle else f"{text}."
+    unused = and_others([*plan.unused_devices], "devices")
+    return f"{text}; unused: {', '.join(unused)}." if unused else f"{text}."
 
 
 def _limit(timeline: Timeline) -> str:

@@ -29,6 +29,11 @@ def planned(forward_ms: list[int], num_devices: int, **options: object) -> tuple
         (2, {"num_stages": 1}, "Data parallelism: 2 devices run all layers and sum their gradients."),
         (2, {"replicas": False}, "A pipeline of 2 stages, one device each."),
         (3, {"replicas": False, "num_stages": 2}, "A pipeline of 2 stages, one device each; unused: d2."),
+        (
+            9,
+            {"replicas": False, "num_stages": 2},
+            "A pipeline of 2 stages, one device each; unused: d2, d3, d4, d5, 3 other devices.",
+        ),
         (2, {"schedules": ("interleaved-1f1b",)}, "A pipeline of 4 stages, several on each of 2 devices."),
     ],
 )
