@@ -128,6 +128,16 @@ def test_a_limit_of_no_time_gives_a_plan_of_many_layers_on_many_devices() -> Non
     assert work_ns // 64 - 10**6 <= made.certificate.lower_bound_ns <= made.prediction.step_ns
 
 
+@pytest.mark.parametrize("num_devices", [4, 64])
+def test_a_limit_of_no_time_gives_no_plan_that_is_slower_than_one_device(num_devices: int) -> None:
+    """Over links this slow every plan on several devices takes longer, though their bounds are smaller."""
+    profiles = {"a": chain([1] * 12, param_bytes=10**6, output_bytes=10**6)}
+    cluster = devices(num_devices, bytes_per_s=10**6)
+    for schedules in (["1f1b"], ["interleaved-1f1b", "zb-h1", "gpipe"]):
+        made = bapipe.plan(profiles, cluster, minibatch_size=8, schedules=schedules, time_limit_s=0.0)
+        assert made.prediction.step_ns == 8 * 12 * 3 * 10**6
+
+
 def test_a_limit_of_no_time_says_that_nothing_was_found_if_no_naive_plan_fits() -> None:
     options = PlanOptions(minibatch_size=1, schedules=["1f1b"], constraints=["l0 on d2"])
     assert plan_step_time(PROFILES, devices(3), options).stages[0].devices == ("d2",)

@@ -9,10 +9,13 @@ from bapipe.planner.device_line.naive import naive_plans
 from bapipe.schedules import SCHEDULES
 
 MIN_LATE, MAX_LATE = 3, 12
-"""After the deadline so many plans are timed, and up to so many if none of them fits, ..."""
+"""So many plans are timed even after the deadline, and so many if none of them fits, ..."""
 
-MAX_LATE_ACTIONS = 100_000
-"""... but none behind a plan that fits and plans of so many actions: a tenth of a second."""
+MAX_LATE_ACTIONS = 50_000
+"""... and more until they have so many actions: a quarter of a second."""
+
+ACTIONS_OF_PLAN, ACTIONS_OF_DEVICE = 100, 5
+"""A plan and each of its devices take as long to time as so many actions do."""
 
 
 def best_naive(
@@ -24,7 +27,8 @@ def best_naive(
 ) -> TimedPlan | None:
     """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none.
 
-    If none fits, their cuts are moved so that they do.
+    If none fits, their cuts are moved so that they do. After the deadline those on one device come first: their bounds
+    are their step times, while of the others those with the smallest bounds may be slow.
 
     Args:
         below_ns: plans that are no faster are of no use.
@@ -32,18 +36,18 @@ def best_naive(
     best: TimedPlan | None = None
     plans = naive_plans(line, schedules, sizes)
     if deadline.is_over:  # tables of several stages per device take long to make: these come last
-        plans.sort(key=lambda each: each[1].schedule not in SCHEDULES)
+        plans.sort(key=lambda each: (each[1].schedule not in SCHEDULES, sum(each[1].counts) > 1))
     num_late = num_actions = 0
     for bound_ns, plan in plans:
         limit_ns = below_ns if best is None else best.step_ns
         if limit_ns is not None and bound_ns >= limit_ns:
             continue
         if deadline.is_over:
-            is_enough = num_late >= MIN_LATE or num_actions > MAX_LATE_ACTIONS
-            if num_late >= MAX_LATE or (limit_ns is not None and is_enough):
+            is_enough = num_late >= (MAX_LATE if limit_ns is None else MIN_LATE)
+            if is_enough and num_actions > MAX_LATE_ACTIONS:
                 break
             num_late += 1
-        num_actions += line.num_actions(plan)
+        num_actions += line.num_actions(plan) + ACTIONS_OF_PLAN + ACTIONS_OF_DEVICE * sum(plan.counts)
         timed = line.time(plan)
         if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
             best = timed
