@@ -111,8 +111,10 @@ def _entry_without_profiles(name: str, plan: Plan, profiles: Profiles, recorded:
     prediction = plan.prediction if plan.is_judged else timeline.prediction(plan.minibatch_size)
     bound: Json = {"ns": plan.certificate.lower_bound_ns, "space": plan.certificate.space, "searched": True}
     answer = step_json(prediction, timeline.columns(), plan.cluster, bound)
-    if recorded:
+    if recorded and plan.is_judged and timeline.step_ns == prediction.step_ns:
         answer = explained(answer, prediction, timeline, plan.cluster)
+    elif recorded:  # measured: between two actions pass moments that nothing explains, and the figures are predicted
+        answer["drawn"] = recorded[0][0]
     else:
         answer["orderOnly"] = True
         answer["timeline"] = timeline_json(timeline.columns()) | {"memory": []}

@@ -99,6 +99,18 @@ def test_recorded_steps_are_drawn_beside_the_predicted_one(tmp_path: Path) -> No
         assert entry["answer"]["measured"][0]["timeline"]["length"] == 2 * max(s.end_ns for s in predicted.spans)
 
 
+def test_a_measured_step_without_its_profile_has_its_name_and_no_critical_path() -> None:
+    measured = slower(simulate(PLAN, OF_KIND))
+    (entry,) = data_of(plan_page(PLAN, {}, [("measured", measured)]))["tried"]
+    assert entry["answer"]["drawn"] == "measured"
+    assert entry["answer"]["timeline"]["length"] == measured.step_ns
+    assert "path" not in entry["answer"]
+    assert not any(rank["causes"] for rank in entry["answer"]["ranks"])
+    (predicted,) = data_of(plan_page(PLAN, {}, [("predicted", simulate(PLAN, OF_KIND))]))["tried"]
+    assert predicted["answer"]["path"]["shares"]
+    assert "drawn" not in predicted["answer"]
+
+
 def test_two_plans_stand_side_by_side() -> None:
     other = bapipe.make(PROFILE, PLAN.cluster, minibatch_size=12, cuts=[1, 2])
     data = data_of(two_plans_page(("a.json", PLAN), ("b.json", other), OF_KIND))

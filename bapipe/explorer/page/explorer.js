@@ -65,7 +65,7 @@ explorer.begin = async () => {
     views.timeline.update(answer, state.devices.map((group) => group.map((name) => ranks[name])));
     views.memory.update(answer, views.timeline.rows);
     drawFigures();
-    views.timeline.heading.textContent = answer.orderOnly ? "The order of the actions, not to scale: without the profile their times are not known" : "One step";
+    views.timeline.heading.textContent = answer.orderOnly ? "The order of the actions, not to scale: without the profile their times are not known" : `One step${answer.drawn ? `: ${answer.drawn}` : ""}`;
     if (!detailed) return;
     explorer.deviceTable(at("devices"), answer, views.timeline.rows);
     views.tabs.show("measured", !!(answer.measured || []).length);
