@@ -20,6 +20,7 @@ FLAGS = {
     "largest": "--largest",
     "layer_by_layer": "--layer-by-layer",
     "group": "--group",
+    "leaf_modules": "--leaf-module",
     "least": "--least",
     "learning_rate": "--lr",
     "learning_rate_schedule": "--lr-schedule",

@@ -64,7 +64,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
     num_layers = max(len(profile.layers) for profile in profiles.values())
     if num_layers > MAX_LAYERS:
         raise BapipeError(
-            f"{num_layers:,} layers: want at most {MAX_LAYERS:,}; profile with larger layers, such as whole blocks as "
+            f"{num_layers:,} layers: want at most {MAX_LAYERS:,}; profile with larger layers: name whole blocks with "
             "`leaf_modules`"
         )
     if options.minibatch_size > MAX_SAMPLES:

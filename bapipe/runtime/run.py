@@ -74,7 +74,7 @@ def _run(
     if factory is None:
         raise BapipeError(
             f"the plan of {plan.model} names no factory, so there is nothing to build the model with: profile it as "
-            "module.path:function, give `factory` to the run, or use bapipe.Pipeline in a script of your own"
+            "module.path:function, give bapipe.run a factory, or use bapipe.Pipeline in a script of your own"
         )
     require_torch()
     from bapipe.zoo.trust import check_trusted

@@ -305,6 +305,7 @@ def test_old_spellings_of_options_still_work(folder: Path) -> None:
 def test_errors_of_the_library_name_the_flag(folder: Path) -> None:
     done = bapipe(folder, "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "7919")
     assert "choose a smaller --minibatch-size" in done.stderr or "change --minibatch-size" in done.stderr
+    assert with_flags("name blocks with `leaf_modules`") == "name blocks with --leaf-module"
     assert with_flags("`num_stages` 3 and `$.layers` and `nothing`") == "--stages 3 and `$.layers` and `nothing`"
 
 

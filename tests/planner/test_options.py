@@ -349,7 +349,7 @@ def test_absurd_sizes_are_named() -> None:
             1,
             20_001,
             {},
-            "20,001 layers: want at most 20,000; profile with larger layers, such as whole blocks as `leaf_modules`",
+            "20,001 layers: want at most 20,000; profile with larger layers: name whole blocks with `leaf_modules`",
         ),
         (
             1,
