@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from bapipe import report
 from bapipe.cli.options import key_values
-from bapipe.cli.progress import err, note, parts_bar, planning_status, show_parts
+from bapipe.cli.progress import note, parts_bar, planning_status, show_parts, status
 from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
@@ -114,7 +114,7 @@ def read_or_make_plan(source: str, arguments: list[str] | None, device: str = "c
             raise BapipeError(f"--device {device} goes with a model; a plan says on which devices it runs")
         return read(Path(source), Plan)
     profiles = all_profiles([source], arguments, thread_counts(), device)
-    with err.status("measuring the link between two ranks"):
+    with status("measuring the link between two ranks"):
         cluster = local_cluster(None, profiles[0].device.kind)
     with planning_status() as progress:
         plan = plan_cached(profiles, cluster, PlanOptions(minibatch_size=32), progress=progress)

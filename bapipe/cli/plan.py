@@ -35,7 +35,6 @@ from bapipe.cli.options import (
 )
 from bapipe.cli.outputs import write_output
 from bapipe.cli.progress import (
-    err,
     note,
     planning_status,
     show_json,
@@ -43,6 +42,7 @@ from bapipe.cli.progress import (
     show_parts,
     show_timeline,
     show_written,
+    status,
     stops_on_interrupt,
 )
 from bapipe.cli.strategies import show_strategies
@@ -239,17 +239,17 @@ def _evaluate(
 def _explain(
     made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, deadline: Deadline
 ) -> tuple[str, ...]:
-    with err.status("planning again with 10 % more memory"):
+    with status("planning again with 10 % more memory"):
         return explain_plan(made, profiles, options, deadline=deadline)
 
 
 def _pareto_front(
     profiles: dict[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline
 ) -> "tuple[ParetoPoint, ...]":
-    with err.status("searching the Pareto front") as status:
+    with status("searching the Pareto front") as update:
 
         def show_next(num_devices: int, limit_bytes: int) -> None:
-            status.update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
+            update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
         return pareto_front(profiles, cluster, options, deadline=deadline, progress=show_next)
 
@@ -312,13 +312,13 @@ def compare(
     profiles = profiles_by_kind(sources, arg, device)
     devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
     deadline = deadline_of(time_limit)
-    with err.status("planning") as status, stops_on_interrupt(deadline):
+    with status("planning") as update, stops_on_interrupt(deadline):
         compared = compare_schedules(
             profiles,
             devices_to_use,
             options,
             deadline=deadline,
-            progress=lambda name: status.update(f"planning: {name}"),
+            progress=lambda name: update(f"planning: {name}"),
         )
     failed = {name: with_flags(why) for name, why in compared.failed.items()}
     if html is not None:

@@ -9,7 +9,7 @@ import typer
 from bapipe import report
 from bapipe.cli.options import MAX_THREADS, Arguments, AsJson, Devices, Kind, Output, Sizes, integers, key_values
 from bapipe.cli.outputs import write_and_show
-from bapipe.cli.progress import err, parts_bar
+from bapipe.cli.progress import parts_bar, status
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read
 from bapipe.formats.profile import ModelProfile
@@ -216,6 +216,6 @@ def cluster(
         if os.environ.get("RANK", "0") != "0":  # in a torchrun job only rank 0 reports
             return
     else:
-        with err.status("measuring the link between two ranks"):
+        with status("measuring the link between two ranks"):
             measured = local_cluster(devices, device)
     write_and_show(output, measured, report.render_cluster, as_json=as_json)

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -95,33 +95,58 @@ def show_json(value: object) -> None:
     sys.stdout.write(json.dumps(msgspec.to_builtins(value)) + "\n")
 
 
+class _Lines:
+    """What is being done, as lines on stderr if that is no terminal, on which one line would change."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._printed_s = every_s, time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Prints a text if the last one was printed some seconds ago."""
+        if not err.is_terminal and time.monotonic() - self._printed_s > self._every_s:
+            self._printed_s = time.monotonic()
+            note(text)
+
+
 @contextmanager
 def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
-    """Shows a progress bar for work that consists of named parts."""
-    part = TextColumn(verb + " {task.fields[what]}", markup=False)
+    """Shows how much is done of work in named parts: a bar on a terminal, else a line every ten seconds at most."""
+    part, lines = TextColumn(verb + " {task.fields[what]}", markup=False), _Lines(10)
     columns = part, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, what="")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=printable(what))
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, what=printable(what))
+            lines.show(f"{verb} {what}: {done} of {total}")
+
+        yield progress
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is being done: a line that changes on a terminal, else a line every two seconds at most."""
+    lines = _Lines(2)
+    with err.status(text) as line:
+
+        def update(now: str) -> None:
+            line.update(now)
+            lines.show(now)
+
+        yield update
 
 
 @contextmanager
 def planning_status() -> Iterator[SearchProgress]:
-    """Shows the state of a search: as a status line on a terminal, else as a line every two seconds."""
-    printed_s = time.monotonic()
-    with err.status("planning") as status:
+    """Shows the state of a search; see `status`."""
+    with status("planning") as update:
 
         def progress(num_simulated: int, best_ns: int, bound_ns: int) -> None:
-            nonlocal printed_s
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
-            text = (
+            update(
                 f"planning: {num_simulated} plans simulated, best {report.ms(best_ns)}, "
                 f"lower bound {report.ms(bound_ns)}, gap {gap:.2%}"
             )
-            status.update(text)
-            if not err.is_terminal and time.monotonic() - printed_s > 2:
-                printed_s = time.monotonic()
-                note(text)
 
         yield progress
 

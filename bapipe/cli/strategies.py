@@ -7,7 +7,7 @@ from pathlib import Path
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import read_or_assume_cluster
 from bapipe.cli.markdown import write_markdown
-from bapipe.cli.progress import err, show_json, show_parts, show_written, stops_on_interrupt
+from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
 from bapipe.formats.codec import write_bytes
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import deadline_of
@@ -29,14 +29,14 @@ def show_strategies(
     """Compares the strategies, and prints them as a table, as `json` or as `markdown`."""
     devices = read_or_assume_cluster(profiles_with_fewest_threads(profiles), cluster, num_devices)
     deadline = deadline_of(options.time_limit_s)
-    with err.status("planning") as status, stops_on_interrupt(deadline):
+    with status("planning") as update, stops_on_interrupt(deadline):
         found = compare_strategies(
             profiles,
             devices,
             options,
             whole=whole,
             deadline=deadline,
-            progress=lambda name: status.update(f"planning: {name}"),
+            progress=lambda name: update(f"planning: {name}"),
         )
     table = StrategyTable(
         strategies=tuple(replace(each, why_not=with_flags(each.why_not)) for each in found),

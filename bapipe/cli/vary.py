@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bapipe import report
 from bapipe.cli.markdown import write_markdown
 from bapipe.cli.options import num_bytes
-from bapipe.cli.progress import err, show_json, show_line, show_parts
+from bapipe.cli.progress import show_json, show_line, show_parts, status
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES
@@ -79,10 +79,10 @@ def show_points(
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
         raise BapipeError(f"--vary names '{max(names, key=names.count)}' twice: give all its values at once")
-    with err.status("planning") as status:
+    with status("planning") as update:
 
         def progress(done: int, total: int) -> None:
-            status.update(f"planning: {done} of {total} points")
+            update(f"planning: {done} of {total} points")
 
         points = vary(session, axes, schedules, progress, exact=exact)
     if layout == "json":

@@ -1,0 +1,36 @@
+"""What is shown of long work where nobody can see a line change."""
+
+import pytest
+
+from bapipe.cli import progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, in a list of one."""
+    now = [0.0]
+    monkeypatch.setattr("bapipe.cli.progress.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_without_a_terminal_a_status_is_a_line_every_two_seconds(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.status("planning") as update:
+        for seconds, name in ((1, "gpipe"), (3, "1f1b"), (4, "zb-h1"), (7, "zb-v")):
+            clock[0] = seconds
+            update(f"planning: {name}")
+    assert capsys.readouterr().err.splitlines() == ["planning: 1f1b", "planning: zb-v"]
+
+
+def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.parts_bar() as show:
+        for done in range(30):
+            clock[0] = done
+            show(done, 30, f"part {done}")
+    assert capsys.readouterr().err.splitlines() == [
+        "profiling part 11: 11 of 30",
+        "profiling part 22: 22 of 30",
+    ]
