@@ -93,11 +93,14 @@ def apply(decision: Decision, changes: Changes, cluster: Cluster) -> Decision:
         decision = _moved(decision, text)
     for s in (*changes.recompute, *changes.keep):
         _check_stage(s, decision)
+    if both := sorted({*changes.recompute} & {*changes.keep}):
+        raise BapipeError(
+            f"stage {both[0]} is both to recompute its forward and to keep its activations: want one of them"
+        )
     flags = tuple(old and s not in changes.keep for s, old in enumerate(decision.recompute))
     kept = {name for s in changes.keep for name in decision.stages[s].layers}
     decision = replace(decision, recompute=flags, recompute_layers=decision.recompute_layers - kept)
-    again = [s for s in changes.recompute if s not in changes.keep]
-    decision = with_recomputation(decision, again, changes.recompute_layers)
+    decision = with_recomputation(decision, changes.recompute, changes.recompute_layers)
     if (decision.devices, decision.num_microbatches) != (before.devices, before.num_microbatches):
         decision = decision.following_schedule()
     return decision

@@ -210,6 +210,7 @@ def test_an_edit_of_the_cuts_keeps_a_searched_order() -> None:
         ({"swap": ("d0", "x")}, "has no device 'x'"),
         ({"recompute": [3]}, "there is no stage 3"),
         ({"keep": [3]}, "there is no stage 3"),
+        ({"recompute": [0, 1], "keep": [1]}, "stage 1 is both to recompute its forward and to keep its activations"),
         ({"cuts": ["x"]}, "the plan has no layer 'x'"),
         ({"schedule": "x"}, "unknown schedule 'x'"),
     ],
