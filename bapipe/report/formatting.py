@@ -23,6 +23,9 @@ MIN_WORD = 8
 MIN_NUMBERS = 2
 """Columns of numbers that even the narrowest table keeps."""
 
+LEFT_OUT_LAST = ("total", "has")
+"""Columns of numbers that say more than those before them."""
+
 COLUMN_GAP = 3
 """Characters between two columns."""
 
@@ -61,13 +64,14 @@ def fit_table(table: Table, width: int) -> Table:
     """Returns a table that is at most about `width` characters wide, without folding a name.
 
     Columns of texts keep their longest word; one longer than `MAX_WORD` loses its middle. If that is too wide, the last
-    columns of numbers are left out, and the caption says which; then words are cut down further.
+    columns of numbers are left out, sums after their parts, and the caption says which; then words are cut down.
     """
     columns = list(table.columns)
     if _width([_longest(column, str.splitlines) for column in columns]) <= width:
         return table
     left_out: list[str] = []
     numbers = [column for column in columns if column.justify == "right"]
+    numbers.sort(key=lambda column: column.header not in LEFT_OUT_LAST)
     while _min_table_width(columns, MAX_WORD) > width and len(numbers) > MIN_NUMBERS:
         left_out.insert(0, str(numbers[-1].header))
         columns.remove(numbers.pop())

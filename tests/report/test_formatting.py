@@ -44,6 +44,14 @@ def test_a_narrow_terminal_shows_names_whole_and_fewer_numbers() -> None:
     assert all(len(line) <= 70 for line in lines)
 
 
+def test_a_sum_is_left_out_after_its_parts() -> None:
+    table = empty_table("memory", "device", "params>", "stash>", "work>", "total>", "has>", "at")
+    add_row(table, "gpu0", "415", "2,802", "52.0", "4,512", "16,384", "1F6")
+    lines = printed(table, 46)
+    assert lines[1].split() == ["device", "params", "stash", "total", "has", "at"]
+    assert lines[-1].rstrip() == "left out at this width: work"
+
+
 def test_two_columns_of_numbers_always_stay() -> None:
     lines = printed(layers(), 40)
     assert "left out at this width: W, stash" in " ".join(lines)
