@@ -22,6 +22,8 @@ class TiedGradients:
         """Adds up the gradients of all processes that use a parameter; each gets the same sum."""
         for parameter, group in self._users:
             # A stage may not have used its copy in this step, but every process of the group must join the all-reduce.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # Elements are added in the order of memory, which W leaves as it is: a stage that uses a transposed weight
+            # has it transposed.
+            parameter.grad = (grad.to_dense() if grad.is_sparse else grad).contiguous()
             dist.all_reduce(parameter.grad, group=group)

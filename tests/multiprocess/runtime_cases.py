@@ -220,6 +220,19 @@ class Tied(nn.Module):
         return self.c(self.b(self.a(x).relu()))
 
 
+class TiedByOperator(nn.Module):
+    """A head that concatenates what is the weight of an embedding with its own: W gives a transposed gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.embed, self.b = nn.Linear(6, 6), nn.Embedding(3, 6), nn.Linear(6, 6)
+        self.more = nn.Parameter(torch.ones(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) + self.embed((x[:, 0] > 0).long())
+        return self.b(y.tanh()) @ torch.cat([self.embed.weight.t(), self.more], 1)
+
+
 class Twice(nn.Module):
     """Calls a layer twice, and finds a size far from where it is used."""
 
@@ -267,6 +280,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, .
     "masked": (Masked, _rows),
     "frozen": (Frozen, _rows),
     "tied": (Tied, _rows),
+    "tied-by-operator": (TiedByOperator, _rows),
     "twice": (Twice, _rows),
     "gated": (gated, _rows),
 }

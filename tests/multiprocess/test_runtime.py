@@ -73,6 +73,7 @@ TWO = (
     _named("zb-h1", "twice", (2,), 3),
     _named("1f1b", "gated", (1,), 3),
     _named("zb-h1", "tied", (2,), 3),
+    _named("zb-h1", "tied-by-operator", (2,), 3),
     _random(31, "tied", (2,), (0, 1), 3, 1.0),
     _random(10, "tied", (1, 2), (0, 1, 0), 3, 0.0),
     _random(11, "twice", (1, 2), (0, 1, 0), 3, 0.0),
