@@ -241,7 +241,7 @@ def _fake_values(
 def _run_once(
     model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, fault: Exception
 ) -> tuple[Any, ...]:
-    """Returns values of a pass of the whole model on real tensors; buffers and random generators do not change."""
+    """Returns values of a pass of the whole model on real tensors; the model and random generators do not change."""
     parameters = list(model.module.parameters())
     message = f"the model fails on micro-batches of {microbatch_size}"
     if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
@@ -249,10 +249,14 @@ def _run_once(
     device = parameters[0].device if parameters else inputs[0].device
     given = tuple(repeat_to_batch(example, microbatch_size, device) for example in inputs)
     whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
-    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:
-        with torch.enable_grad(), torch.random.fork_rng():
-            values: tuple[Any, ...] = torch.func.functional_call(whole, buffers, given)
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(),
+            generators_restored(),
+            state_restored(whole, parameters=True),
+        ):
+            values: tuple[Any, ...] = whole(*given)
     except Exception as error:  # whatever the model's own code raises
         raise InvalidModel(f"{message}: {str(error).splitlines()[0]}") from error
     return values

@@ -1,5 +1,6 @@
 """What a stage receives, loads and passes on; which plans and models are refused; who gets which initial weights."""
 
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -354,3 +355,34 @@ def test_under_autocast_a_cut_is_counted_in_the_types_that_are_sent() -> None:
     sent = [parts.examples[stage.outputs[0]] for stage in parts.stages]
     assert [tensor.dtype for tensor in sent] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
     assert [tensor.nbytes for tensor in sent] == profiled
+
+
+class NeedsValues(nn.Module):
+    """Reads a value, so that its shapes come from a pass on values, and keeps others in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.mean: Tensor
+        self.last, self.calls, self.seen = torch.zeros(6), 0, [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.calls += 1
+        self.seen.append(y.sum().item())
+        with torch.no_grad():
+            self.mean.add_(1)
+            self.last.add_(y.mean(0))
+            self.teacher.weight.add_(1)
+        return y + random.random()
+
+
+def test_a_pass_on_values_leaves_nothing_behind() -> None:
+    inner, drawn = NeedsValues(), random.getstate()
+    module = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 5))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    _split(module, (1,), torch.ones(2, 6))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert (inner.calls, inner.seen, inner.last.tolist()) == (0, [0.0], [0.0] * 6)
+    assert random.getstate() == drawn
