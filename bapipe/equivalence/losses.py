@@ -73,8 +73,10 @@ def ignored_target(loss: Loss) -> int | None:
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
     """Returns the names of the parameters that the loss depends on beside the model's output, which has no graph."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    leaves, spec = tree_flatten(output)
+    apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # it may be a parameter itself
     with torch.enable_grad():
-        value = loss(output, target.clone())
+        value = loss(tree_unflatten(apart, spec), target.clone())
         if not value.requires_grad:
             return []
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)

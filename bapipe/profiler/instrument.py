@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
@@ -206,7 +206,7 @@ def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Excep
             f"({str(error).split(';')[0]})"
         )
     return InvalidModel(
-        f"layer '{name}' failed in its {phase} at micro-batch size {size}: {type(error).__name__}: {error}"
+        f"layer '{name}' failed in its {phase} at micro-batch size {size}: {type(error).__name__}: {first_line(error)}"
     )
 
 

@@ -1,6 +1,7 @@
 """Errors of the model's own code while a stage runs, in one line that names the layer."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,6 +42,11 @@ def hint(text: str, *, recompute: bool) -> str:
         return (
             "; a forward of a later micro-batch may change what this backward needs, because forwards run ahead of "
             "backwards: let the model use a copy of it (clone())"
+        )
+    if re.search(r"\bmeta\b", text):
+        return (
+            "; it reads a parameter or buffer of another stage, which is on the meta device here: make it a parameter "
+            "of the module that reads it too, or return what the loss needs of it from the model"
         )
     if recompute and "require" in text and "grad" in text:
         return (

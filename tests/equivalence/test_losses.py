@@ -88,3 +88,20 @@ def test_no_loss_of_the_zoo_is_noticed(name: str) -> None:
     rows = torch.arange(4) % len(example.target)
     batch = Microbatch(inputs=tuple(x[rows] for x in example.tensors), target=example.target[rows])
     assert loss_over_parts(example.module, example.loss, batch) is None
+
+
+class ReturnsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.linear.weight
+
+
+def test_a_loss_may_read_a_parameter_that_the_model_returns() -> None:
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return cross_entropy(output[0], target) + output[1].square().sum()
+
+    batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.tensor([0, 1, 2, 3]))
+    assert loss_over_parts(ReturnsItsWeight(), loss, batch) is None
