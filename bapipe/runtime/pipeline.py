@@ -111,7 +111,13 @@ class Pipeline:
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         with only_tensor_inputs(module, inputs) as tensors:
             self._split = split(
-                trace(module, tensors, leaf_modules=leaf_modules, operator_layers=operator_layers),
+                trace(
+                    module,
+                    tensors,
+                    leaf_modules=leaf_modules,
+                    operator_layers=operator_layers,
+                    microbatch_size=plan.microbatch_size,
+                ),
                 plan,
                 tensors,
                 None if autocast is None else Autocast(self._device.type, autocast, True),

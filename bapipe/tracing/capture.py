@@ -18,10 +18,15 @@ from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.recorded_capture import capture_by_recording
 from bapipe.tracing.recording import NotRecorded
+from bapipe.tracing.sizes import CHECK_BATCH_SIZE
 
 
 def capture(
-    module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str], called_leaves: bool = False
+    module: nn.Module,
+    inputs: Sequence[Tensor] | None,
+    leaf_modules: Sequence[str],
+    called_leaves: bool = False,
+    check_size: int = CHECK_BATCH_SIZE,
 ) -> Captured:
     """Returns the operators of a module.
 
@@ -33,6 +38,7 @@ def capture(
     Args:
         leaf_modules: paths of modules to take as one layer each.
         called_leaves: whether these must be called as they are, which torch.export does not: it sees through them.
+        check_size: a batch size at which what is recorded must be right.
 
     Raises:
         InvalidModel: all of this fails; the message says where.
@@ -49,7 +55,7 @@ def capture(
         return _capture_with_leaves(module, None, leaves, failed)
     recorded, not_recorded = None, None
     try:
-        recorded = capture_by_recording(module, inputs, sorted(leaves.paths))
+        recorded = capture_by_recording(module, inputs, sorted(leaves.paths), check_size)
         recorded = replace(recorded, leaf_reasons=leaves.reasons | dict(recorded.leaf_reasons))
     except TracingFailed as error:
         not_recorded = error

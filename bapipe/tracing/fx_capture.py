@@ -83,6 +83,8 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if is_dataclass(a) or (isinstance(a, dict) and type(a) not in (dict, immutable_dict)):
             raise RuntimeError(f"torch.fx takes a {type(a).__name__} for a dictionary")
+        if type(a).__module__ == "numpy" and getattr(a, "ndim", None) == 0:
+            a = a.item()  # the code of a graph does not import numpy
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:

@@ -9,18 +9,31 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing.aliasing import alias_set, returns_what_it_changes, rewire_inplace_uses, writers
+from bapipe.tracing.aliasing import (
+    alias_set,
+    returns_what_it_changes,
+    rewire_inplace_uses,
+    writers,
+    writes_to_state,
+)
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import Captured, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, node_state
+from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, node_state
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.reached import reached
 from bapipe.tracing.recorded_capture import capture_by_recording
 from bapipe.tracing.results import may_be_nests, result_of, returns_it, with_returned_values
 from bapipe.tracing.shared_memory import check_shared_memory
-from bapipe.tracing.sizes import UnknownSizes, is_size, observe_sizes
+from bapipe.tracing.sizes import (
+    UnknownSizes,
+    batch_dimension,
+    check_batch_size,
+    depends_on_batch,
+    is_size,
+    observe_sizes,
+)
 
 OPERATOR = "op:"
 """Prefix of the name of a layer that is one operator."""
@@ -33,6 +46,7 @@ def trace(
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
     called_leaves: bool = False,
+    microbatch_size: int | None = None,
 ) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
@@ -49,6 +63,8 @@ def trace(
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
         operator_layers: whether each operator outside modules is a layer, named `op:` and the operator.
         called_leaves: whether leaf modules must be called as they are, instead of as the operators inside them.
+        microbatch_size: of the micro-batches that the model will train on, for which what is traced must be right: code
+            may do something else for few samples than for many.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, or has trained
@@ -56,28 +72,34 @@ def trace(
     """
     with state_restored(module):
         paths = _matching_paths(module, leaf_modules)
-        captured = capture(module, inputs, paths, called_leaves)
+        check_size = check_batch_size(microbatch_size)
+        captured = capture(module, inputs, paths, called_leaves, check_size)
         try:
-            model = _traced(module, captured, inputs, operator_layers)
+            model = _traced(module, captured, inputs, operator_layers, check_size)
         except UnknownSizes:
-            model = _traced(module, _captured_with_sizes(captured, module, inputs, paths), inputs, operator_layers)
+            captured = _captured_with_sizes(captured, module, inputs, paths, check_size)
+            model = _traced(module, captured, inputs, operator_layers, check_size)
         check_shared_memory(model)
         return model
 
 
 def _captured_with_sizes(
-    captured: Captured, module: nn.Module, inputs: Sequence[Tensor] | None, leaf_modules: Sequence[str]
+    captured: Captured,
+    module: nn.Module,
+    inputs: Sequence[Tensor] | None,
+    leaf_modules: Sequence[str],
+    check_size: int,
 ) -> Captured:
     """Returns what recording captures, which knows the sizes; if that fails, what was captured, without sizes."""
     assert inputs is not None
     try:
-        return capture_by_recording(module, inputs, leaf_modules)
+        return capture_by_recording(module, inputs, leaf_modules, check_size)
     except TracingFailed:
         return replace(captured, sizes={})
 
 
 def _traced(
-    module: nn.Module, captured: Captured, inputs: Sequence[Tensor] | None, operator_layers: bool
+    module: nn.Module, captured: Captured, inputs: Sequence[Tensor] | None, operator_layers: bool, check_size: int
 ) -> TracedModel:
     rewire_inplace_uses(captured.module)
     replicated = _replicated_nodes(captured)
@@ -92,9 +114,9 @@ def _traced(
         return node in replicated or any(layer_of.get(user) != layer_of[node] for user in node.users)
 
     sizes = captured.sizes
-    if sizes is None:
-        sizes = {} if inputs is None else observe_sizes(captured.module, inputs, crosses, may_be_nests(captured))
-    return _traced_model(module, captured, sizes, replicated, layer_of)
+    if sizes is None and inputs is not None:
+        sizes = observe_sizes(captured.module, inputs, crosses, may_be_nests(captured), check_size)
+    return _traced_model(module, captured, sizes or {}, replicated, layer_of)
 
 
 def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], bool]:
@@ -149,20 +171,21 @@ def _replicated_nodes(captured: Captured) -> frozenset[fx.Node]:
     changed: set[fx.Node] = set()
     for node, tensor in writers(module):
         changed |= {node, *alias_set(module, tensor)}
+    changing = {id(attribute(module, name)) for _, names in _changes_of_state(module) for name in names}
     replicated: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_method") or node in captured.layer_of_call or node in changed:
             continue
         if returns_it(node) or is_random(module, node):
             continue
-        if any(_is_state(captured, tensor) for _, tensor in node_state(module, node)):
+        if any(_is_trained(tensor) or id(tensor) in changing for _, tensor in node_state(module, node)):
             continue
         if all(source.op in ("placeholder", "get_attr") or source in replicated for source in node.all_input_nodes):
             replicated.add(node)
     return frozenset(replicated)
 
 
-def _is_state(captured: Captured, tensor: Tensor) -> bool:
+def _is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
 
@@ -191,11 +214,23 @@ def _assign_layers(captured: Captured, replicated: frozenset[fx.Node]) -> dict[f
 
 def _later_users(module: fx.GraphModule) -> dict[fx.Node, set[fx.Node]]:
     """Returns for each operator that writes to a tensor the operators after it that may read this memory."""
-    position = {node: index for index, node in enumerate(module.graph.nodes)}
-    return {
+    nodes = list(module.graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    later = {
         node: {user for alias in alias_set(module, tensor) for user in alias.users if position[user] > position[node]}
         for node, tensor in writers(module)
     }
+    for node, names in _changes_of_state(module):
+        written = {id(attribute(module, name)) for name in names}
+        users = (user for user in nodes[position[node] + 1 :] if user.op != "get_attr")
+        reading = {user for user in users if any(id(tensor) in written for _, tensor in node_state(module, user))}
+        later[node] = later.get(node, set()) | reading
+    return later
+
+
+def _changes_of_state(module: fx.GraphModule) -> Iterator[tuple[fx.Node, list[str]]]:
+    """Yields (operator, names of the parameters and buffers whose values it changes)."""
+    return ((node, names) for node, names in writes_to_state(module) if node.target != "requires_grad_")
 
 
 def _traced_model(
@@ -213,7 +248,8 @@ def _traced_model(
             members[layer_of[node]].append(node)
     unsendable = {node for node in layer_of if is_size(sizes, node)}
     names = _TensorNames(members, captured, replicated, unsendable, layer_of)
-    entering = {name: tuple(dict.fromkeys(names.entering(inside, name))) for name, inside in members.items()}
+    batch = [n for n in nodes if n.op == "placeholder" and batch_dimension(sizes, n)]
+    entering = {name: names.entering(inside, name, batch[:1], sizes) for name, inside in members.items()}
     result, outputs = result_of(captured, names.of)
     node_of = {name: node for node, name in names.of.items()}
     output_node(module.graph).args = (tuple(node_of[name] for name in outputs),)
@@ -272,19 +308,35 @@ class _TensorNames:
             return False
         return any(self._layer_of.get(user, layer) != layer for user in node.users)
 
-    def entering(self, nodes: Sequence[fx.Node], layer: str) -> Iterator[str]:
-        """Yields the tensors that a layer's operators need from outside, also through replicated operators."""
+    def entering(
+        self,
+        nodes: Sequence[fx.Node],
+        layer: str,
+        batch: Sequence[fx.Node],
+        sizes: Mapping[fx.Node, tuple[Any, Any]],
+    ) -> tuple[str, ...]:
+        """Returns the tensors that a layer's operators need from outside, also through replicated operators.
+
+        A layer that needs the batch size alone, as for the first state of a recurrent one, reads it from `batch`.
+        """
+        needed, reads_batch = dict[fx.Node, None](), False
         seen: set[fx.Node] = set()
         todo = [source for node in nodes for source in node.all_input_nodes]
         while todo:
             node = todo.pop(0)
-            if node in seen or node in self._unsendable:
+            if node in seen:
                 continue
             seen.add(node)
-            if node in self._replicated:
+            if node in self._unsendable:
+                elsewhere = node in self._replicated or self._layer_of.get(node) != layer
+                reads_batch |= elsewhere and depends_on_batch(sizes, node)
+            elif node in self._replicated:
                 todo += node.all_input_nodes
             elif node in self.of and self._layer_of.get(node) != layer:
-                yield self.of[node]
+                needed[node] = None
+        if reads_batch and not any(batch_dimension(sizes, node) for node in needed):
+            needed |= dict.fromkeys(batch)
+        return tuple(dict.fromkeys(self.of[node] for node in needed))
 
 
 def _hazards(module: fx.GraphModule, layer_of: Mapping[fx.Node, str]) -> Iterator[Hazard]:

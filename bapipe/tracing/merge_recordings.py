@@ -25,8 +25,8 @@ class _Size:
     offset: int
 
 
-def merge(module: nn.Module, recordings: Sequence[Recording]) -> Captured:
-    """Returns the graph of a module from recordings at `BATCH_SIZES` and at `CHECK_BATCH_SIZE`.
+def merge(module: nn.Module, recordings: Sequence[Recording], check_size: int = CHECK_BATCH_SIZE) -> Captured:
+    """Returns the graph of a module from recordings at `BATCH_SIZES` and at `check_size`.
 
     Raises:
         TracingFailed: the recordings differ in more than numbers that are affine in the batch size.
@@ -36,7 +36,7 @@ def merge(module: nn.Module, recordings: Sequence[Recording]) -> Captured:
     if any(leaves[0] != leaves[1] or leaves[0] != leaves[2] for leaves in zip(*returned, strict=True)):
         raise TracingFailed("", NotRecorded("what the model returns depends on the batch size"))
     first = recordings[0]
-    graph = _Graph(calls)
+    graph = _Graph(calls, check_size)
     leaves = tuple(graph.nodes[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in first.returned)
     graph.graph.output(tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
     root = _with_constants(module, first.constants)
@@ -77,7 +77,8 @@ def _same(a: Call, b: Call) -> bool:
 class _Graph:
     """The graph that is built, its nodes by index of the call, and what is known of them."""
 
-    def __init__(self, calls: Sequence[tuple[Call, Call, Call]]) -> None:
+    def __init__(self, calls: Sequence[tuple[Call, Call, Call]], check_size: int) -> None:
+        self._check_size = check_size
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.layer_of_call: dict[fx.Node, str] = {}
@@ -130,7 +131,7 @@ class _Graph:
         if all(value == first for value in three[1:]) or first != first:
             return self.nodes[first.index] if isinstance(first, Ref) else first
         if isinstance(first, int) and not isinstance(first, bool):
-            return self._size_node(_affine(three))
+            return self._size_node(_affine(three, self._check_size))
         raise ValueError(f"an argument is {first!r} or {three[1]!r}, depending on the batch size")
 
     def _size_node(self, size: _Size) -> fx.Node:
@@ -148,12 +149,13 @@ class _Graph:
         return self._size_nodes[size]
 
 
-def _affine(three: Three) -> _Size:
+def _affine(three: Three, check_size: int) -> _Size:
     small, large = BATCH_SIZES
     scale, rest = divmod(three[1] - three[0], large - small)
     offset = three[0] - scale * small
-    if rest or three[2] != scale * CHECK_BATCH_SIZE + offset:
-        raise ValueError(f"{three[0]} at a batch of {small} becomes {three[1]} at one of {large}")
+    if rest or three[2] != scale * check_size + offset:
+        sizes = f"{small}, {large} and {check_size}"
+        raise ValueError(f"a number is {three[0]}, {three[1]} and {three[2]} at batches of {sizes}")
     return _Size(scale, offset)
 
 

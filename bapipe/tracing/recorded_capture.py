@@ -14,18 +14,21 @@ from bapipe.tracing.recording import Recording
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
 
 
-def capture_by_recording(module: nn.Module, inputs: Sequence[Tensor], leaf_modules: Sequence[str]) -> Captured:
-    """Returns the operators that a module calls for inputs of three batch sizes.
+def capture_by_recording(
+    module: nn.Module, inputs: Sequence[Tensor], leaf_modules: Sequence[str], check_size: int = CHECK_BATCH_SIZE
+) -> Captured:
+    """Returns the operators that a module calls for inputs of three batch sizes, of which `check_size` is the third.
 
     Raises:
         TracingFailed: the model's own forward, outside of its modules, cannot be recorded.
     """
     reasons: dict[str, str] = {}
+    sizes = (*BATCH_SIZES, check_size)
     while True:
         try:
             with silenced():
-                recordings = _recordings(module, inputs, frozenset(leaf_modules), reasons)
-            return replace(merge(module, recordings), leaf_reasons=reasons)
+                recordings = _recordings(module, inputs, sizes, frozenset(leaf_modules), reasons)
+            return replace(merge(module, recordings, check_size), leaf_reasons=reasons)
         except TracingFailed as error:
             if not error.path or error.path in reasons:
                 raise
@@ -33,11 +36,14 @@ def capture_by_recording(module: nn.Module, inputs: Sequence[Tensor], leaf_modul
 
 
 def _recordings(
-    module: nn.Module, inputs: Sequence[Tensor], leaf_modules: frozenset[str], reasons: dict[str, str]
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    sizes: Sequence[int],
+    leaf_modules: frozenset[str],
+    reasons: dict[str, str],
 ) -> list[Recording]:
-    """Returns recordings at three batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
+    """Returns recordings at some batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
     recordings: list[Recording] = []
-    sizes = [*BATCH_SIZES, CHECK_BATCH_SIZE]
     while len(recordings) < len(sizes):
         recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons))
         if recording.leaf_reasons and recordings:

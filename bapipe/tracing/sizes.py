@@ -24,7 +24,18 @@ BATCH_SIZES = (5, 7)
 """The two batch sizes; odd, so that other dimensions, mostly even, are not mistaken for the batch."""
 
 CHECK_BATCH_SIZE = 11
-"""The third batch size, at which values must be those that the first two predict."""
+"""The third batch size, at which values must be those that the first two predict; see `check_batch_size`."""
+
+
+def check_batch_size(microbatch_size: int | None) -> int:
+    """Returns the third batch size for a model that will train on micro-batches of some size: that one, if it can be.
+
+    Micro-batches of 1 and 2 samples, of which code may take 1 for a size to broadcast, are compared with the model.
+    """
+    if microbatch_size is None or microbatch_size in (1, 2, *BATCH_SIZES):
+        return CHECK_BATCH_SIZE
+    return microbatch_size
+
 
 _META = torch.device("meta")
 
@@ -45,6 +56,7 @@ def observe_sizes(
     inputs: Sequence[Tensor],
     crosses: Callable[[fx.Node], bool],
     may_be_nests: Sequence[fx.Node] = (),
+    check_size: int = CHECK_BATCH_SIZE,
 ) -> dict[fx.Node, tuple[Any, Any]]:
     """Returns the values of nodes at the two batch sizes, for tensors their `TensorShape`.
 
@@ -54,15 +66,16 @@ def observe_sizes(
 
     Args:
         may_be_nests: nodes that the model returns whose values may be tuples of tensors.
+        check_size: the third batch size.
 
     Raises:
         UnknownSizes: the model fails without values, or it returns one of `may_be_nests` that is one.
     """
     try:
-        known = _observe_nodes(module, inputs, _size_nodes(module))
+        known = _observe_nodes(module, inputs, _size_nodes(module), check_size)
         if any(a != b and crosses(node) for node, (a, b) in known.items() if is_size(known, node)):
             every = [node for node in module.graph.nodes if node.op not in ("output", "get_attr")]
-            known |= _observe_nodes(module, inputs, every)
+            known |= _observe_nodes(module, inputs, every, check_size)
     except Exception as error:  # whatever the model's own code raises without values
         raise UnknownSizes(str(error)) from error
     _check_no_nests(module, inputs, may_be_nests)
@@ -98,28 +111,26 @@ def _size_nodes(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _observe_nodes(
-    module: fx.GraphModule, inputs: Sequence[Tensor], nodes: Sequence[fx.Node]
+    module: fx.GraphModule, inputs: Sequence[Tensor], nodes: Sequence[fx.Node], check_size: int
 ) -> dict[fx.Node, tuple[Any, Any]]:
     first, second = (
         [_without_values(value) for value in meta_values(module, inputs, batch, nodes)] for batch in BATCH_SIZES
     )
     known = dict(zip(nodes, zip(first, second, strict=True), strict=True))
     varying = [node for node in nodes if known[node][0] != known[node][1] and is_size(known, node)]
-    third = (
-        [_without_values(value) for value in meta_values(module, inputs, CHECK_BATCH_SIZE, varying)] if varying else []
-    )
+    third = [_without_values(value) for value in meta_values(module, inputs, check_size, varying)] if varying else []
     for node, value in zip(varying, third, strict=True):
-        if value != _predicted(*known[node]):
+        if value != _predicted(*known[node], check_size):
             del known[node]
     return known
 
 
-def _predicted(first: Any, second: Any) -> Any:
+def _predicted(first: Any, second: Any, check_size: int) -> Any:
     """Returns the value at the third batch size, if the value is affine in the batch size."""
     if isinstance(first, tuple | list):
-        return type(first)(_predicted(a, b) for a, b in zip(first, second, strict=True))
+        return type(first)(_predicted(a, b, check_size) for a, b in zip(first, second, strict=True))
     if isinstance(first, int) and not isinstance(first, bool):
-        return first + (second - first) // (BATCH_SIZES[1] - BATCH_SIZES[0]) * (CHECK_BATCH_SIZE - BATCH_SIZES[0])
+        return first + (second - first) // (BATCH_SIZES[1] - BATCH_SIZES[0]) * (check_size - BATCH_SIZES[0])
     return first
 
 
@@ -178,6 +189,22 @@ def is_size(known: Mapping[fx.Node, tuple[Any, Any]], node: fx.Node) -> bool:
     return node in known and _is_affine(*known[node])
 
 
+def depends_on_batch(known: Mapping[fx.Node, tuple[Any, Any]], node: fx.Node) -> bool:
+    """Returns whether a value is a size, or a tuple of such, that is not the same for every batch size."""
+    return is_size(known, node) and known[node][0] != known[node][1]
+
+
+def batch_dimension(known: Mapping[fx.Node, tuple[Any, Any]], node: fx.Node) -> tuple[int, int] | None:
+    """Returns the first dimension of a tensor that is proportional to the batch size, and how many times it is that."""
+    first, second = known.get(node, (None, None))
+    if not isinstance(first, TensorShape) or not isinstance(second, TensorShape):
+        return None
+    for dim, (a, b) in enumerate(zip(first.dims, second.dims, strict=True)):
+        if a != b and a % BATCH_SIZES[0] == 0 and a // BATCH_SIZES[0] * BATCH_SIZES[1] == b:
+            return dim, a // BATCH_SIZES[0]
+    return None
+
+
 def _is_affine(first: Any, second: Any) -> bool:
     if isinstance(first, tuple | list):
         return len(first) == len(second) and all(_is_affine(a, b) for a, b in zip(first, second, strict=True))
@@ -230,15 +257,13 @@ class StageSizes:
         """Returns a node that computes the batch size from the first input with a dimension proportional to it."""
         if self._batch is None:
             for original, stage_node in self._inputs:
-                first, second = self._known.get(original, (None, None))
-                if not isinstance(first, TensorShape) or not isinstance(second, TensorShape):
-                    continue
-                for dim, (a, b) in enumerate(zip(first.dims, second.dims, strict=True)):
-                    if a != b and a % BATCH_SIZES[0] == 0 and a // BATCH_SIZES[0] * BATCH_SIZES[1] == b:
-                        self._batch = self._graph.call_method("size", (stage_node, dim))
-                        if (times := a // BATCH_SIZES[0]) > 1:
-                            self._batch = self._graph.call_function(operator.floordiv, (self._batch, times))
-                        return self._batch
+                found = batch_dimension(self._known, original)
+                if found is not None:
+                    dim, times = found
+                    self._batch = self._graph.call_method("size", (stage_node, dim))
+                    if times > 1:
+                        self._batch = self._graph.call_function(operator.floordiv, (self._batch, times))
+                    return self._batch
             raise self._no_size_error(wanted)
         return self._batch
 

@@ -312,3 +312,67 @@ def test_tied_parameters_and_parts_of_one_memory_are_not_refused() -> None:
         assert [layer.name for layer in trace(OnOneMemory(what)).layers] == ["a", "b"]
     with torch.device("meta"):
         assert [layer.name for layer in trace(OnOneMemory()).layers] == ["a", "b"]
+
+
+class ChangesLate(nn.Module):
+    """Changes, before anything else, what only later layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.b.weight.data.clamp_(-0.1, 0.1)
+        y: Tensor = self.c(self.b(self.a(x)).tanh() / self.calls.sqrt())
+        return y
+
+
+def test_a_change_of_state_belongs_to_the_layer_that_reads_it() -> None:
+    model = trace(ChangesLate(), [torch.zeros(2, 6)])
+    places = {node.name: layer for node, layer in model.layer_of.items()}
+    assert {name: places[name] for name in ("add_", "clamp_", "sqrt")} == {"add_": "b", "clamp_": "b", "sqrt": "b"}
+    assert not model.replicated
+
+
+class FromTwelve(nn.Module):
+    """Does something else for more than twelve samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).tanh() if len(x) <= 12 else self.a(x))
+        return y
+
+
+def test_code_that_is_another_at_the_size_of_the_micro_batches_is_not_cut() -> None:
+    inputs = [torch.zeros(2, 6)]
+    assert [layer.name for layer in trace(FromTwelve(), inputs, microbatch_size=8).layers] == ["a", "b"]
+    with pytest.raises(
+        InvalidModel, match=r"^FromTwelve cannot be traced: what the forward calls depends on the batch"
+    ):
+        trace(FromTwelve(), inputs, microbatch_size=16)
+    model = trace(nn.Sequential(nn.Linear(6, 6), FromTwelve()), inputs, microbatch_size=16)
+    assert [layer.name for layer in model.layers] == ["0", "1"]
+
+
+class SizeAlone(nn.Module):
+    """One layer reads nothing of the batch but its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.first, self.b = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.first(torch.ones(x.size(0), 6))
+        y: Tensor = self.b(self.a(x) + state)
+        return y
+
+
+def test_a_layer_that_needs_the_batch_size_alone_loads_an_input() -> None:
+    model = trace(SizeAlone(), [torch.zeros(2, 6)])
+    assert {layer.name: layer.inputs for layer in model.layers} == {"first": ("x",), "a": ("x", "first"), "b": ("a",)}

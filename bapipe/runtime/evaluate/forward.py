@@ -48,7 +48,13 @@ def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor]
     with evaluation_mode([module]):
         try:
             parts = split(
-                trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers),
+                trace(
+                    module,
+                    inputs,
+                    leaf_modules=leaf_modules,
+                    operator_layers=operator_layers,
+                    microbatch_size=plan.microbatch_size,
+                ),
                 plan,
                 inputs,
                 training.autocast,
