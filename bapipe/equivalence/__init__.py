@@ -4,6 +4,7 @@ Begin with `check`: `trace_checked` traces a module and compares its finest stag
 random numbers. `outcome` is what is compared, and the pass of the original; `stages` and `stage_pass` are the pass of
 the stages, by whole backwards or as a plan runs them;
 `compare` tells rounding from differences; `locate` finds the first module that differs, and `cause` guesses why.
+`earlier_forwards` finds the layers that keep values from one forward to the next.
 `losses` notices losses that depend on how a mini-batch is cut into micro-batches.
 """
 
@@ -16,6 +17,7 @@ from bapipe.equivalence.check import (
     example_microbatches,
     trace_checked,
 )
+from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.losses import ignored_target, loss_over_parts
 from bapipe.equivalence.outcome import Conditions, Microbatch
 from bapipe.equivalence.stage_pass import Stage
@@ -31,6 +33,7 @@ __all__ = [
     "compare_stages",
     "example_microbatches",
     "ignored_target",
+    "layers_that_read_earlier_forwards",
     "loss_over_parts",
     "trace_checked",
 ]

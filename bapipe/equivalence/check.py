@@ -13,10 +13,13 @@ from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
+from bapipe.formats.profile import LOSS
 from bapipe.torch_device import dtype_name, is_out_of_memory
 from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
+
+_LOSS_ALONE = "a loss can read only what the model returns: let the model return all that the loss needs"
 
 _log = logging.getLogger(__name__)
 
@@ -29,12 +32,14 @@ class Equivalence:
         num_gradients: parameters with a gradient.
         num_buffers: buffers that training changes.
         changed: names of these, and of the parameters without gradients that a forward changes.
+        changed_trained: names of the parameters with gradients that a forward changes.
     """
 
     num_stages: int
     num_gradients: int
     num_buffers: int
     changed: frozenset[str]
+    changed_trained: frozenset[str]
 
     def __str__(self) -> str:
         return (
@@ -142,6 +147,8 @@ def _compare(
         if is_out_of_memory(error.cause):
             return Unchecked(reason="there is not enough memory for two micro-batches")
         what = f"as a stage of its own, the {error.phase} fails ({first_line(error.cause)})"
+        if error.layer == LOSS:
+            return Difference(path=LOSS, code="", what=what, cause=_LOSS_ALONE)
         return _difference_at(model, error.layer.partition("#")[0], what)
     if not mismatches(original, split, conditions=conditions):
         return _equal(model, stages, original)
@@ -167,6 +174,9 @@ def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Eq
         num_gradients=len(original.gradients),
         num_buffers=len(changed & set(buffers)),
         changed=changed,
+        changed_trained=frozenset(
+            n for n, p in model.root.named_parameters() if p.requires_grad and n in original.state
+        ),
     )
 
 
@@ -197,11 +207,12 @@ def trace_checked(
     *,
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
+    max_size: int | None = None,
 ) -> tuple[TracedModel, Equivalence | Unchecked]:
     """Returns the layers of a module, of which each cut is known to give the original's results.
 
     A module in which the split model differs becomes one layer, so that stages call it as it is; then the next larger
-    one, until there is no difference.
+    one, until there is no difference. `max_size` is the size of the largest micro-batches.
 
     Raises:
         InvalidModel: as `trace`; or the model differs even so.
@@ -215,19 +226,23 @@ def trace_checked(
                 leaf_modules=(*leaf_modules, *reasons),
                 operator_layers=operator_layers,
                 called_leaves=bool(reasons),
+                microbatch_size=max_size,
             )
         result = compare_split(model, loss, microbatches)
         if not isinstance(result, Difference):
             return replace(model, leaf_reasons={**model.leaf_reasons, **reasons}), result
         larger = _next_leaves(model, result.code)
         if not larger:
-            raise InvalidModel(
-                f"the split model would not train as the original does: {result}; put this code into a module of its "
-                "own, which is then one layer"
-            )
+            raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")
         for path in larger:
             reasons[path] = f"split, it would differ from the original: {result}"
             _log.warning("'%s' is one layer: %s", path, reasons[path])
+
+
+def _advice(difference: Difference) -> str:
+    return (
+        "" if difference.cause == _LOSS_ALONE else "; put this code into a module of its own, which is then one layer"
+    )
 
 
 def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:

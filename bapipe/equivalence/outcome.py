@@ -146,10 +146,10 @@ def run_original(
             losses.append(value.detach())
             if conditions.trains:
                 value.backward()  # type: ignore[no-untyped-call]
-        return one.outcome(losses, _counters(numbers))
+        return one.outcome(losses, counters_in(numbers))
 
 
-def _counters(numbers: Sequence[Mapping[str, int | float]]) -> dict[str, float]:
+def counters_in(numbers: Sequence[Mapping[str, int | float]]) -> dict[str, float]:
     """Returns the last value of the numbers that changed in one direction with every micro-batch."""
     counters = {}
     for name, last in numbers[-1].items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss, Microbatch
+from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.torch_private import stage_backward_input, stage_backward_weight
@@ -91,6 +92,7 @@ class StagesPass:
 
     Attributes:
         generators: of Python and numpy, before the forward of each stage.
+        own_attributes: of the stages.
     """
 
     stages: Sequence[Stage]
@@ -99,6 +101,7 @@ class StagesPass:
     loaded: list[list[Tensor]]
     outputs: list[tuple[Tensor, ...]]
     generators: list[GeneratorStates]
+    own_attributes: OwnAttributes
     loss: Tensor
     loss_of: Callable[[tuple[Tensor, ...]], Tensor]
 
@@ -111,10 +114,11 @@ class StagesPass:
         waiting: list[WeightGrads] = []
         for index in range(len(self.stages) - 1, -1, -1):
             try:
-                roots, grads = self._roots(index)
-                if not roots:  # nothing up to this stage is trained
-                    break
-                waiting += self._backward_of(index, roots, grads)
+                with self.own_attributes.of(index):
+                    roots, grads = self._roots(index)
+                    if not roots:  # nothing up to this stage is trained
+                        break
+                    waiting += self._backward_of(index, roots, grads)
             except Exception as error:  # whatever a layer raises
                 raise StageFailed(self.stages[index].tensors.layers[-1], "backward", error) from error
         return waiting
@@ -155,7 +159,12 @@ class StagesPass:
 
 
 def forward_of(
-    model: TracedModel, stages: Sequence[Stage], loss: Loss, microbatch: Microbatch, index: int
+    model: TracedModel,
+    stages: Sequence[Stage],
+    loss: Loss,
+    microbatch: Microbatch,
+    index: int,
+    own_attributes: OwnAttributes,
 ) -> StagesPass:
     """Returns the forward of a micro-batch: only the tensors of a cut are handed on, without their graph.
 
@@ -166,13 +175,14 @@ def forward_of(
     given = dict(zip(model.inputs, microbatch.inputs, strict=True))
     held: dict[str, Tensor] = {}
     all_received, all_loaded, all_outputs, all_generators = [], [], [], []
-    for stage in stages:
+    for place, stage in enumerate(stages):
         names = stage.tensors
         received = [held[name].detach().clone().requires_grad_(held[name].requires_grad) for name in names.received]
         loaded = [given[name] for name in names.loaded]
         all_generators.append(generator_states())
         try:
-            outputs = _first_forward(stage, received, loaded, index)
+            with own_attributes.of(place):
+                outputs = _first_forward(stage, received, loaded, index)
         except InvalidModel as error:
             raise NoTensor(names.layers[-1]) from error
         except Exception as error:  # whatever a layer raises
@@ -188,6 +198,8 @@ def forward_of(
         except Exception as error:  # whatever the loss raises
             raise StageFailed(LOSS, "forward", error) from error
 
+    with own_attributes.of(len(stages) - 1):
+        last = loss_of(all_outputs[-1])
     return StagesPass(
         stages=stages,
         microbatch=index,
@@ -195,7 +207,8 @@ def forward_of(
         loaded=all_loaded,
         outputs=all_outputs,
         generators=all_generators,
-        loss=loss_of(all_outputs[-1]),
+        own_attributes=own_attributes,
+        loss=last,
         loss_of=loss_of,
     )
 

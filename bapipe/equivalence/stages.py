@@ -1,12 +1,14 @@
 """Runs the stages of a traced model in one process, as the ranks of a pipeline would."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 from torch import Tensor, fx
 
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, device_of, trial
+from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.equivalence.stage_pass import (
     NoTensor,
     Stage,
@@ -23,7 +25,9 @@ from bapipe.tracing.python_state import numbers_kept
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, StageTensors, stages_of
 
-__all__ = ["Stage", "StageFailed", "finest_stages", "run_finest_stages", "run_stages"]
+__all__ = ["Stage", "StageFailed", "finest_stages", "on_finest_stages", "run_finest_stages", "run_stages"]
+
+Found = TypeVar("Found")
 
 
 def finest_stages(model: TracedModel, no_cut_after: Collection[str] = ()) -> tuple[Stage, ...]:
@@ -67,11 +71,20 @@ def run_finest_stages(
     Raises:
         StageFailed: a stage fails.
     """
+    return on_finest_stages(model, lambda stages: run_stages(model, stages, loss, microbatches))
+
+
+def on_finest_stages(model: TracedModel, run: Callable[[Sequence[Stage]], Found]) -> tuple[tuple[Stage, ...], Found]:
+    """Returns the finest stages that hand on tensors only, and what `run` returns for them.
+
+    Raises:
+        StageFailed: `run` raises it.
+    """
     no_cut_after: set[str] = set()
     while True:
         stages = finest_stages(model, no_cut_after)
         try:
-            return stages, run_stages(model, stages, loss, microbatches)
+            return stages, run(stages)
         except NoTensor as error:
             no_cut_after.add(error.layer)
 
@@ -86,7 +99,8 @@ def run_stages(
 ) -> Outcome:
     """Returns the outcome of the stages: a micro-batch's backward comes after the next one's forward.
 
-    Only the tensors of a cut are handed on, without their graph, and only their gradients back.
+    Only the tensors of a cut are handed on, without their graph, and only their gradients back; of attributes that
+    forwards set, every stage has its own.
 
     Args:
         recording: contexts to enter for each forward, and for each backward.
@@ -95,6 +109,7 @@ def run_stages(
         StageFailed: a stage fails.
     """
     with trial(model.root, conditions) as one:
+        own_attributes = OwnAttributes(model.root, [stage.module for stage in stages])
         losses: list[Tensor] = []
         in_flight: list[StagesPass] = []
         weight_grads: list[WeightGrads] = []  # of the last backward: a W comes after another micro-batch's forward
@@ -109,11 +124,12 @@ def run_stages(
             own = microbatch.copy()
             one.begin_forward(index)
             with recording[0]:
-                in_flight.append(forward_of(model, stages, loss, own, index))
+                in_flight.append(forward_of(model, stages, loss, own, index, own_attributes))
             losses.append(in_flight[-1].loss.detach())
             if index and conditions.trains:
                 backward()
         while in_flight and conditions.trains:
             backward()
         run_weight_grads(stages, weight_grads)
+        own_attributes.set_numbers()
         return one.outcome(losses, numbers_kept(model.root))

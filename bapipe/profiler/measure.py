@@ -32,7 +32,7 @@ from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
 from bapipe.torch_settings import in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
-from bapipe.tracing.changing_state import layers_that_keep_values, layers_with_same_changing_buffer
+from bapipe.tracing.changing_state import layers_with_same_changing_buffer
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
@@ -155,7 +155,7 @@ def measure_model(
                             training_pass,
                             memory,
                             settings.optimizer,
-                            found.changed,
+                            found.keep_values,
                             all_on_device=not layer_by_layer,
                         )
                     ),
@@ -201,7 +201,7 @@ def _layer_profiles(
     training_pass: TrainingPass,
     memory: LayerMemory,
     optimizer: str,
-    changed: Collection[str],
+    keep_values: Collection[str],
     *,
     all_on_device: bool,
 ) -> Iterator[LayerProfile]:
@@ -210,7 +210,7 @@ def _layer_profiles(
     A shared parameter counts for its first layer.
 
     Args:
-        changed: names of the parameters and buffers that a forward changes.
+        keep_values: the layers in which a forward leaves values that the next one may read.
         all_on_device: whether all parameters are on the device.
     """
     model = training_pass.model
@@ -223,7 +223,7 @@ def _layer_profiles(
     trained = [[p for p in used if p.requires_grad] for used in counted]
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
     updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
-    keep_values, shapes = layers_that_keep_values(model, changed), layer_shapes(training_pass)
+    shapes = layer_shapes(training_pass)
     inseparable = layers_with_same_changing_buffer(model)
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import Equivalence, Unchecked, example_microbatches, loss_over_parts, trace_checked
+from bapipe.equivalence import (
+    Equivalence,
+    Unchecked,
+    example_microbatches,
+    layers_that_read_earlier_forwards,
+    loss_over_parts,
+    trace_checked,
+)
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER
 from bapipe.profiler.prepare import fits_on_device
 from bapipe.tracing import TracedModel, trace
+from bapipe.tracing.changing_state import layers_that_keep_values
 
 _log = logging.getLogger(__name__)
 
@@ -22,12 +30,13 @@ class TracedForProfile:
 
     Attributes:
         notes: for the profile's environment.
-        changed: names of the parameters and buffers that a forward changes; empty if nothing was compared.
+        keep_values: the layers in which a forward leaves values that the next one may read; empty if nothing was
+            compared.
     """
 
     model: TracedModel
     notes: dict[str, object]
-    changed: frozenset[str] = frozenset()
+    keep_values: frozenset[str] = frozenset()
 
 
 def traced(
@@ -51,15 +60,31 @@ def traced(
     Raises:
         InvalidModel: the module cannot be traced, or its stages would not train as it does.
     """
+    keep_values: frozenset[str] = frozenset()
     if check and fits_on_device(module, device, copies=4):  # values before, and gradients of both
         # Two of a size, for what a forward keeps for the next; and one of another size.
         sizes = [min(size, max_size) for size in (2, 2, 3)]
         microbatches = example_microbatches(inputs, target, sizes, device)
         model, result = trace_checked(
-            module, inputs, loss, microbatches, leaf_modules=leaf_modules, operator_layers=operator_layers
+            module,
+            inputs,
+            loss,
+            microbatches,
+            leaf_modules=leaf_modules,
+            operator_layers=operator_layers,
+            max_size=max_size,
         )
+        if isinstance(result, Equivalence):
+            keep_values = layers_that_keep_values(model, result.changed)
+            keep_values |= layers_that_read_earlier_forwards(model, microbatches)
     else:
-        model = trace(module, inputs, leaf_modules=leaf_modules, operator_layers=operator_layers)
+        model = trace(
+            module,
+            inputs,
+            leaf_modules=leaf_modules,
+            operator_layers=operator_layers,
+            microbatch_size=max_size,
+        )
         result = Unchecked(reason="there is not enough memory for it" if check else "that was not asked for")
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
@@ -71,5 +96,4 @@ def traced(
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault
     notes |= {ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {}
-    changed = result.changed if isinstance(result, Equivalence) else frozenset()
-    return TracedForProfile(model=model, notes=notes, changed=changed)
+    return TracedForProfile(model=model, notes=notes, keep_values=keep_values)

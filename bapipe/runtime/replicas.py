@@ -247,11 +247,15 @@ def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
     """
     for name in sorted(changed):
         if is_read_by_next_forward(name):
-            raise InvalidModel(
-                f"'{name}' in stage {stage} changes in every forward, and the stage has replicas, each of which runs "
-                "some of the micro-batches only, so training would differ from that in one process: plan without "
-                "replicas (`replicas`)"
-            )
+            raise InvalidModel(with_replicas(f"'{name}' in stage {stage} changes in every forward"))
+
+
+def with_replicas(what: str) -> str:
+    """Returns why a stage that does something in every forward cannot have replicas."""
+    return (
+        f"{what}, and the stage has replicas, each of which runs some of the micro-batches only, so training would "
+        "differ from that in one process: plan without replicas (`replicas`)"
+    )
 
 
 class Replicas:

@@ -12,10 +12,12 @@ from bapipe.equivalence import (
     Conditions,
     Difference,
     Equivalence,
+    Microbatch,
     Stage,
     Unchecked,
     compare_stages,
     example_microbatches,
+    layers_that_read_earlier_forwards,
 )
 from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
@@ -24,13 +26,13 @@ from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.evaluate.forward import evaluation_mode
 from bapipe.runtime.model_errors import hint
 from bapipe.runtime.recompute import RecomputedStage
-from bapipe.runtime.replicas import check_changes_of_replicas
+from bapipe.runtime.replicas import check_changes_of_replicas, with_replicas
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Phase
 from bapipe.torch_device import describe
 from bapipe.torch_private import tree_leaves
 from bapipe.tracing import layer_states, state_names
-from bapipe.tracing.changing_state import is_read_by_next_forward
+from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split
 
@@ -76,12 +78,13 @@ def _fault(
     if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
         return None
     try:
+        _check_tied(parts, ())
         result = _compare(parts, plan, inputs, Conditions())
         if isinstance(result, Equivalence):
-            _check_kept_values(parts, plan, result.changed)
+            _check_tied(parts, result.changed | result.changed_trained)
+            _check_kept_values(parts, plan, inputs, result.changed)
         if isinstance(result, Difference):
-            recompute = any(stage.recompute for stage in plan.stages)
-            return f"the stages would not train as the module does: {result}{hint(str(result), recompute=recompute)}"
+            return f"the stages would not train as the module does: {result}{_advice(parts, plan, inputs, str(result))}"
         if autocast is not None:
             result = _compare(parts, plan, inputs, Conditions(autocast=autocast))
             if isinstance(result, Difference):
@@ -100,16 +103,24 @@ def _fault(
     return None
 
 
+def _advice(parts: Split, plan: Plan, inputs: Sequence[Tensor], difference: str) -> str:
+    recompute = any(stage.recompute for stage in plan.stages)
+    known = hint(difference, recompute=recompute)
+    if known or not recompute or isinstance(_compare(parts, plan, inputs, Conditions(), recompute=False), Difference):
+        return known
+    return "; it does not if no stage recomputes, because a forward keeps values: plan without recomputation"
+
+
 def _compare(
-    parts: Split, plan: Plan, inputs: Sequence[Tensor], conditions: Conditions
+    parts: Split, plan: Plan, inputs: Sequence[Tensor], conditions: Conditions, *, recompute: bool = True
 ) -> Equivalence | Unchecked | Difference:
-    device = next(parts.model.root.parameters()).device
-    size = min(plan.microbatch_size, 2)  # two micro-batches, for what a forward keeps for the next
-    # There is no target here; any loss that depends on all outputs shows a wrong gradient.
-    target = torch.zeros(size, device=device)
-    microbatches = example_microbatches(inputs, target, [size, size], device)
+    device, microbatches = next(parts.model.root.parameters()).device, _microbatches(parts, plan, inputs)
     split = {action.stage for actions in plan.table.order for action in actions if action.phase is Phase.INPUT_GRAD}
-    stages = [_as_planned(parts, index, plan, device, conditions, index in split) for index in range(len(plan.stages))]
+    recomputed = {index for index, stage in enumerate(plan.stages) if stage.recompute and recompute}
+    stages = [
+        _as_planned(parts, index, device, conditions, has_i_and_w=index in split, recompute=index in recomputed)
+        for index in range(len(plan.stages))
+    ]
     result = compare_stages(parts.model, stages, _weighted_sum, microbatches, conditions)
     if isinstance(result, Unchecked):
         _log.info("%s", result)
@@ -117,7 +128,7 @@ def _compare(
 
 
 def _as_planned(
-    parts: Split, index: int, plan: Plan, device: torch.device, conditions: Conditions, has_i_and_w: bool
+    parts: Split, index: int, device: torch.device, conditions: Conditions, *, has_i_and_w: bool, recompute: bool
 ) -> Stage:
     """Returns a stage that runs as in the plan, on one device."""
     tensors = parts.stages[index]
@@ -126,7 +137,7 @@ def _as_planned(
     if conditions.autocast is not None:
         module = Autocast(module, device, conditions.autocast, [example.dtype for example in examples])
     never_split = has_hooks_of_the_model(module)
-    recomputed = RecomputedStage(module, device) if plan.stages[index].recompute else None
+    recomputed = RecomputedStage(module, device) if recompute else None
     return Stage(
         tensors=tensors,
         module=recomputed or module,
@@ -136,30 +147,72 @@ def _as_planned(
     )
 
 
-def _check_kept_values(parts: Split, plan: Plan, changed: Collection[str]) -> None:
+def _check_tied(parts: Split, changed: Collection[str]) -> None:
+    """Raises InvalidModel if a forward of one stage changes a parameter that others use; `changed` are known to be."""
+    names = state_names(parts.model.root)
+    limited = {id(parameter) for parameter in limited_embeddings(parts.model.root)}
+    for tied in parts.tied:
+        if id(tied.parameter) in limited or not set(names[id(tied.parameter)]).isdisjoint(changed):
+            raise InvalidModel(
+                f"'{tied.name}' is used in stages {', '.join(map(str, tied.stages))}, and a forward of one of them "
+                "changes it, which the others do not see: layers that share such a parameter must share a stage"
+            )
+
+
+def _check_kept_values(parts: Split, plan: Plan, inputs: Sequence[Tensor], changed: Collection[str]) -> None:
     """Raises InvalidModel if a forward leaves values for the next one, and these are not those of the whole model."""
+    orders = [_order_of_forwards(index, plan) for index in range(len(plan.stages))]
+    as_whole = [
+        len(stage.devices) == 1 and order == sorted(order) for stage, order in zip(plan.stages, orders, strict=True)
+    ]
+    if all(as_whole):
+        return
     states, names = layer_states(parts.model), state_names(parts.model.root)
+    reading = layers_that_read_earlier_forwards(parts.model, _microbatches(parts, plan, inputs))
     for index, stage in enumerate(plan.stages):
-        tensors = (tensor for layer in parts.stages[index].layers for tensor in states[layer].values())
+        layers = parts.stages[index].layers
+        tensors = (tensor for layer in layers for tensor in states[layer].values())
         used = {name for tensor in tensors for name in names.get(id(tensor), ())} & set(changed)
         if len(stage.devices) > 1:
             check_changes_of_replicas(index, used)
-        _check_order_of_forwards(index, plan, used)
+        kept = [
+            f"'{name}' in stage {index} changes in every forward"
+            for name in sorted(used)
+            if is_read_by_next_forward(name)
+        ]
+        kept += [
+            f"layer '{name}' in stage {index} keeps values from forward to forward"
+            for name in layers
+            if name in reading
+        ]
+        if kept and not as_whole[index]:
+            raise InvalidModel(_differs_from_whole(kept[0], orders[index], has_replicas=len(stage.devices) > 1))
 
 
-def _check_order_of_forwards(stage: int, plan: Plan, changed: Collection[str]) -> None:
-    microbatches = [
+def _differs_from_whole(what: str, order: Sequence[int], *, has_replicas: bool) -> str:
+    if has_replicas:
+        return with_replicas(what)
+    return (
+        f"{what}, and the plan runs F of the micro-batches in the order {list(order)}, so training would differ from "
+        "that in one process: choose a named schedule"
+    )
+
+
+def _order_of_forwards(stage: int, plan: Plan) -> list[int]:
+    return [
         action.microbatch
         for actions in plan.table.order
         for action in actions
         if action.stage == stage and action.phase is Phase.FORWARD
     ]
-    kept = sorted(filter(is_read_by_next_forward, changed))
-    if kept and microbatches != sorted(microbatches):
-        raise InvalidModel(
-            f"'{kept[0]}' in stage {stage} changes in every forward, and the plan runs F of the micro-batches in the "
-            f"order {microbatches}, so training would differ from that in one process: choose a named schedule"
-        )
+
+
+def _microbatches(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> tuple[Microbatch, ...]:
+    """Returns two micro-batches, for what a forward keeps for the next."""
+    device = next(parts.model.root.parameters()).device
+    size = min(plan.microbatch_size, 2)
+    # There is no target here; any loss that depends on all outputs shows a wrong gradient.
+    return example_microbatches(inputs, torch.zeros(size, device=device), [size, size], device)
 
 
 def _weighted_sum(output: Any, target: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from torch import nn
+from torch import Tensor, nn
 
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.model import TracedModel, layer_states, state_names
@@ -14,6 +14,12 @@ _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tra
 def is_read_by_next_forward(name: str) -> bool:
     """Returns whether the next forward may read a parameter or buffer of this name that a forward has changed."""
     return name.rpartition(".")[2] not in _RUNNING_STATISTICS
+
+
+def limited_embeddings(module: nn.Module) -> list[Tensor]:
+    """Returns the weights of which a forward changes the rows that it reads: those of embeddings with `max_norm`."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return [part.weight for part in module.modules() if isinstance(part, kinds) and part.max_norm is not None]
 
 
 def layers_that_keep_values(model: TracedModel, changed: Collection[str]) -> frozenset[str]:

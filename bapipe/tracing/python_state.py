@@ -82,23 +82,33 @@ def numbers_kept(module: nn.Module) -> dict[str, int | float]:
 
 def attributes_of(module: nn.Module) -> Attributes:
     """Returns the attributes of the modules that are not torch's own, with copies of lists, dictionaries and sets."""
-    return [
-        (part, {name: _copied(value) for name, value in vars(part).items() if name not in _REGISTRIES})
-        for part in module.modules()
-        if not type(part).__module__.startswith("torch.")
-    ]
+    own_code = (part for part in module.modules() if not type(part).__module__.startswith("torch."))
+    return _copied([(part, plain_attributes(part)) for part in own_code])
+
+
+def plain_attributes(part: nn.Module) -> dict[str, object]:
+    """Returns the attributes of a module beside its parameters, buffers, children and hooks."""
+    return {name: value for name, value in vars(part).items() if name not in _REGISTRIES}
 
 
 def set_attributes(attributes: Attributes) -> None:
     """Gives modules the attributes that `attributes_of` returned."""
-    for part, values in attributes:
-        for name in [name for name in vars(part) if name not in _REGISTRIES and name not in values]:
+    for part, values in _copied(attributes):
+        for name in plain_attributes(part).keys() - values.keys():
             del vars(part)[name]
-        vars(part).update({name: _copied(value) for name, value in values.items()})
+        vars(part).update(values)
 
 
-def _copied(value: object) -> object:
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+def _copied(attributes: Attributes) -> Attributes:
+    """Returns attributes with copies of lists, dictionaries and sets: one of each, however many modules have it."""
+    copies: dict[int, object] = {}
+
+    def copied(value: object) -> object:
+        if type(value) not in (list, dict, set):
+            return value
+        return copies.setdefault(id(value), copy.copy(value))
+
+    return [(part, {name: copied(value) for name, value in values.items()}) for part, values in attributes]
 
 
 def _tensors(modules: list[nn.Module]) -> dict[int, Tensor]:
@@ -111,4 +121,5 @@ def _holds_state(value: object) -> bool:
     """Returns whether an attribute may change without being assigned; functions and classes are no such state."""
     if isinstance(value, nn.Module | Tensor | type) or callable(value):
         return False
-    return isinstance(value, _COPIED) or type(value).__module__.startswith("numpy.random") or hasattr(value, "__dict__")
+    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    return isinstance(value, _COPIED) or type(value).__module__.startswith("numpy.random") or has_attributes

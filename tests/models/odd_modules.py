@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -308,6 +309,28 @@ class AverageOfWeights(Body):
         return y.tanh() + wanted
 
 
+class LateChange(Body):
+    """Changes what only a later layer reads, before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = linear().requires_grad_(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.first.weight, 0.1)
+        self.second.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+    def odd(self, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(y)
+        return (y.tanh() + wanted) / self.calls.sqrt()
+
+
 class Codebook(Body):
     """Vector quantisation whose codes are moving averages of what they stand for."""
 
@@ -378,6 +401,47 @@ class KeptList(Body):
         return y * len(self.seen)
 
 
+class KeptTensor(Body):
+    """A moving average that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y - self.mean
+
+
+class KeptListOfTensors(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = [torch.zeros(WIDTH, dtype=torch.float64)]
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.means[0] = 0.9 * self.means[0] + 0.1 * y.detach().mean(0)
+        return y - self.means[0]
+
+
+class _Count:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class KeptObject(Body):
+    """A counter in an object without a dictionary of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = _Count()
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.count.calls += 1
+        return y * self.count.calls
+
+
 class SideTerm(Body):
     """Keeps a tensor as an attribute only to read it in the same forward."""
 
@@ -403,6 +467,18 @@ class FixedNoise(Body):
 
     def odd(self, y: Tensor) -> Tensor:
         return y + torch.randn(WIDTH, dtype=torch.float64)
+
+
+class SizeAlone(Body):
+    """A layer that reads nothing of the batch but its size."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y + self.first(torch.ones(y.shape[0], WIDTH, dtype=y.dtype))
+
+
+class NumpyNumber(Body):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * numpy.float64(0.5)
 
 
 class BatchBranch(Body):
@@ -520,6 +596,32 @@ class BareParameter(Body):
     def odd(self, y: Tensor) -> Tensor:
         both = torch.cat([self.token.expand(y.shape[0], -1), y], 1)
         return both[:, 4 : 4 + WIDTH].tanh()
+
+
+class Renormalised(Body):
+    """Batch renormalisation, whose forward reads the statistics of earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(WIDTH, dtype=torch.float64))
+        self.running_mean: Tensor
+
+    def odd(self, y: Tensor) -> Tensor:
+        mean = y.mean(0)
+        shift = (mean - self.running_mean).detach()
+        self.running_mean.lerp_(mean.detach(), 0.1)
+        return y - mean + shift
+
+
+class LimitedNorms(Body):
+    """An embedding whose forward shortens the rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(2, WIDTH, max_norm=0.5, dtype=torch.float64)
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y + self.kinds((y[:, 0] > 0).long())
 
 
 class BatchNormalised(Body):
@@ -673,10 +775,10 @@ BODIES: tuple[type[Body], ...] = (
     ContainerForwardHook, ContainerForwardPreHook, ContainerBackwardHook, ContainerBackwardPreHook, LeafForwardHook,
     LeafBackwardHook, OwnBackwardHook, OwnForwardHook, RecordingHook, ParameterHook, AfterAccumulationHook, OutArgument,
     ClampedWeight, NormalisedWeight, ClampedWithoutLayer, AssignedBuffer, AveragedBuffer, CountedBuffer,
-    AverageOfWeights, Codebook, Queue, Counter, KeptState, KeptList, SideTerm, LayerDrop,
-    TensorLayerDrop, FixedNoise, BatchBranch, ValueBranch, Cache, SpectralNorm, OldSpectralNorm, WeightNorm,
+    AverageOfWeights, LateChange, Codebook, Queue, Counter, KeptState, KeptList, KeptTensor, KeptListOfTensors, KeptObject,
+    SideTerm, LayerDrop, TensorLayerDrop, FixedNoise, SizeAlone, NumpyNumber, BatchBranch, ValueBranch, Cache, SpectralNorm, OldSpectralNorm, WeightNorm,
     Parametrized, ParametrizedSelf, Unrolled, UnrolledGRU, Universal, TiedFunctional, UnusedParameter, BareParameter,
-    BatchNormalised, FunctionalBatchNorm, HalfInside, AutocastInside, ComplexInside, ComplexLayer, Mapped,
+    Renormalised, LimitedNorms, BatchNormalised, FunctionalBatchNorm, HalfInside, AutocastInside, ComplexInside, ComplexLayer, Mapped,
     GradientInside, NoGradInside, InferenceInside, FrozenInForward, InPlace, InPlaceView, Selected,
     Nonzero, Graph,
 )  # fmt: skip
@@ -684,7 +786,7 @@ BODIES: tuple[type[Body], ...] = (
 
 IN_ROOT: tuple[type[Body], ...] = (
     GradientReversal, FakeQuantised, Reentrant, PlainTensorHook, OwnForwardHook, OutArgument, AssignedBuffer,
-    AveragedBuffer, Codebook, Counter, KeptList, LayerDrop, AutocastInside, ComplexInside, Selected,
+    AveragedBuffer, LateChange, Codebook, Counter, KeptList, KeptTensor, KeptObject, LayerDrop, SizeAlone, NumpyNumber, AutocastInside, ComplexInside, Selected,
 )  # fmt: skip
 """The bodies whose code is also tried as a network's own forward."""
 

@@ -118,6 +118,59 @@ def test_replicas_of_a_stage_that_changes_other_state_than_running_statistics_ar
         replicas.finish()
 
 
+class Counts(nn.Module):
+    """A layer that counts its forwards in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.weight = 0, nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.weight / self.calls
+
+
+@pytest.mark.usefixtures("alone")
+def test_replicas_of_a_layer_that_keeps_values_in_python_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Counts(), nn.Linear(6, 5))
+    model = trace(module, [X])
+    for ranks, order, words in (
+        ((0, (1, 2)), REPLICATED, r"keeps values from forward to forward, and the stage has replicas.*\(`replicas`\)$"),
+        ((0, 0), [["0F1", "0F0", "1F1", "1F0", "1B0", "1B1", "0B0", "0B1"]], r"keeps values .* in the order \[1, 0\]"),
+        ((0, 0), [["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]], ""),
+    ):
+        plan = make_plan([layer.name for layer in model.layers], (1,), ranks, order, 2, 2 if ranks == (0, 0) else 1)
+        parts = split(model, plan, [X])
+        if not words:
+            stage_check.check_stages_equal(parts, [X], plan, None)
+            continue
+        with pytest.raises(InvalidModel, match=rf"^layer '1' in stage 1 {words}"):
+            stage_check.check_stages_equal(parts, [X], plan, None)
+
+
+class LimitedAndTied(nn.Module):
+    """An embedding whose forward changes its rows, which are the weights of the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.head = nn.Embedding(5, 6, max_norm=1e9), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.a(x + self.embed((x[:, 0] > 0).long())))
+        return y
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_of_two_stages_that_a_forward_changes_is_refused() -> None:
+    model = trace(LimitedAndTied(), [X])
+    plan = make_plan([layer.name for layer in model.layers], (1,), (0, 0), ORDER, 2, 1)
+    with pytest.raises(
+        InvalidModel, match=r"^'embed.weight' is used in stages 0, 1, and a forward of one .* changes it"
+    ):
+        stage_check.check_stages_equal(split(model, plan, [X]), [X], plan, None)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("changes", ["", "codes"])
 def test_forwards_that_read_what_others_leave_run_in_the_order_of_the_whole_model(changes: str) -> None:

@@ -1,0 +1,63 @@
+"""Layers whose forward depends on earlier ones are found, wherever they keep what they read; others are not."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence import example_microbatches, layers_that_read_earlier_forwards
+from bapipe.tracing import trace
+from tests.models import odd_modules
+from tests.models.odd_modules import WIDTH, Body, nested
+
+X = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Overwritten(Body):
+    """Keeps a value that it reads in the same forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
+        self.last: Tensor
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.last.copy_(y.detach()[0])
+        return y + self.last
+
+
+def found(module: nn.Module) -> set[str]:
+    torch.manual_seed(0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    microbatches = example_microbatches([X], torch.zeros(2), [2, 2], torch.device("cpu"))
+    layers = layers_that_read_earlier_forwards(trace(module, [X]), microbatches)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    return set(layers)
+
+
+@pytest.mark.parametrize(
+    ("body", "layers"),
+    [
+        ("Counter", {"2"}),
+        ("KeptState", {"2"}),
+        ("KeptTensor", {"2"}),
+        ("KeptListOfTensors", {"2"}),
+        ("KeptObject", {"2"}),
+        ("Codebook", {"2"}),
+        ("ClampedWeight", {"2"}),  # of the layer that ran before
+        ("Renormalised", {"2"}),
+        ("LimitedNorms", {"2.kinds"}),
+    ],
+)
+def test_what_the_next_forward_reads_is_found(body: str, layers: set[str]) -> None:
+    assert found(nested(getattr(odd_modules, body))) == layers
+
+
+@pytest.mark.parametrize(
+    "body", ["BatchNormalised", "SideTerm", "Cache", "ClampedWithoutLayer", "RecordingHook", "WeightNorm"]
+)
+def test_what_no_forward_reads_is_no_harm(body: str) -> None:
+    assert not found(nested(getattr(odd_modules, body)))
+
+
+def test_values_that_are_overwritten_before_they_are_read_are_no_harm() -> None:
+    assert not found(nested(Overwritten))

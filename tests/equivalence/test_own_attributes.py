@@ -1,0 +1,98 @@
+"""A value that a layer leaves in an attribute is seen by its stage alone, as if every stage were a process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from bapipe.equivalence import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence.stage_pass import Stage
+from bapipe.tracing import trace
+from bapipe.tracing.python_state import attributes_of, set_attributes
+from bapipe.tracing.stage_module import stage_module
+from bapipe.tracing.stages import cut_into_stages
+
+X, TARGET = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3])
+
+
+class Kept:
+    value = 0.0
+
+
+class Leaves(nn.Module):
+    """A layer that keeps a number of its samples in a dictionary, and in an object."""
+
+    def __init__(self, values: dict[str, float], kept: Kept) -> None:
+        super().__init__()
+        self.weight, self.values, self.kept, self.last = nn.Parameter(torch.ones(6)), values, kept, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.values["mean"] = self.kept.value = self.last = x.abs().mean().item()
+        return x * self.weight
+
+
+class Reads(nn.Module):
+    """A layer that reads what another one keeps."""
+
+    def __init__(self, values: dict[str, float], kept: Kept) -> None:
+        super().__init__()
+        self.weight, self.values, self.kept = nn.Parameter(torch.ones(6)), values, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.values.get("mean", 0.0) if x.sum().item() < 1e9 else 0.0
+        return x * self.weight * (1 + number + self.kept.value)
+
+
+class Talks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        values, kept = dict[str, float](), Kept()
+        self.a, self.leaves, self.b = nn.Linear(6, 6), Leaves(values, kept), nn.Linear(6, 6)
+        self.reads, self.head = Reads(values, kept), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.reads(self.b(self.leaves(self.a(x)))))
+        return y
+
+
+def compared(
+    module: nn.Module, cut: str, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+) -> Equivalence | Unchecked | Difference:
+    model = trace(module, [X], leaf_modules=["leaves", "reads"])
+    names = [layer.name for layer in model.layers]
+    parts = cut_into_stages(model, {name: int(names.index(name) >= names.index(cut)) for name in names}, [X], 2)
+    stages = [Stage(tensors=tensors, module=stage_module(parts, s)) for s, tensors in enumerate(parts.stages)]
+    microbatches = example_microbatches([X], TARGET, [2, 2], torch.device("cpu"))
+    return compare_stages(model, stages, loss, microbatches)
+
+
+@pytest.mark.parametrize(("cut", "equal"), [("leaves", True), ("b", False), ("reads", False), ("head", True)])
+def test_layers_that_talk_in_python_must_be_in_one_stage(cut: str, equal: bool) -> None:
+    module = Talks()
+    assert isinstance(compared(module, cut), Equivalence if equal else Difference)
+    assert (module.leaves.values, module.leaves.kept.value, module.leaves.last) == ({}, 0.0, 0.0)
+    assert module.leaves.values is module.reads.values
+    assert module.leaves.kept is module.reads.kept
+
+
+@pytest.mark.parametrize(("cut", "equal"), [("leaves", True), ("reads", False)])
+def test_a_loss_sees_the_attributes_of_the_last_stage(cut: str, equal: bool) -> None:
+    module = Talks()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target) * (1 + module.leaves.last)
+
+    with torch.no_grad():
+        module.reads.weight.zero_()  # so that only the loss can differ
+    assert isinstance(compared(module, cut, loss), Equivalence if equal else Difference)
+
+
+def test_copies_of_attributes_are_as_many_as_the_attributes() -> None:
+    module = Talks()
+    kept = attributes_of(module)
+    module.leaves.values["mean"] = 1.0
+    set_attributes(kept)
+    assert module.leaves.values == {}
+    assert module.leaves.values is module.reads.values
