@@ -233,6 +233,8 @@ class _Recorder(TorchFunctionMode):
         """Returns an argument with `Ref`s in place of tensors."""
         if isinstance(value, Tensor):
             return self._ref(value)
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+            return value.item()  # one of float64 is a float, too, but the code of a graph does not import numpy
         if value is None or isinstance(value, PLAIN):
             return value
         if isinstance(value, list | tuple):
@@ -241,8 +243,6 @@ class _Recorder(TorchFunctionMode):
             return {key: self._argument(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-            return value.item()
         if next(tensors_in(vars(value) if hasattr(value, "__dict__") else value), None) is not None:
             raise NotRecorded(f"a {type(value).__name__} that holds tensors is an argument")
         return self._constant(value)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,7 @@ CODE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "several results": _split,
     "hook": _hooked,
     "operators": _operators,
+    "number of numpy": lambda self, x: x.sin() / numpy.sqrt(6),
     "autograd function": lambda self, x: Scaled.apply(x.sin(), 3.0),
     "checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
     "reentrant checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
