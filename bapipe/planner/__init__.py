@@ -5,8 +5,10 @@ Begin with `plan.py`. The path of a plan:
 1. `options.py`: `PlanOptions`, the same object in the command line and the searches; `validation.py` checks inputs.
 2. `device_grouping.py`: cores as single devices, or merged into devices of several threads.
 3. `linearizations.py`: the orders of the layers along which a branching model is cut.
-4. `plan_step.py` searches the shortest step along one order: with `branch_and_bound/`, or with `long_chain/` for models
-   of many layers; `action_order/` then searches a better order of actions. `throughput/` minimizes the largest load.
+4. `plan_step.py` searches the shortest step along one order of the layers, as a `SearchRequest` says. `exact_search.py`
+   uses `branch_and_bound/`, or `fixed_placements/` if devices have several stages, or `long_chain/` for models of many
+   layers; `line_solution.py` uses `device_line/` for many devices. `action_order/` then searches a better order of
+   actions. `throughput/` minimizes the largest load.
 5. `solution.py`: every search returns a `Solution`; `make_plan` builds the `Plan` of the best. `searched_space.py`
    describes the searched space in the certificate. `baselines.py` adds the usual strategies, for comparison.
 

@@ -1,13 +1,11 @@
-"""The best plan over the ways to see a cluster, with a bound on all of them."""
+"""The best plan over the groupings of a cluster's devices, with a bound on all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative
-from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping
 from bapipe.planner.options import PlanOptions
@@ -15,80 +13,83 @@ from bapipe.planner.searched_space import GroupingsSpace
 from bapipe.planner.solution import Rival, Solution, sort_alternatives
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 
-Solve = Callable[[Mapping[str, ModelProfile], Cluster, Deadline, Rival | None], Solution]
-"""Searches one way until a deadline; a rival is the best plan of the ways before."""
+Solve = Callable[[Grouping, Deadline, Rival | None], Solution]
+"""Searches the plans for one grouping until a deadline; a rival is the best plan for those before."""
 
 
-def order_of_ways(ways: Sequence[Grouping], options: PlanOptions) -> tuple[Grouping, ...]:
-    """Returns the ways, of many devices that first whose most promising naive plan is fastest, the next best one last.
+def search_order(possible: Sequence[Grouping], options: PlanOptions) -> tuple[Grouping, ...]:
+    """Returns the groupings in the order in which to search them; with few devices, as they are.
 
-    The others then need no more than a bound, and the worst of them the least time. Few devices need no order.
+    With many, the one whose most promising naive plan is fastest comes first: the others need no more than a bound that
+    says that they are worse. They follow from the worst, which is ruled out soonest, to the second best.
     """
     from bapipe.planner.device_line.search import MIN_DEVICES
 
-    if len(ways) == 1 or options.objective != "step" or len(ways[0].cluster.devices) < MIN_DEVICES:
-        return tuple(ways)
-    best, *others = sorted(ways, key=lambda way: _naive_step_ns(way, options))
+    if len(possible) == 1 or options.objective != "step" or len(possible[0].cluster.devices) < MIN_DEVICES:
+        return tuple(possible)
+    best, *others = sorted(possible, key=lambda grouping: _naive_step_ns(grouping, options))
     return (best, *reversed(others))
 
 
-def _naive_step_ns(way: Grouping, options: PlanOptions) -> float:
-    """The step time of the naive plan with the least bound; infinite if there is none, or it does not fit."""
+def _naive_step_ns(grouping: Grouping, options: PlanOptions) -> float:
+    """Returns the step time of the naive plan with the smallest bound; infinite if none fits."""
     from bapipe.planner.device_line.line import DeviceLine
     from bapipe.planner.device_line.naive import naive_plans
 
-    cluster = way.cluster.sequential
-    check_inputs(way.profiles, cluster, options)
-    line = DeviceLine(way.profiles, cluster, options)
+    profiles, cluster = grouping.profiles, grouping.cluster.sequential
+    check_inputs(profiles, cluster, options)
+    line = DeviceLine(profiles, cluster, options)
     try:
-        plans = naive_plans(line, named_schedules(options), microbatch_sizes(way.profiles, cluster, options))
+        plans = naive_plans(line, named_schedules(options), microbatch_sizes(profiles, cluster, options))
     except BapipeError:
-        return inf  # the search of the way says why
+        return inf  # the search says why
     timed = line.time(plans[0][1]) if plans else None
     return inf if timed is None else timed.step_ns
 
 
 def best_grouping(
-    ways: Sequence[Grouping], solve: Solve, deadline: Deadline, order: Sequence[Grouping] | None = None
+    possible: Sequence[Grouping], solve: Solve, deadline: Deadline, order: Sequence[Grouping] | None = None
 ) -> Solution:
-    """Returns the best solution over the ways, those of the others among its alternatives, with a bound on all.
+    """Returns the best solution over some groupings, with a bound on all; the others' are among its alternatives.
 
     Args:
-        order: that in which they are searched. The first has half of the time, the others equal shares of the rest.
+        possible: the groupings; of equally good ones the first is chosen.
+        order: in which they are searched. The first has half of the time, the others equal shares of the rest.
 
     Raises:
-        Infeasible: nothing fits with any way; the message is that of the first one searched.
+        Infeasible: nothing fits with any grouping; the message is that of the first one searched.
         OutOfTime: the deadline passed before any plan was found that fits.
     """
     solutions: dict[str, Solution] = {}
     refused: list[BapipeError] = []
     bounds_ns: list[int] = []
     rival: Rival | None = None
-    for number, way in enumerate(order or ways):
-        num_left = len(ways) - number
+    for number, grouping in enumerate(order or possible):
+        num_left = len(possible) - number
         share = deadline if num_left == 1 else deadline.share(2 if number == 0 else num_left)
         try:
-            found = solve(way.profiles, way.cluster, share, rival)
+            found = solve(grouping, share, rival)
         except (Infeasible, OutOfTime) as error:
             refused.append(error)
             if isinstance(error, OutOfTime):
                 bounds_ns.append(error.lower_bound_ns)
             continue
-        solutions[way.name] = found
+        solutions[grouping.name] = found
         bounds_ns.append(found.lower_bound_ns)
         if rival is None or found.objective_ns < rival.objective_ns:
             rival = Rival(objective_ns=found.objective_ns, lower_bound_ns=min(bounds_ns))
     if not solutions:
         raise refused[0]
-    solutions = {way.name: solutions[way.name] for way in ways if way.name in solutions}  # of equal ones, the first
+    names = [grouping.name for grouping in possible]
+    solutions = {name: solutions[name] for name in names if name in solutions}
     best = min(solutions.values(), key=lambda solution: solution.objective_ns)
-    if len(ways) == 1:
+    if len(possible) == 1:
         return best
     others = tuple(_alternative(name, other, best) for name, other in solutions.items() if other is not best)
     return replace(
         best,
         lower_bound_ns=min(bounds_ns),
-        space=GroupingsSpace(names=tuple(way.name for way in ways), of_best=best.space),
+        space=GroupingsSpace(names=tuple(names), of_best=best.space),
         alternatives=sort_alternatives((*best.alternatives, *others)),
     )
 

@@ -1,4 +1,4 @@
-"""Ways to see a cluster: each device by itself, several cores merged into one, or groups."""
+"""Groupings of a cluster's devices: each by itself, several cores merged into one device, or groups."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -71,8 +71,7 @@ class _Setting:
         """Returns whether a plan is fast enough; the search ends at the first one."""
         if self.deadline.is_over:
             return Answer()
-        ways = groupings(self.profiles, self.cluster, self.options.group)
-        if self.options.objective == "step" and self._step_bound_ns(ways) > self.limit_ns:
+        if self.options.objective == "step" and self._step_bound_ns() > self.limit_ns:
             return Answer(is_refuted=True)
         share = self.deadline.share(SHARE)
 
@@ -101,8 +100,9 @@ class _Setting:
             return known
         return found if objective_ns(found) <= objective_ns(known) else known
 
-    def _step_bound_ns(self, ways: Sequence[Grouping]) -> int:
-        return min(step_bound_ns(way.profiles, way.cluster, self.options) for way in ways)
+    def _step_bound_ns(self) -> int:
+        possible = groupings(self.profiles, self.cluster, self.options.group)
+        return min(step_bound_ns(grouping.profiles, grouping.cluster, self.options) for grouping in possible)
 
 
 def reach_goal(
@@ -127,7 +127,7 @@ def reach_goal(
         BapipeError: as the search for the shortest step; and options that do not go with the goal.
     """
     if goal.least == "devices":
-        cluster = _single_way(profiles, cluster, options).cluster
+        cluster = _only_grouping(profiles, cluster, options).cluster
     if goal.largest is not None:
         for profile in listed(profiles):
             repeat_block(profile, goal.largest, 2)  # raises BapipeError before anything is searched
@@ -227,8 +227,8 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
 def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     from bapipe.planner.branch_and_bound.space import ns_per_sample  # loads numpy
 
-    way = groupings(setting.profiles, setting.cluster, setting.options.group)[0]
-    times_ns = ns_per_sample(way.profiles, setting.cluster)
+    grouping = groupings(setting.profiles, setting.cluster, setting.options.group)[0]
+    times_ns = ns_per_sample(grouping.profiles, setting.cluster)
 
     def ask(num_devices: int) -> Answer:
         is_refuted = True
@@ -301,18 +301,22 @@ def _too_slow(goal: Goal, fastest: Plan) -> BapipeError:
     return Infeasible(f"{message}, and none has more than {most:.6g}; ask for less, or choose a longer `time_limit_s`")
 
 
-def _single_way(profiles: Profiles, cluster: Cluster, options: PlanOptions) -> Grouping:
-    """Returns the only way to see the cluster; raises BapipeError if there are several, or devices are named."""
-    ways = groupings(profiles, cluster, options.group)
-    if len(ways) > 1:
+def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -> Grouping:
+    """Returns the only grouping of the devices.
+
+    Raises:
+        BapipeError: there are several, or constraints name devices.
+    """
+    possible = groupings(profiles, cluster, options.group)
+    if len(possible) > 1:
         raise BapipeError(
-            f"`least` devices counts devices of one size, and the profiles are of {len(ways)} sizes: give one profile "
-            "of each kind, or `group`"
+            f"`least` devices counts devices of one size, and the profiles are of {len(possible)} sizes: give one "
+            "profile of each kind, or `group`"
         )
     for text in options.constraints:
         if " on " in text:
             raise BapipeError(f"`least` devices chooses the devices: leave out `constraints` '{text}'")
-    return ways[0]
+    return possible[0]
 
 
 def _limit_that_leaves(num_bytes: int, margin: float) -> int:

@@ -5,31 +5,27 @@ second or two (`device_line/`). With few devices the exact searches know more pl
 longer to begin. What both have found is joined, as far as it holds for the same plans.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import tries_any_order
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.search import LineSearch
-from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace, SearchedSpace, on_first_devices
-from bapipe.planner.solution import Rival, Solution
-from bapipe.planner.validation import microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import step_bound_ns
-from bapipe.progress import SearchProgress
+from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 
 MIN_FIRST_DEVICES = 3
-"""From so many devices on exact searches may begin with this one: ..."""
+"""With fewer devices than this, exact searches begin without a first solution."""
 
 MIN_FIRST = 2_000
-"""... from so many boundaries, times devices, on, and wherever exact searches try one order of the devices only."""
+"""Boundaries times devices from which on there is a first solution even if the exact search tries any order of the
+devices; if it tries one order only, there always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,55 +66,41 @@ class LineSolution:
         return replace(fastest, lower_bound_ns=min(bound_ns, fastest.prediction.step_ns), space=space)
 
 
-def solve_first(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    *,
-    deadline: Deadline = UNLIMITED,
-    progress: SearchProgress | None = None,
-) -> LineSolution | None:
+def solve_first(request: SearchRequest) -> LineSolution | None:
     """Returns a first solution where an exact search may take long, None if it does not, or if no plan was found."""
-    asked = named_schedules(options)
+    asked = request.schedules
     simple = [name for name in asked if name in SCHEDULES]
     if not simple:
         return None
+    profiles, cluster, options = request.profiles, request.cluster, request.options
     num_devices = len(cluster.devices)
     if num_devices < MIN_FIRST_DEVICES:
         return None
     is_small = num_devices * len(DeviceLine(profiles, cluster, options).cuts) < MIN_FIRST
     if is_small and tries_any_order(profiles, cluster, options):
         return None
-    options = replace(options, schedules=simple)
-    found = solve_on_line(profiles, cluster, options, deadline=deadline.share(2), progress=progress, is_last=False)
+    first = replace(request, options=replace(options, schedules=simple), deadline=request.deadline.share(2), rival=None)
+    found = solve_on_line(first, is_last=False)
     return found and replace(found, has_every_schedule=len(simple) == len(asked))
 
 
-def solve_on_line(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    *,
-    deadline: Deadline = UNLIMITED,
-    progress: SearchProgress | None = None,
-    rival: Rival | None = None,
-    is_last: bool = True,
-) -> LineSolution | None:
+def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSolution | None:
     """Returns the best plan found whose stages take consecutive devices, None without one that fits.
 
     Args:
         is_last: whether no other search follows.
     """
+    profiles, cluster, options = request.profiles, request.cluster, request.options
     line = DeviceLine(profiles, cluster, options)
     orders = device_orders(cluster, line.ns_per_sample)
     search = LineSearch(
         [line, *(line.in_order(order.ranks) for order in orders[1:])],
-        named_schedules(options),
-        microbatch_sizes(profiles, cluster, options),
-        bound_ns=step_bound_ns(profiles, cluster, options),
-        deadline=deadline,
-        progress=progress,
-        rival=rival,
+        request.schedules,
+        request.microbatch_sizes,
+        bound_ns=request.step_bound_ns,
+        deadline=request.deadline,
+        progress=request.progress,
+        rival=request.rival,
         is_last=is_last,
     )
     search.run()
@@ -136,9 +118,7 @@ def solve_on_line(
     )
 
 
-def naive_solution(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline, bound_ns: int
-) -> Solution:
+def naive_solution(request: SearchRequest, bound_ns: int) -> Solution:
     """Returns the best of the naive plans, for when the deadline has passed before a search has found any plan.
 
     Args:
@@ -147,28 +127,20 @@ def naive_solution(
     Raises:
         OutOfTime: none of those tried fits.
     """
-    bound_ns = max(bound_ns, step_bound_ns(profiles, cluster, options))
-    line = DeviceLine(profiles, cluster, options)
-    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
-    best = best_naive(line, schedules, sizes, deadline)
+    bound_ns = max(bound_ns, request.step_bound_ns)
+    line = DeviceLine(request.profiles, request.cluster, request.options)
+    best = best_naive(line, request.schedules, request.microbatch_sizes, request.deadline)
     if best is None:
         raise OutOfTime(
             "the search ended before a plan was found that fits, and none of the naive plans tried fits; that does "
             "not prove that there is none: choose a longer `time_limit_s`",
             bound_ns,
         )
-    return line.solution(best, bound_ns, line_space(profiles, cluster, options))
+    return line.solution(best, bound_ns, line_space(request.profiles, request.cluster, request.options))
 
 
-def no_slower_than_naive(
-    solution: Solution,
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    deadline: Deadline,
-) -> Solution:
+def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution:
     """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
-    line, step_ns = DeviceLine(profiles, cluster, options), solution.prediction.step_ns
-    sizes, schedules = microbatch_sizes(profiles, cluster, options), named_schedules(options)
-    best = best_naive(line, schedules, sizes, deadline, below_ns=step_ns)
+    line, step_ns = DeviceLine(request.profiles, request.cluster, request.options), solution.prediction.step_ns
+    best = best_naive(line, request.schedules, request.microbatch_sizes, request.deadline, below_ns=step_ns)
     return solution if best is None else line.solution(best, solution.lower_bound_ns, solution.space)

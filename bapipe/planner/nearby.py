@@ -20,9 +20,9 @@ from bapipe.planner.deadline import UNLIMITED, deadline_of
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.search import has_many_devices
+from bapipe.planner.exact_search import solution_of, space_of_problems
 from bapipe.planner.long_chain.bisection import is_long_chain
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import solution_of, space_of_problems
 from bapipe.planner.solution import Solution, make_plan
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.work_bound import step_bound_ns

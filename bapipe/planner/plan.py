@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,17 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_plan, plan_path, store_plan, store_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import THROUGHPUT, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
-from bapipe.planner.best_grouping import best_grouping, order_of_ways
+from bapipe.planner.best_grouping import best_grouping, search_order
 from bapipe.planner.deadline import Deadline, deadline_of
-from bapipe.planner.device_grouping import groupings, profiles_with_fewest_threads
+from bapipe.planner.device_grouping import Grouping, groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import add_baselines, solve_step_time
 from bapipe.planner.repeat_block import profiles_of_copies
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Rival, Solution, make_plan
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import ParetoProgress, SearchProgress
@@ -45,7 +45,8 @@ def plan(
 
     Args:
         profiles: one per kind of device. Further profiles of a kind, measured with more threads, describe several of
-            the cluster's devices merged into one, and those with members groups of them; the fastest way is chosen.
+            the cluster's devices merged into one, and those with members groups of them; the fastest grouping is
+            chosen.
         cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
         options: restrictions and preferences; its fields may be given as keyword arguments instead, for example
             `bapipe.plan(profile, 4, minibatch_size=32, schedules=["1f1b"])`.
@@ -65,17 +66,31 @@ def plan(
         from bapipe.planner.goal_search import reach_goal
 
         goal, options = options.goal, replace(options, goal=None)
-        return reach_goal(profiles, cluster, options, goal, search=_plan_ways, deadline=deadline, progress=progress)
-    return _plan_ways(profiles, cluster, options, deadline, progress)
+        return reach_goal(
+            profiles, cluster, options, goal, search=_plan_groupings, deadline=deadline, progress=progress
+        )
+    return _plan_groupings(profiles, cluster, options, deadline, progress)
 
 
-def _plan_ways(
+def _plan_groupings(
     profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: SearchProgress | None
 ) -> Plan:
-    """Returns the plan with the shortest step, or the least load, over the ways to see the cluster."""
-    solve = partial(_solve, options=options, progress=progress)
-    ways = groupings(profiles, cluster, options.group)
-    return make_plan(best_grouping(ways, solve, deadline, order_of_ways(ways, options)))
+    """Returns the plan with the shortest step, or the least load, over the groupings of the devices."""
+
+    def solve(grouping: Grouping, until: Deadline, rival: Rival | None) -> Solution:
+        return _solve(
+            SearchRequest(
+                profiles=grouping.profiles,
+                cluster=grouping.cluster.sequential,
+                options=options,
+                deadline=until,
+                progress=progress,
+                rival=rival,
+            )
+        )
+
+    possible = groupings(profiles, cluster, options.group)
+    return make_plan(best_grouping(possible, solve, deadline, search_order(possible, options)))
 
 
 def plan_once(
@@ -88,7 +103,13 @@ def plan_once(
 ) -> Plan:
     """Returns the best plan for the devices as they are, not grouped in other ways; see `plan`."""
     deadline = deadline or deadline_of(options.time_limit_s)
-    return make_plan(_solve(profiles, cluster, deadline, options=options, progress=progress))
+    return make_plan(
+        _solve(
+            SearchRequest(
+                profiles=profiles, cluster=cluster.sequential, options=options, deadline=deadline, progress=progress
+            )
+        )
+    )
 
 
 def plan_cached(
@@ -176,55 +197,49 @@ def pareto(
     return front(profiles, cluster.sequential, options, deadline=deadline, progress=progress)
 
 
-def _solve(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    deadline: Deadline,
-    rival: Rival | None = None,
-    *,
-    options: PlanOptions,
-    progress: SearchProgress | None,
-) -> Solution:
-    """Returns the best solution for profiles by device kind, by the search for the objective."""
-    sequential = cluster.sequential
-    if options.objective == "throughput":
-        return _solve_throughput(profiles, sequential, options, deadline, progress)
-    return _solve_step_time(profiles, sequential, options, deadline, progress, rival)
+def _solve(request: SearchRequest) -> Solution:
+    """Returns the best solution, by the search for the objective."""
+    return _solve_throughput(request) if request.options.objective == THROUGHPUT else _solve_step_time(request)
 
 
-def _solve_step_time(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    deadline: Deadline,
-    progress: SearchProgress | None,
-    rival: Rival | None,
-) -> Solution:
+def _solve_step_time(request: SearchRequest) -> Solution:
     """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
-    check_inputs(profiles, cluster, options)
+    options, cluster, rival = request.options, request.cluster, request.rival
+    check_inputs(request.profiles, cluster, options)
 
     def solve(in_one_order: Mapping[str, ModelProfile], until: Deadline) -> Solution:
-        solution = solve_step_time(in_one_order, cluster, options, deadline=until, progress=progress, rival=rival)
+        solution = solve_step_time(replace(request, profiles=in_one_order, deadline=until))
         if rival is not None and solution.objective_ns >= rival.objective_ns:
             return solution  # it will be an alternative itself, without any of its own
-        return add_baselines(solution, options, deadline)
+        return add_baselines(solution, options, request.deadline)
 
     if len(cluster.devices) == 1:
-        return solve(profiles, deadline)
+        return solve(request.profiles, request.deadline)
     from bapipe.planner.linearizations import solve_over_linearizations
 
-    return solve_over_linearizations(profiles, cluster, options.limits(cluster), solve, deadline)
+    return solve_over_linearizations(request.profiles, cluster, options.limits(cluster), solve, request.deadline)
 
 
-def _solve_throughput(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    deadline: Deadline,
-    progress: SearchProgress | None,
-) -> Solution:
+def _solve_throughput(request: SearchRequest) -> Solution:
     from bapipe.planner.throughput.search import solve_throughput
 
+    options, progress = request.options, request.progress
+    _check_throughput_options(options)
+    num_reports = 0
+
+    def count_and_report(load_ns: float, bound_ns: float) -> None:
+        nonlocal num_reports
+        num_reports += 1
+        if progress:
+            progress(num_reports, int(load_ns), int(bound_ns))
+
+    return solve_throughput(
+        request.profiles, request.cluster, options, deadline=request.deadline, progress=count_and_report
+    )
+
+
+def _check_throughput_options(options: PlanOptions) -> None:
+    """Raises BapipeError for options that only the search for the step time knows."""
     if "1f1b" not in options.schedules:
         raise BapipeError(
             f"`objective` throughput runs 1f1b, not {', '.join(options.schedules)}: leave `schedules` out"
@@ -239,15 +254,6 @@ def _solve_throughput(
     for name, value in given.items():
         if value:
             raise BapipeError(f"`objective` throughput does not know `{name}`: leave it out, or use `objective` step")
-    looks = 0
-
-    def count_and_report(load_ns: float, bound_ns: float) -> None:
-        nonlocal looks
-        looks += 1
-        if progress:
-            progress(looks, int(load_ns), int(bound_ns))
-
-    return solve_throughput(profiles, cluster, options, deadline=deadline, progress=count_and_report)
 
 
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:

@@ -90,7 +90,7 @@ class ParetoSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupingsSpace:
-    """Several ways to see a cluster, of which `of_best` is the space of the best plan's."""
+    """Several groupings of the devices, of which `of_best` is the space of the best plan's."""
 
     names: tuple[str, ...]
     of_best: "SearchedSpace"

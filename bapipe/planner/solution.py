@@ -22,11 +22,11 @@ from bapipe.schedules.table import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """The best plan of another way to see the cluster: what a search need not beat, nor prove more than.
+    """The best plan for another grouping of the devices: what a search need not beat, nor prove more than.
 
     Attributes:
         objective_ns: its value of the objective.
-        lower_bound_ns: what is proven of all plans of that way.
+        lower_bound_ns: what is proven of all plans for the groupings searched so far.
     """
 
     objective_ns: int

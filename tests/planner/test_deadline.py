@@ -18,11 +18,13 @@ from bapipe.planner.compare import NO_TIME_LEFT, compare
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.exact_search import find_best_layout
 from bapipe.planner.goal_search import objective_ns
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
-from bapipe.planner.plan_step import find_best_layout, plan_step_time
+from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.throughput.search import explore_throughput
 from bapipe.planner.work_bound import step_bound_ns
 from bapipe.simulator.simulate import simulate
@@ -237,6 +239,7 @@ def test_intervals_that_the_time_left_does_not_allow_for_are_not_tabulated() -> 
     """Of 4,000 layers there are 8,002,000 intervals: too many for half a second, and a clock that stands still."""
     deadline = Deadline(0.5, clock=lambda: 0.0)
     options = PlanOptions(minibatch_size=4, schedules=["1f1b"], microbatch_size=1)
+    request = SearchRequest(profiles={"a": chain([1] * 4_000)}, cluster=devices(2), options=options, deadline=deadline)
     with pytest.raises(OutOfTime, match="table of all intervals"):
-        find_best_layout({"a": chain([1] * 4_000)}, devices(2), options, deadline=deadline)
-    assert find_best_layout({"a": chain([1] * 40)}, devices(2), options, deadline=deadline)
+        find_best_layout(request)
+    assert find_best_layout(dataclasses.replace(request, profiles={"a": chain([1] * 40)}))

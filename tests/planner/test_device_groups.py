@@ -11,7 +11,7 @@ from bapipe.explorer.pages import plan_page
 from bapipe.formats.cluster import Bandwidth, Cluster, Link
 from bapipe.formats.profile import ESTIMATE, ModelProfile
 from bapipe.planner.analysis.intra_layer import NOT_SEARCHED, intra_layer
-from bapipe.planner.best_grouping import order_of_ways
+from bapipe.planner.best_grouping import search_order
 from bapipe.planner.device_grouping import groupings
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.options import PlanOptions
@@ -77,13 +77,13 @@ def test_the_certificate_holds_for_all_ways() -> None:
     assert not apart.certificate.space.startswith("the devices seen as")
 
 
-def test_many_devices_are_searched_first_in_the_way_whose_naive_plan_is_fastest() -> None:
+def test_of_many_devices_the_grouping_whose_naive_plan_is_fastest_is_searched_first() -> None:
     profiles = [replace(of_members(num, ms), model="chain") for num, ms in ((1, 10), (2, 4), (4, 9))]
     options = PlanOptions(minibatch_size=72)
-    ways = groupings(profiles, devices(72), None)
-    order = [way.cluster.devices[0].num_members for way in order_of_ways(ways, options)]
+    possible = groupings(profiles, devices(72), None)
+    order = [grouping.cluster.devices[0].num_members for grouping in search_order(possible, options)]
     assert order == [2, 4, 1]
-    assert order_of_ways(groupings(profiles, devices(4)), options)[0].cluster == devices(4)
+    assert search_order(groupings(profiles, devices(4)), options)[0].cluster == devices(4)
 
 
 def test_groups_are_within_hosts() -> None:

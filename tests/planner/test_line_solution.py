@@ -9,12 +9,14 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Cluster
 from bapipe.planner import line_solution
 from bapipe.planner.branch_and_bound import roots
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.orders import device_orders
+from bapipe.planner.exact_search import find_best_layout, solution_of
 from bapipe.planner.line_solution import LineSolution, solve_first, solve_on_line
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import find_best_layout, plan_step_time, solution_of, solve_partition
+from bapipe.planner.plan_step import plan_step_time, solve_partition
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace, on_first_devices
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
@@ -29,8 +31,14 @@ def _small_problems_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roots, "MAX_DEVICE_GROUPS", 1)
 
 
+def request_of(line: DeviceLine, options: PlanOptions | None = None, deadline: Deadline = UNLIMITED) -> SearchRequest:
+    return SearchRequest(
+        profiles=line.profiles, cluster=line.cluster, options=options or line.options, deadline=deadline
+    )
+
+
 def solved_on_line(line: DeviceLine) -> LineSolution:
-    found = solve_on_line(line.profiles, line.cluster, line.options)
+    found = solve_on_line(request_of(line))
     assert found is not None
     return found
 
@@ -127,15 +135,15 @@ def test_the_better_bound_and_the_better_plan_are_kept() -> None:
 def test_schedules_with_several_stages_per_device_are_searched_after_the_others() -> None:
     line = single_samples(3, "1f1b")
     both = with_fields(line.options, schedules=["1f1b", "interleaved-1f1b"], replicas=False)
-    first = solve_first(line.profiles, line.cluster, both)
+    first = solve_first(request_of(line, both))
     assert first is not None
     assert not first.has_every_schedule
-    alone = solve_first(line.profiles, line.cluster, with_fields(both, schedules=["1f1b"]))
+    alone = solve_first(request_of(line, with_fields(both, schedules=["1f1b"])))
     assert alone is not None
     assert alone.has_every_schedule
     assert alone.solution.prediction == first.solution.prediction
-    assert solve_first(line.profiles, line.cluster, with_fields(both, schedules=["interleaved-1f1b"])) is None
-    found = solve_partition(line.profiles, line.cluster, both)
+    assert solve_first(request_of(line, with_fields(both, schedules=["interleaved-1f1b"]))) is None
+    found = solve_partition(request_of(line, both))
     assert found.lower_bound_ns <= found.prediction.step_ns <= first.solution.prediction.step_ns
 
 
@@ -149,7 +157,7 @@ def test_a_plan_of_another_order_is_timed_on_the_cluster_as_it_was_given() -> No
         line = DeviceLine(profiles, cluster, PlanOptions(minibatch_size=4, schedules=["1f1b"], microbatch_size=1))
         order = random.sample(range(4), 4)
         ordered = line.in_order(tuple(order))
-        space, result = find_best_layout(profiles, ordered.cluster, line.options)
+        space, result = find_best_layout(request_of(ordered))
         solution = solution_of(profiles, result, 4, space, given=(cluster, tuple(order)))
         assert solution.cluster == cluster
         assert solution.prediction.step_ns == result.step_ns
@@ -164,7 +172,7 @@ def test_without_time_for_an_exact_search_the_first_plan_is_kept() -> None:
     for num_looks in (1, 10, 100, 1000):
         ticks = iter(range(10**9))
         deadline = Deadline(num_looks, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
-        found = solve_partition(line.profiles, line.cluster, line.options, deadline=deadline)
+        found = solve_partition(request_of(line, deadline=deadline))
         assert found.lower_bound_ns <= min(best_ns, found.prediction.step_ns)
 
 
@@ -172,10 +180,7 @@ def test_progress_never_shows_a_slower_plan_than_the_first_one() -> None:
     line = single_samples(2, "gpipe")
     shown: list[tuple[int, int]] = []
     solve_partition(
-        line.profiles,
-        line.cluster,
-        line.options,
-        progress=lambda _, best_ns, bound_ns: shown.append((best_ns, bound_ns)),
+        with_fields(request_of(line), progress=lambda _, best_ns, bound_ns: shown.append((best_ns, bound_ns)))
     )
     assert shown
     assert [best for best, _ in shown] == sorted((best for best, _ in shown), reverse=True)

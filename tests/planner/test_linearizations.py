@@ -14,6 +14,7 @@ from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time, solve_step_time
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate
 from tests.builders import devices
@@ -97,7 +98,7 @@ def test_an_order_that_was_not_searched_for_lack_of_time_leaves_the_plan_without
     def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
         if solved:
             raise OutOfTime("nothing found", lower_bound_ns=7)
-        solved.append(solve_step_time(profiles, cluster, options))
+        solved.append(solve_step_time(SearchRequest(profiles=profiles, cluster=cluster, options=options)))
         return solved[0]
 
     found = solve_over_linearizations({"a": towers()}, cluster, [10**6] * 2, solve)

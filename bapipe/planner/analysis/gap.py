@@ -9,6 +9,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.planner.work_bound import work_bound_ns
 
@@ -57,7 +58,9 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
             f"{longer}. No time was left to search {plan.schedule} and micro-batches of {plan.microbatch_size} alone."
         )
     try:
-        found = solve_partition(profiles, plan.cluster, alone, deadline=deadline)
+        found = solve_partition(
+            SearchRequest(profiles=profiles, cluster=plan.cluster, options=alone, deadline=deadline)
+        )
     except BapipeError:
         return f"{longer}."
     best_ns = min(found.prediction.step_ns, plan.prediction.step_ns)

@@ -9,8 +9,8 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.exact_search import solution_of
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import solution_of
 from bapipe.planner.searched_space import ParetoSpace
 from bapipe.planner.solution import make_plan
 from bapipe.planner.validation import check_inputs

@@ -12,6 +12,7 @@ from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import in_words
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs
@@ -50,7 +51,11 @@ def certify_pinned(
     # The bound is that of the whole space, so the gap is the most that planning could gain.
     best: tuple[Alternative, ...] = ()
     try:
-        found = solve_partition(profiles, plan.cluster, options, deadline=deadline, progress=progress)
+        found = solve_partition(
+            SearchRequest(
+                profiles=profiles, cluster=plan.cluster, options=options, deadline=deadline, progress=progress
+            )
+        )
         best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
     except OutOfTime as error:  # then the pinned plan is the only one known
         space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns

@@ -16,6 +16,7 @@ from bapipe.planner.analysis.pinned import BEST_FOUND
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.search_request import SearchRequest
 from bapipe.simulator.simulate import simulate
 from bapipe.units import MAX_INT
 
@@ -77,7 +78,8 @@ def _more_memory(
         replicas = options.replicas and SEARCH not in options.schedules
         changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
         deadline.check()
-        found_ns = solve_partition(profiles, cluster, changed, deadline=deadline).prediction.step_ns
+        request = SearchRequest(profiles=profiles, cluster=cluster, options=changed, deadline=deadline)
+        found_ns = solve_partition(request).prediction.step_ns
         # A gain that is possible without more memory is not an effect of memory.
         return plan.prediction.step_ns if found_ns >= min(known) else found_ns
 

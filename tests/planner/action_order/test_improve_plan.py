@@ -10,6 +10,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time, solve_partition
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate, simulate_columns
 from bapipe.simulator.stage_cost import build_stages
@@ -45,7 +46,7 @@ def test_a_neighbour_that_fits_as_well_only_with_b_is_searched(left_bytes: int) 
     """
     profile = leaves_for_w(chain([3, 2, 2, 3], stash_bytes=100), "l2", left_bytes)
     options = PlanOptions(minibatch_size=4, num_stages=3, schedules=("1f1b",), replicas=False)
-    solution = solve_partition({"a": profile}, devices(3), options)
+    solution = solve_partition(SearchRequest(profiles={"a": profile}, cluster=devices(3), options=options))
     limits = (300, 400, 10**9)
     start = with_layers(solution, profile, ("l0",), ("l1",), ("l2", "l3"))
     better = with_layers(solution, profile, ("l0",), ("l1", "l2"), ("l3",))

@@ -17,6 +17,7 @@ from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.line_solution import solve_on_line
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.search_request import SearchRequest
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Phase
 from tests.builders import chain, devices
@@ -127,7 +128,7 @@ def test_cuts_between_hosts_are_where_little_is_sent(schedule: str) -> None:
     options = PlanOptions(minibatch_size=32, microbatch_size=1, schedules=[schedule], replicas=False)
     line = DeviceLine({"a": profile}, cluster, options)
     naive_ns = min(timed.step_ns for _, plan in naive_plans(line, [schedule], [1]) if (timed := line.time(plan)))
-    found = solve_on_line({"a": profile}, cluster, options)
+    found = solve_on_line(SearchRequest(profiles={"a": profile}, cluster=cluster, options=options))
     assert found is not None
     assert found.solution.prediction.step_ns < 0.66 * naive_ns
     assert found.solution.lower_bound_ns > 0.88 * found.solution.prediction.step_ns

@@ -1,0 +1,138 @@
+"""The exact search of a request: its problems, the fastest layout of them, and that layout as a solution."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.infeasible import fitting_layout, infeasible_error, least_infeasible
+from bapipe.planner.branch_and_bound.problem import SearchResult
+from bapipe.planner.branch_and_bound.space import SearchSpace, search_space
+from bapipe.planner.constraints import check_constraints, parse_constraints
+from bapipe.planner.deadline import OutOfTime
+from bapipe.planner.decision import stage_plan
+from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.search import MIN_DEVICES
+from bapipe.planner.layout_search import search_layouts
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.partition_space import partition_space
+from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.searched_space import PartitionSpace, SearchedSpace
+from bapipe.planner.solution import Solution
+from bapipe.schedules.placement import permute_ranks
+from bapipe.simulator.simulate import simulate_columns
+
+MAX_NODES = 30_000
+"""Node budget of a search without a time limit: some seconds."""
+
+UNLIMITED_NODES = 10**12
+"""Node budget of a search with a time limit, which ends it earlier."""
+
+INTERVALS_PER_S = 10_000_000
+"""No search is begun if the time that is left allows for fewer than this many intervals a second."""
+
+TABLES_PER_KIND, BYTES_PER_TIME = 5, 8
+"""Times that are tabulated for each interval of layers, on each kind and speed of devices."""
+
+MAX_TABLE_BYTES = 2**31
+"""Of the times of all intervals on all kinds and speeds of many devices, at all micro-batch sizes."""
+
+
+def find_best_layout(request: SearchRequest) -> tuple[PartitionSpace, SearchResult]:
+    """Returns the searched space, and the best layout of it.
+
+    Raises:
+        Infeasible: nothing fits; the message names the closest plan and what each device lacks.
+        BapipeError: constraints that cannot be met, or sizes that do not divide.
+        OutOfTime: the deadline passed before any layout was found that fits, or there is not enough time or memory to
+            begin the search.
+    """
+    profiles, cluster, options, deadline = request.profiles, request.cluster, request.options, request.deadline
+    check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
+    _check_table_size(request)
+    space = search_space(profiles, cluster, options, deadline)
+    max_nodes = UNLIMITED_NODES if deadline.is_given else MAX_NODES
+    result = search_layouts(space.problems, max_nodes=max_nodes, deadline=deadline, progress=request.progress)
+    if result is None:
+        closest = least_infeasible(space.problems, deadline)
+        result = fitting_layout(closest)
+        if result is None:
+            raise infeasible_error(profiles, cluster, options, closest, deadline)
+        result = replace(result, lower_bound_ns=min(result.step_ns, request.step_bound_ns))
+    return space_of_problems(space, profiles, cluster, options), result
+
+
+def _check_table_size(request: SearchRequest) -> None:
+    """Raises OutOfTime if the tables of all intervals of layers need too much memory, or more time than is left."""
+    num_boundaries = len(DeviceLine(request.profiles, request.cluster, request.options).cuts)
+    num_intervals = num_boundaries * (num_boundaries - 1) // 2
+    devices = request.cluster.devices
+    unlike = {(device.kind, device.speed) for device in devices}
+    # Of many devices that differ, only: one of each kind and speed has tables of its own.
+    if len(unlike) > 1 and len(devices) >= MIN_DEVICES:
+        num_tables = TABLES_PER_KIND * len(unlike) * len(request.microbatch_sizes)
+        if num_tables * num_intervals * BYTES_PER_TIME > MAX_TABLE_BYTES:
+            raise OutOfTime("the search of so many layers on so many unlike devices needs too much memory")
+    remaining_s = request.deadline.remaining_s
+    if remaining_s is not None and num_intervals > INTERVALS_PER_S * remaining_s:
+        raise OutOfTime("the time left is too short for a table of all intervals of so many layers")
+
+
+def space_of_problems(
+    space: SearchSpace, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
+) -> PartitionSpace:
+    """Returns what a certificate says of the problems of a search."""
+    return partition_space(
+        profiles,
+        cluster,
+        options,
+        stage_counts=(space.stage_counts[0], space.stage_counts[-1]),
+        device_counts=(space.device_counts[0], space.device_counts[-1]),
+        device_order=space.order,
+    )
+
+
+def solution_of(
+    profiles: Mapping[str, ModelProfile],
+    result: SearchResult,
+    minibatch_size: int,
+    space: SearchedSpace,
+    *,
+    given: tuple[Cluster, tuple[int, ...]] | None = None,
+) -> Solution:
+    """Returns the result of a branch and bound as a solution, without alternatives.
+
+    Args:
+        given: the cluster and its ranks in the order in which the search had them, if that is another order.
+    """
+    problem, layout = result.problem, result.layout
+    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    table, _ = problem.compiled(layout.placements)
+    cluster, prediction = problem.cluster, problem.simulate(layout).prediction(minibatch_size)
+    if given is not None:
+        cluster, ranks = given
+        table = permute_ranks(table, ranks, len(ranks))
+        prediction = simulate_columns(table, problem.stages(layout), cluster).prediction(minibatch_size)
+    return Solution(
+        profiles=profiles,
+        cluster=cluster,
+        minibatch_size=minibatch_size,
+        microbatch_size=problem.microbatch_size,
+        schedule=problem.schedule,
+        table=table,
+        stages=tuple(
+            stage_plan(
+                tuple(names[begin:end]),
+                tuple(cluster.devices[rank].name for rank in of_stage),
+                recompute=bool(recompute),
+                recompute_layers=frozenset(names[i] for i in recompute),
+            )
+            for (begin, end), of_stage, recompute in zip(
+                pairwise(layout.cuts), table.devices, layout.recompute, strict=True
+            )
+        ),
+        prediction=prediction,
+        lower_bound_ns=min(result.lower_bound_ns, prediction.step_ns),
+        space=space,
+    )
