@@ -121,7 +121,7 @@ class Analyses:
         return {
             "step": found.prediction.step_ns,
             "rate": found.prediction.samples_per_s,
-            "peak": max(rank.peak_bytes for rank in found.prediction.ranks),
+            "peak": found.prediction.peak_bytes,
             "kind": kind_of(found),
             "state": msgspec.to_builtins(self._session.adopt(found, state)),
         }

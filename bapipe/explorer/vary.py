@@ -69,7 +69,7 @@ class Point:
             **self.values,
             "step_ns": prediction.step_ns,
             "samples_per_s": prediction.samples_per_s,
-            "peak_bytes": max(rank.peak_bytes for rank in prediction.ranks),
+            "peak_bytes": prediction.peak_bytes,
             "gap": self.plan.certificate.gap,
             "plan": self.kind,
             "microbatch_size": self.plan.microbatch_size,

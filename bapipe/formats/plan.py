@@ -171,15 +171,20 @@ class Plan(
         return rows_html(lines, self.rows())
 
     @property
-    def is_judged(self) -> bool:
-        """Whether the plan holds a prediction."""
-        return bool(self.prediction.ranks)
+    def used_devices(self) -> tuple[str, ...]:
+        """The names of the devices that have a stage, each once, in the order of the stages."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.devices))
 
     @property
     def unused_devices(self) -> tuple[str, ...]:
         """The names of the devices without a stage."""
-        used = {name for stage in self.stages for name in stage.devices}
+        used = set(self.used_devices)
         return tuple(device.name for device in self.cluster.devices if device.name not in used)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the plan holds a prediction."""
+        return bool(self.prediction.ranks)
 
     @cached_property
     def digest(self) -> str:

@@ -56,6 +56,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bubble: NonNegativeFloat
     ranks: tuple[RankPrediction, ...]
 
+    @property
+    def objective_ns(self) -> int:
+        """What the plan minimizes: the step time, or the largest load of a device."""
+        return self.step_ns if self.load_ns is msgspec.UNSET else self.load_ns
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak memory of a device; 0 if nothing was predicted."""
+        return max((rank.peak_bytes for rank in self.ranks), default=0)
+
 
 NOT_PREDICTED = Prediction(step_ns=0, samples_per_s=0.0, bubble=0.0, ranks=())
 """In place of the prediction of a plan whose file holds none."""

@@ -138,8 +138,8 @@ def _why_not(simulated: SimulatedCandidate, plan: Solution) -> str:
 
 def compared_with(alternatives: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:
     """Returns the alternatives of another plan of the same problem, with reasons that compare them with this one."""
-    peak_bytes = max(rank.peak_bytes for rank in plan.prediction.ranks)
-    return tuple(_compared_with(other, plan.prediction.step_ns, peak_bytes) for other in alternatives)
+    this = plan.prediction
+    return tuple(_compared_with(other, this.step_ns, this.peak_bytes) for other in alternatives)
 
 
 def _compared_with(other: Alternative, step_ns: int, peak_bytes: int) -> Alternative:

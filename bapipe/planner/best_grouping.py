@@ -99,7 +99,7 @@ def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:
     return Alternative(
         name=name,
         step_ns=solution.prediction.step_ns,
-        peak_bytes=solution.peak_bytes,
+        peak_bytes=solution.prediction.peak_bytes,
         feasible=True,
         why_not=f"{slower:.1%} slower",
     )

@@ -37,8 +37,11 @@ class Comparison:
         """Returns a row for each strategy that has a step time, the fastest first, then one for each other."""
         found: list[dict[str, object]] = []
         for name, plan in self.plans.items():
-            peak_bytes = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
-            row = {"strategy": name, "step_ns": plan.prediction.step_ns, "peak_bytes": peak_bytes}
+            row = {
+                "strategy": name,
+                "step_ns": plan.prediction.step_ns,
+                "peak_bytes": plan.prediction.peak_bytes,
+            }
             found.append({**row, "schedule": plan.schedule, "num_stages": len(plan.stages), "note": ""})
         for other in self.others:
             row = {"strategy": other.name, "step_ns": other.step_ns, "peak_bytes": other.peak_bytes}

@@ -86,7 +86,7 @@ class _Setting:
             return Answer(is_refuted=True)
         except OutOfTime as error:
             return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
-        if objective_ns(plan) <= self.limit_ns:
+        if plan.prediction.objective_ns <= self.limit_ns:
             return Answer(plan=plan)
         return Answer(is_refuted=plan.certificate.lower_bound_ns > self.limit_ns)
 
@@ -98,7 +98,7 @@ class _Setting:
             found = self.search(self.profiles, self.cluster, self.options, self.deadline, self.progress)
         except (Infeasible, OutOfTime):
             return known
-        return found if objective_ns(found) <= objective_ns(known) else known
+        return found if found.prediction.objective_ns <= known.prediction.objective_ns else known
 
     def _step_bound_ns(self) -> int:
         possible = groupings(self.profiles, self.cluster, self.options.group)
@@ -137,7 +137,7 @@ def reach_goal(
     )
     fastest = search(profiles, cluster, options, deadline.share(SHARE), progress)
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest))
-    if objective_ns(fastest) > setting.limit_ns:
+    if fastest.prediction.objective_ns > setting.limit_ns:
         raise _too_slow(goal, fastest)
     if goal.least == "memory":
         return _least_memory(setting, fastest)
@@ -145,12 +145,6 @@ def reach_goal(
         return _fewest_devices(setting, fastest)
     assert goal.largest is not None
     return _most_copies(setting, fastest, goal.largest)
-
-
-def objective_ns(plan: Plan) -> int:
-    """Returns the step time of a plan, or its largest load if that is what it minimizes."""
-    load_ns = plan.prediction.load_ns
-    return plan.prediction.step_ns if load_ns is msgspec.UNSET else load_ns
 
 
 def first_with_plan(
@@ -194,16 +188,16 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     def ask(num_bytes: int) -> Answer:
         return within(num_bytes).ask()
 
-    peak = _peak_bytes(fastest)
+    peak = fastest.prediction.peak_bytes
     best, value, bound = first_with_plan(
-        range(peak + 1), fastest, ask, lambda plan, _: _peak_bytes(plan), first_stride=max(1, peak // 2)
+        range(peak + 1), fastest, ask, lambda plan, _: plan.prediction.peak_bytes, first_stride=max(1, peak // 2)
     )
     best = within(value).fastest(best)
     # Bound and alternatives are of the devices' own memory, not only of what the plan was searched in.
     alternatives = _with_fastest(best, fastest, fastest.alternatives)
     best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best))
     proven = fastest.certificate
-    best_ns = objective_ns(best)
+    best_ns = best.prediction.objective_ns
     best = with_certificate(best, certify(best_ns, min(best_ns, proven.lower_bound_ns), proven.space))
     return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
 
@@ -212,12 +206,12 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
     """Returns alternatives and the fastest plan, if it is another one: it shows what the saving costs."""
     if fastest.stages == best.stages and fastest.prediction.step_ns == best.prediction.step_ns:
         return others
-    step_ns, num_devices = fastest.prediction.step_ns, len(_used_ranks(fastest))
-    on = f", on {num_devices} device{'s' * (num_devices > 1)}" if num_devices != len(_used_ranks(best)) else ""
+    step_ns, num_devices = fastest.prediction.step_ns, len(fastest.used_devices)
+    on = f", on {num_devices} device{'s' * (num_devices > 1)}" if num_devices != len(best.used_devices) else ""
     itself = Alternative(
         name="fastest",
         step_ns=step_ns,
-        peak_bytes=_peak_bytes(fastest),
+        peak_bytes=fastest.prediction.peak_bytes,
         feasible=True,
         why_not=f"{1 - step_ns / max(best.prediction.step_ns, 1):.1%} faster{on}",
     )
@@ -242,7 +236,7 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     num_devices = len(setting.cluster.devices)
     wanted = range(_fewest_for_stages(setting.options), num_devices + 1)
     best, value, bound = first_with_plan(
-        wanted, fastest, ask, lambda plan, _: len(_used_ranks(plan)), first_stride=max(1, num_devices // 2)
+        wanted, fastest, ask, lambda plan, _: len(plan.used_devices), first_stride=max(1, num_devices // 2)
     )
     used = with_devices(best.cluster, _used_ranks(best))
     best = replace(setting, cluster=used).fastest(best)
@@ -283,16 +277,15 @@ def _with_goal(plan: Plan, setting: _Setting, reached: ReachedGoal) -> Plan:
 
 def _limit_ns(goal: Goal, fastest: Plan) -> int:
     if goal.within is not None:
-        return int(objective_ns(fastest) * (1 + goal.within))
+        return int(fastest.prediction.objective_ns * (1 + goal.within))
     if goal.min_throughput is not None:
         return int(fastest.minibatch_size * 1e9 / goal.min_throughput)
     return ANY_NS
 
 
 def _too_slow(goal: Goal, fastest: Plan) -> BapipeError:
-    rate, most = (
-        fastest.minibatch_size * 1e9 / max(ns, 1) for ns in (objective_ns(fastest), fastest.certificate.lower_bound_ns)
-    )
+    num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
+    rate, most = (num_samples / max(ns, 1) for ns in (best_ns, fastest.certificate.lower_bound_ns))
     message = (
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )
@@ -329,13 +322,8 @@ def _limit_that_leaves(num_bytes: int, margin: float) -> int:
     return limit
 
 
-def _peak_bytes(plan: Plan) -> int:
-    return max(rank.peak_bytes for rank in plan.prediction.ranks)
-
-
 def _used_ranks(plan: Plan) -> list[int]:
-    index = plan.cluster.index
-    return sorted({index[name] for stage in plan.stages for name in stage.devices})
+    return sorted(plan.cluster.index[name] for name in plan.used_devices)
 
 
 def _ignore(num_simulated: int, best_ns: int, bound_ns: int) -> None:

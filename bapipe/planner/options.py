@@ -11,6 +11,9 @@ from bapipe.schedules import ALL, SIDE_BY_SIDE
 RUNNABLE = tuple(name for name in ALL if name not in SIDE_BY_SIDE)
 """The schedules that torch can run."""
 
+SEARCH = "search"
+"""In place of the name of a schedule: the order of the actions is searched."""
+
 EVERY_SCHEDULE = "all"
 """In place of the names in `RUNNABLE`."""
 

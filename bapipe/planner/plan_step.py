@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.action_order.improve_plan import SEARCH, improve_plan
+from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.baselines import baseline_alternatives
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, on_first_devices
 from bapipe.planner.solution import Solution, make_plan, sort_alternatives

@@ -59,13 +59,7 @@ class Solution:
     @property
     def objective_ns(self) -> int:
         """The value of the objective: the step time, or the largest load of a device."""
-        load_ns = self.prediction.load_ns
-        return self.prediction.step_ns if load_ns is msgspec.UNSET else load_ns
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest peak memory of a device."""
-        return max(rank.peak_bytes for rank in self.prediction.ranks)
+        return self.prediction.objective_ns
 
 
 def make_plan(solution: Solution) -> Plan:

@@ -9,8 +9,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
-from bapipe.planner.action_order.improve_plan import SEARCH
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.simulator.groups import check_members, check_tied_weights
 

@@ -8,8 +8,7 @@ from math import floor
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.action_order.improve_plan import SEARCH
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 
 PHASES_PER_MICROBATCH = 3

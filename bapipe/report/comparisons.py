@@ -30,11 +30,9 @@ def render_comparison(
     rows = [(step_ns, cells) for (step_ns, cells), other in zip(rows, others, strict=True) if other.feasible]
     for name, plan in plans.items():
         p = plan.prediction
-        peak = max(rank.peak_bytes for rank in p.ranks)
         sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
-        cells = row(
-            name, p.step_ns, peak, f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}", replica_counts(plan), sizes
-        )
+        bubble, gap = f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}"
+        cells = row(name, p.step_ns, p.peak_bytes, bubble, gap, replica_counts(plan), sizes)
         rows.append((p.step_ns, cells))
     for _, cells in sorted(rows, key=lambda timed: timed[0]):
         add_row(table, *cells)
@@ -54,7 +52,7 @@ def comparison_json(
         "plans": {
             name: {
                 "step_ns": plan.prediction.step_ns,
-                "peak_bytes": max(rank.peak_bytes for rank in plan.prediction.ranks),
+                "peak_bytes": plan.prediction.peak_bytes,
                 "bubble": plan.prediction.bubble,
                 "gap": plan.certificate.gap,
                 "schedule": plan.schedule,

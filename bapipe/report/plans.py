@@ -60,7 +60,7 @@ def is_step_of(timeline: Timeline, plan: Plan) -> bool:
 
 def groups_in_words(plan: Plan) -> str:
     """Returns the members of the first groups that have a stage; empty if all stages are on single devices."""
-    used = {name for stage in plan.stages for name in stage.devices}
+    used = set(plan.used_devices)
     named = [
         f"{device.name}: {', '.join(device.members)}"
         for device in plan.cluster.devices
@@ -146,7 +146,7 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
 def alternatives_table(plan: Plan) -> Table:
     """Returns the plan compared with other strategies that train the same mini-batch."""
     table = empty_table("alternatives", "strategy", "ms per step>", "samples/s>", "peak MiB>", "against this plan")
-    peak = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
+    peak = plan.prediction.peak_bytes
     rows = [
         ("this plan", plan.prediction.step_ns, peak, ""),
         *((a.name, a.step_ns, a.peak_bytes, a.why_not) for a in plan.alternatives),

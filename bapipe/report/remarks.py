@@ -46,11 +46,11 @@ def plan_remarks(
 
 def _unused_words(plan: Plan) -> Iterator[str]:
     """Yields why the number of stages that was asked for leaves devices unused, if its schedule is the reason."""
-    used, num_devices = {name for stage in plan.stages for name in stage.devices}, len(plan.cluster.devices)
-    if plan.schedule not in LOOPED or len(used) == num_devices:
+    num_used, num_devices = len(plan.used_devices), len(plan.cluster.devices)
+    if plan.schedule not in LOOPED or num_used == num_devices:
         return
-    on_each = len(plan.stages) // len(used)
-    devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
+    on_each = len(plan.stages) // num_used
+    devices = "1 device" if num_used == 1 else f"{num_used} devices"
     yield (
         f"{plan.schedule} runs {on_each} stages on each device, so {len(plan.stages)} stages use {devices} of "
         f"{num_devices}: `num_stages` {on_each * num_devices} uses all of them"
@@ -96,13 +96,11 @@ def _host_bound_stages(plan: Plan, profile: ModelProfile) -> str:
 
 def _tie_words(plan: Plan, tie: NearTie) -> str:
     slower = tie.step_ns / plan.prediction.step_ns - 1
-    peak = max(rank.peak_bytes for rank in plan.prediction.ranks)
     what = f"schedule {tie.name} with the same stages" if tie.is_schedule else tie.name
     pace = "as fast" if f"{slower:.1%}" == "0.0%" else f"{slower:.1%} slower"
-    needs = f"needs at most {mib(tie.peak_bytes)} a device, not {mib(peak)}"
+    needs = f"needs at most {mib(tie.peak_bytes)} a device, not {mib(plan.prediction.peak_bytes)}"
     if not tie.is_schedule:
-        used = len({device for stage in plan.stages for device in stage.devices})
-        needs = f"needs 1 device, not {used}"
+        needs = f"needs 1 device, not {len(plan.used_devices)}"
     return f"a near-tie: {what} is {pace} and {needs}"
 
 

@@ -94,7 +94,7 @@ def _row(strategy: Strategy) -> dict[str, object]:
         "compute_ns": None if parts is None else parts.compute_ns,
         "exchange_ns": None if parts is None else parts.exchange_ns,
         "waiting_ns": None if parts is None else parts.waiting_ns,
-        "peak_bytes": None if plan is None else max(rank.peak_bytes for rank in plan.prediction.ranks),
+        "peak_bytes": None if plan is None else plan.prediction.peak_bytes,
         "plan": "" if plan is None else plan_in_words(plan, strategy),
         "most_devices": None if limit is None else limit.num_devices,
         "limit": "" if limit is None else limit.reason,

@@ -6,8 +6,8 @@ from bapipe.formats.plan import Plan
 
 def check_no_groups(plan: Plan) -> None:
     """Raises BapipeError if a stage of a plan is on a group, whose members would have to split layers."""
-    used = {name for stage in plan.stages for name in stage.devices}
-    group = next((device for device in plan.cluster.devices if device.name in used and device.num_members > 1), None)
+    used = (device for device in plan.cluster.devices if device.name in plan.used_devices)
+    group = next((device for device in used if device.num_members > 1), None)
     if group is not None:
         raise BapipeError(
             f"device '{group.name}' of the plan is a group of {group.num_members}, and bapipe does not split layers "

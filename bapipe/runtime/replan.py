@@ -90,7 +90,7 @@ def lost_devices(plan: Plan, without: Collection[str], num_available: int) -> tu
     for name in without:
         if name not in names:
             raise BapipeError(f"the plan has no device '{name}'; it has {', '.join(names)}")
-    used = {name for stage in plan.stages for name in stage.devices}
+    used = set(plan.used_devices)
     remaining = sorted((name for name in names if name not in set(without)), key=lambda name: name not in used)
     lost = {*without, *remaining[num_available:]}
     if not lost & used:
@@ -124,8 +124,7 @@ def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfil
     schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_reproducible(plan.schedule))))
     options = PlanOptions(minibatch_size=plan.minibatch_size, microbatch_size=plan.microbatch_size, schedules=schedules)
     new_plan = _plan_any_size(profiles, cluster, options)
-    used = {name for stage in new_plan.stages for name in stage.devices}
-    if num_processes is not None and len(used) < num_processes:
+    if num_processes is not None and len(new_plan.used_devices) < num_processes:
         new_plan = _plan_any_size(profiles, cluster, replace(options, num_stages=num_processes, replicas=False))
     return msgspec.structs.replace(new_plan, factory=plan.factory, arguments=plan.arguments)
 

@@ -232,7 +232,7 @@ def _check_devices(plan: Plan, num_threads: int) -> None:
         return
     from bapipe.torch_device import num_devices
 
-    used = {name for stage in plan.stages for name in stage.devices}
+    used = set(plan.used_devices)
     kinds = {device.kind for device in plan.cluster.devices if device.name in used}
     for kind in sorted(kinds):
         have = num_devices(kind)

@@ -41,7 +41,6 @@ from rich.table import Table
 import bapipe
 from bapipe.formats.plan import Plan
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.goal_search import objective_ns
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import LOOPED
@@ -193,7 +192,7 @@ def _judged(case: str, plan: Plan, max_gap: float) -> Outcome:
     gap = plan.certificate.gap
     missed = "" if gap <= max_gap else f"a gap of {max_gap:.0%}"
     words = f"{len(plan.stages)} stages"
-    return _measured(Outcome(name=case, ms=objective_ns(plan) / 1e6, gap=gap, words=words, missed=missed))
+    return _measured(Outcome(name=case, ms=plan.prediction.objective_ns / 1e6, gap=gap, words=words, missed=missed))
 
 
 def _measured(outcome: Outcome) -> Outcome:

@@ -17,6 +17,7 @@ from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.options import SEARCH
 from bapipe.planner.searched_space import ActionOrderSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL
@@ -25,9 +26,6 @@ from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
-
-SEARCH = "search"
-"""The schedule name of a plan whose order was searched."""
 
 EFFORT_SHARE_PER_PARTITION = 0.1
 """Effort for each neighbouring partition, relative to the effort for the plan's own stages."""
@@ -142,7 +140,7 @@ def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, nu
     named = Alternative(
         name=plan.schedule,
         step_ns=before.step_ns,
-        peak_bytes=plan.peak_bytes,
+        peak_bytes=plan.prediction.peak_bytes,
         feasible=True,
         why_not=f"{before.step_ns / solution.step_ns - 1:.1%} slower, with {'the same' if is_same else 'other'} stages",
     )

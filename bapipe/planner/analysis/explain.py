@@ -212,7 +212,7 @@ def _megabytes(sizes: Sequence[int]) -> str:
 
 def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     limits = dict(zip((d.name for d in plan.cluster.devices), options.limits(plan.cluster), strict=True))
-    used = {name for stage in plan.stages for name in stage.devices}
+    used = set(plan.used_devices)
     shares = {
         rank.device: rank.peak_bytes / max(limits[rank.device], 1)
         for rank in plan.prediction.ranks

@@ -44,15 +44,14 @@ def near_ties(
         schedules: names of those to try.
         deadline: those for which no time is left are left out.
     """
-    peak_bytes = max((rank.peak_bytes for rank in plan.prediction.ranks), default=0)
+    peak_bytes = plan.prediction.peak_bytes
     limit_ns = plan.prediction.step_ns * (1 + MAX_SLOWDOWN)
     others = [tie for tie in _rescheduled(plan, profiles, schedules, deadline) if tie.step_ns <= limit_ns]
     light = [tie for tie in others if tie.peak_bytes <= MAX_MEMORY * peak_bytes]
-    used = {device for stage in plan.stages for device in stage.devices}
     alone = [
         NearTie(name=other.name, is_schedule=False, step_ns=other.step_ns, peak_bytes=other.peak_bytes)
         for other in plan.alternatives
-        if other.name == "one-device" and other.feasible and len(used) > 1 and other.step_ns <= limit_ns
+        if other.name == "one-device" and other.feasible and len(plan.used_devices) > 1 and other.step_ns <= limit_ns
     ]
     return (*sorted(light, key=lambda tie: (tie.peak_bytes, tie.step_ns, tie.name))[:1], *alone)
 
@@ -69,7 +68,6 @@ def _rescheduled(plan: Plan, profiles: Profiles, schedules: Sequence[str], deadl
         except BapipeError:  # such as a schedule that places stages otherwise, or one that does not fit
             continue
         if [stage.devices for stage in other.stages] == [stage.devices for stage in plan.stages]:
-            peak_bytes = max(rank.peak_bytes for rank in other.prediction.ranks)
-            step_ns = other.prediction.step_ns
+            step_ns, peak_bytes = other.prediction.step_ns, other.prediction.peak_bytes
             found.append(NearTie(name=name, is_schedule=True, step_ns=step_ns, peak_bytes=peak_bytes))
     return found

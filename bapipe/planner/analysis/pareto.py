@@ -84,7 +84,7 @@ def pareto(
 def _point(plan: Plan, num_devices: int) -> ParetoPoint:
     return ParetoPoint(
         step_ns=plan.prediction.step_ns,
-        peak_bytes=max(rank.peak_bytes for rank in plan.prediction.ranks),
+        peak_bytes=plan.prediction.peak_bytes,
         num_devices=num_devices,
         gap=plan.certificate.gap,
         plan=plan,

@@ -74,7 +74,7 @@ def _best_found(found: Solution, pinned_ns: int) -> Alternative:
     return Alternative(
         name=BEST_FOUND,
         step_ns=step_ns,
-        peak_bytes=found.peak_bytes,
+        peak_bytes=found.prediction.peak_bytes,
         feasible=True,
         why_not=f"the pinned plan takes {change:.1%} longer" if change > 0 else "not faster than the pinned plan",
     )

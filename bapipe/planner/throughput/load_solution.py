@@ -80,7 +80,7 @@ def _alternatives(search: LoadSearch, best: LoadSolution, limits: Sequence[int])
             Alternative(
                 name=name,
                 step_ns=prediction.step_ns,
-                peak_bytes=max(rank.peak_bytes for rank in prediction.ranks),
+                peak_bytes=prediction.peak_bytes,
                 feasible=lack_bytes <= 0,
                 why_not=_why_not(lack_bytes, load_ns / best.load_ns - 1 if best.load_ns else 0.0),
             )
