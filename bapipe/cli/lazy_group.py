@@ -19,13 +19,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "cluster": ("bapipe.cli.profile:cluster", "List the devices of this machine or job, and measure their links."),
     "plan": ("bapipe.cli.plan:plan", "Find the fastest plan, and prove how good it is."),
-    "compare": ("bapipe.cli.plan:compare", "Compare the best plan of each schedule with the usual strategies."),
+    "compare": ("bapipe.cli.compare:compare", "Compare the best plan of each schedule with the usual strategies."),
     "edit": ("bapipe.cli.edit:edit", "Change a plan by hand, and see what that changes."),
     "explore": (
         "bapipe.cli.explore:explore",
         "Show a plan on a page of this machine, change it with the mouse, and see what happens.",
     ),
-    "simulate": ("bapipe.cli.plan:simulate", "Predict the time and memory of one step of a plan."),
+    "simulate": ("bapipe.cli.simulate:simulate", "Predict the time and memory of one step of a plan."),
     "show": ("bapipe.cli.show:show", "Show a profile, a cluster or a plan, or the difference of two."),
     "run": ("bapipe.cli.run:run", "Train a model exactly as its plan says, with one process per device."),
     "doctor": (

@@ -107,3 +107,8 @@ def key_values(pairs: list[str] | None, option: str = "--arg", such_as: str = "i
         except InvalidFile as error:
             raise BapipeError(f"{option} {key}: {error.message}") from None
     return arguments
+
+
+def schedule_names(schedules: str) -> tuple[str, ...]:
+    """Returns the names in a list such as `1f1b,gpipe`."""
+    return tuple(name.strip() for name in schedules.split(","))

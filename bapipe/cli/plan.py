@@ -1,4 +1,4 @@
-"""Commands that plan, predict and show: plan, compare, simulate, show."""
+"""The command `bapipe plan`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from bapipe.cli.goal import Largest, Least, MinThroughput, Within, goal_of
 from bapipe.cli.inputs import (
     all_profiles,
     check_one_source_of_devices,
-    profiles_by_kind,
     read_or_assume_cluster,
     thread_counts,
 )
@@ -32,6 +31,7 @@ from bapipe.cli.options import (
     Replicas,
     Sources,
     TimeLimit,
+    schedule_names,
 )
 from bapipe.cli.outputs import write_output
 from bapipe.cli.progress import (
@@ -45,19 +45,16 @@ from bapipe.cli.progress import (
     status,
     stops_on_interrupt,
 )
-from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, fingerprint, read, write_bytes
+from bapipe.formats.codec import check_writable, read
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
-from bapipe.planner.compare import compare as compare_schedules
 from bapipe.planner.deadline import UNLIMITED, Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import by_kind
-from bapipe.planner.make import judge
-from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
@@ -150,7 +147,7 @@ def plan(
     options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
-        schedules=_names(schedule),
+        schedules=schedule_names(schedule),
         num_stages=stages,
         memory_limit_bytes=memory_limit,
         memory_margin=memory_margin,
@@ -207,11 +204,6 @@ def _remarks(
     return tuple(map(with_flags, told))
 
 
-def _names(schedules: str) -> tuple[str, ...]:
-    """Returns the names in a list such as 1f1b,gpipe."""
-    return tuple(name.strip() for name in schedules.split(","))
-
-
 def _say_what_more_time_could_do(made: Plan, deadline: Deadline) -> None:
     """Prints whether a search that a deadline ended leaves something open."""
     gap, goal = made.certificate.gap, made.certificate.goal
@@ -252,108 +244,3 @@ def _pareto_front(
             update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
         return pareto_front(profiles, cluster, options, deadline=deadline, progress=show_next)
-
-
-def compare(
-    sources: Sources,
-    cluster: ClusterFile = None,
-    devices: Devices = None,
-    minibatch_size: Minibatch = 32,
-    microbatch_size: Microbatch = None,
-    schedule: Annotated[
-        str, typer.Option("--schedule", help=f"Schedules to compare: {', '.join(ALL)}, or all.")
-    ] = EVERY_SCHEDULE,
-    memory_limit: MemoryLimit = None,
-    replicas: Replicas = True,
-    recompute: Recompute = True,
-    time_limit: TimeLimit = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write the plans to this file, as an HTML page.")
-    ] = None,
-    strategies: Annotated[
-        bool,
-        typer.Option(
-            "--strategies", help="Compare data, spatial, filter, channel and pipeline parallelism and their mixes."
-        ),
-    ] = False,
-    whole: Annotated[
-        list[str] | None,
-        typer.Option("--whole", metavar="LAYER", help="With --strategies: a layer that every member computes whole."),
-    ] = None,
-    as_json: AsJson = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --strategies: print it in Markdown.")] = False,
-    arg: Arguments = None,
-    device: ModelDevice = "cpu",
-) -> None:
-    """Compare the best plan of each schedule with the usual strategies.
-
-    The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
-    With --strategies, those of the Oracle instead (arXiv:2104.09075): what their steps consist of, and how far they go.
-    """
-    check_one_source_of_devices(cluster, devices)
-    if not strategies and (whole or as_markdown):
-        raise BapipeError("--whole and --markdown go with --strategies")
-    options = PlanOptions(
-        minibatch_size=minibatch_size,
-        microbatch_size=microbatch_size,
-        schedules=_names(schedule),
-        memory_limit_bytes=memory_limit,
-        replicas=replicas,
-        recompute=recompute,
-        time_limit_s=time_limit,
-    )
-    if html is not None:
-        check_writable(html)
-    if strategies:
-        measured = all_profiles(sources, arg, (1,), device)
-        layout = "json" if as_json else "markdown" if as_markdown else "table"
-        show_strategies(measured, cluster, devices, options, whole or (), html, layout)
-        return
-    profiles = profiles_by_kind(sources, arg, device)
-    devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
-    deadline = deadline_of(time_limit)
-    with status("planning") as update, stops_on_interrupt(deadline):
-        compared = compare_schedules(
-            profiles,
-            devices_to_use,
-            options,
-            deadline=deadline,
-            progress=lambda name: update(f"planning: {name}"),
-        )
-    failed = {name: with_flags(why) for name, why in compared.failed.items()}
-    if html is not None:
-        from bapipe.explorer.pages import plans_page
-
-        fastest_first = sorted(compared.plans.items(), key=lambda named: named[1].prediction.step_ns)
-        write_bytes(html, plans_page(fastest_first, profiles))
-    if as_json:
-        show_json(report.comparison_json(compared.plans, compared.others, failed))
-        return
-    show_parts(report.render_comparison(compared.plans, compared.others, failed))
-    if html is not None:
-        show_written(html)
-
-
-def simulate(
-    plan: Annotated[Path, typer.Argument(help="Plan file.")],
-    profiles: Annotated[list[Path], typer.Argument(help="Profile files, one per kind of device.")],
-    as_json: AsJson = False,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the predicted timeline to this file, as a Chrome trace.")
-    ] = None,
-) -> None:
-    """Predict the time and memory of one step of a plan."""
-    to_simulate = read(plan, Plan)
-    of_kind = by_kind([read(path, ModelProfile) for path in profiles])
-    timeline = bapipe.simulate(to_simulate, of_kind)
-    for kind, profile in of_kind.items():
-        if to_simulate.profiles.get(kind) not in (None, fingerprint(profile)):
-            note(f"the plan was made from another {kind} profile of {to_simulate.model}")
-    judged = judge(to_simulate, of_kind, timeline)
-    if trace is not None:
-        write_bytes(trace, report.encode_trace([("predicted", timeline)]))
-    if as_json:
-        show_json(judged.prediction)
-        return
-    show_parts(report.render_plan(judged, timeline))
-    show_timeline(timeline)

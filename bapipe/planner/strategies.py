@@ -21,7 +21,7 @@ from bapipe.planner.device_grouping import profiles_used_by
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.make import legal_cuts, make
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import plan as plan_all_ways
+from bapipe.planner.plan import plan as plan_all_groupings
 from bapipe.planner.plan import plan_once
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 
@@ -76,17 +76,17 @@ def compare_strategies(
         BapipeError: the cluster or a profile is not of single devices; profiles, cluster and options do not match.
     """
     deadline = deadline or deadline_of(options.time_limit_s)
-    ways = Ways(profiles, cluster, options, whole)
+    planner = StrategyPlanner(profiles, cluster, options, whole)
     makers: dict[str, Callable[[], Strategy]] = {
-        "data": lambda: ways.data(),
-        "spatial": lambda: ways.split_only("spatial"),
-        "filter": lambda: ways.split_only("filter"),
-        "channel": lambda: ways.split_only("channel"),
-        "pipeline": lambda: ways.pipeline(deadline.share(2)),
-        "data + spatial": lambda: ways.data_and_split("spatial"),
-        "data + filter": lambda: ways.data_and_split("filter"),
-        "sharded data": lambda: ways.sharded_data(),
-        BEST_PLAN: lambda: ways.best(deadline),
+        "data": lambda: planner.data(),
+        "spatial": lambda: planner.split_only("spatial"),
+        "filter": lambda: planner.split_only("filter"),
+        "channel": lambda: planner.split_only("channel"),
+        "pipeline": lambda: planner.pipeline(deadline.share(2)),
+        "data + spatial": lambda: planner.data_and_split("spatial"),
+        "data + filter": lambda: planner.data_and_split("filter"),
+        "sharded data": lambda: planner.sharded_data(),
+        BEST_PLAN: lambda: planner.best(deadline),
     }
     found = []
     for name, make_strategy in makers.items():
@@ -96,8 +96,8 @@ def compare_strategies(
     return tuple(found)
 
 
-class Ways:
-    """Makes the plan of each strategy for given profiles, cluster and options."""
+class StrategyPlanner:
+    """Makes the plan of each strategy, for given profiles, cluster and options."""
 
     def __init__(
         self, profiles: Sequence[ModelProfile], cluster: Cluster, options: PlanOptions, whole: Sequence[str]
@@ -161,9 +161,9 @@ class Ways:
                 try:
                     given += self._profiles(split, size).values()
                 except BapipeError:
-                    continue  # a way that cannot be; the rows of the strategies say why
+                    continue  # a split that is not possible; the rows of the strategies say why
         try:
-            made = plan_all_ways(given, self.cluster, self.options, deadline=deadline)
+            made = plan_all_groupings(given, self.cluster, self.options, deadline=deadline)
         except BapipeError as error:
             return self._without(str(error), None)
         return Strategy(name="", plan=made, profiles=profiles_used_by(made, given))

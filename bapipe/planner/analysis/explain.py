@@ -6,10 +6,6 @@ the plan uses it and what leaving it out would cost, measured with the simulator
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import inf
-
-import msgspec
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -17,8 +13,8 @@ from bapipe.planner.analysis.critical_path import time_shares
 from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.intra_layer import intra_layer
 from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect, changes_of_resources, sensitivity
+from bapipe.planner.analysis.time_balanced import time_balanced_plan
 from bapipe.planner.baselines import slowdown_text
-from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.printable import and_others
@@ -29,12 +25,8 @@ from bapipe.simulator.timeline import Timeline
 MAX_RESOURCES_NAMED = 5
 """Maximum number of resources that are listed as shortening the step."""
 
-MAX_LAYERS_TO_BALANCE = 400
-"""Maximum number of layers for a comparison with cuts that balance compute alone; at most O(stages * layers**2)."""
-
 MIN_TIME_SHARE_NAMED = 0.0005
 """A smaller difference, as a share of the step, is not mentioned."""
-
 
 TOPICS = (
     "strategy",
@@ -47,7 +39,7 @@ TOPICS = (
     "resources",
     "gap",
 )
-"""What each sentence of `explain` is about."""
+"""What each text of `explain` is about; the function that writes it has the same name."""
 
 
 def explain(
@@ -63,18 +55,18 @@ def explain(
         deadline: of what is simulated or planned again: a third of the time for other cuts, then half of what is left
             for more of each resource if the gap is to be explained as well. Sentences say what was left out.
     """
-    coarse_grained = _coarse_grained(plan, profiles, options, deadline.share(3))
+    cuts = _cuts(plan, profiles, options, deadline.share(3))
     first = deadline if plan.certificate.proven_optimal else deadline.share(2)
     effects = sensitivity(plan, profiles, options, deadline=first)
     return (
         _strategy(plan),
-        _limit(simulate(plan, profiles)),
-        _inter_layer(plan),
-        coarse_grained,
+        _critical_path(simulate(plan, profiles)),
+        _stages(plan),
+        cuts,
         _memory(plan, options, effects),
         intra_layer(plan, profiles),
-        _data_parallel(plan),
-        _help(plan, effects),
+        _data_parallelism(plan),
+        _resources(plan, effects),
         explain_gap(plan, profiles, options, deadline=deadline),
     )
 
@@ -102,7 +94,7 @@ def _strategy(plan: Plan) -> str:
     return f"{text}; unused: {', '.join(unused)}." if unused else f"{text}."
 
 
-def _limit(timeline: Timeline) -> str:
+def _critical_path(timeline: Timeline) -> str:
     """Returns the largest shares of the critical path: only faster events on it can shorten the step."""
     shares = time_shares(timeline)
     total = sum(time_ns for _, time_ns in shares) or 1
@@ -111,7 +103,7 @@ def _limit(timeline: Timeline) -> str:
     return f"Critical path of a step: {', '.join(parts) or 'many short events, none of 5 % or more'}."
 
 
-def _inter_layer(plan: Plan) -> str:
+def _stages(plan: Plan) -> str:
     if len(plan.stages) == 1:
         return "Inter-layer partition: none; all layers are in one stage."
     busy = {rank.device: rank.busy_ns for rank in plan.prediction.ranks}
@@ -123,7 +115,7 @@ def _inter_layer(plan: Plan) -> str:
     )
 
 
-def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> str:
+def _cuts(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> str:
     """Compares the plan's cuts with those that balance compute alone: the best cuts send less if links matter."""
     if len(plan.stages) == 1:
         return "Coarse-grained cuts: none; all layers are in one stage."
@@ -150,54 +142,6 @@ def _coarse_grained(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
         f"Coarse-grained cuts: {used}; {sends}. Cuts that balance compute alone would send {_megabytes(other_sent)}, "
         f"and {change}."
     )
-
-
-def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadline: Deadline = UNLIMITED) -> Plan | None:
-    """Returns the plan with the cuts that minimise the slowest stage's compute; transfers and memory are ignored.
-
-    The classic min-max dynamic programme over (stage, cut). None if devices have several stages, or if there are more
-    layers than `MAX_LAYERS_TO_BALANCE`.
-
-    Raises:
-        OutOfTime: the deadline has passed.
-    """
-    # With several stages on a device, its load is the sum of theirs, which this programme does not handle.
-    devices = [device for stage in plan.stages for device in stage.devices]
-    index, layers = plan.cluster.index, next(iter(profiles.values())).layers
-    if len(set(devices)) < len(devices) or len(layers) > MAX_LAYERS_TO_BALANCE:
-        return None
-    used = [plan.cluster.devices[index[stage.devices[0]]] for stage in plan.stages]
-    unlike = {(device.kind, device.speed) for device in used}
-    chain_of = {(kind, speed): Chain(profiles[kind], plan.microbatch_size, speed) for kind, speed in sorted(unlike)}
-    chains = [chain_of[device.kind, device.speed] for device in used]
-    legal = [cut for cut in range(len(layers) + 1) if cut in (0, len(layers)) or chains[0].legal[cut]]
-    # By the cut after the stages so far: the minimal largest time per micro-batch and device, and its cuts.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
-    for s, (stage, chain) in enumerate(zip(plan.stages, chains, strict=True)):
-        ends = legal[-1:] if s + 1 == len(chains) else legal[1:-1]
-        extended = {}
-        for stop in ends:
-            deadline.check()
-            candidate: tuple[float, tuple[int, ...]] | None = None
-            for start in sorted((start for start in best if start < stop), reverse=True):
-                (load, cuts), own = best[start], _work_ns(chain, start, stop) / len(stage.devices)
-                if candidate is not None and own > candidate[0] + 1:
-                    break  # stages that begin earlier take longer, but for a nanosecond of rounding
-                candidate = min(candidate or (inf, ()), (max(load, own), (*cuts, stop)))
-            if candidate is not None:
-                extended[stop] = candidate
-        best = extended
-    (_, cuts) = best[len(layers)]
-    stages = tuple(
-        msgspec.structs.replace(stage, layers=tuple(layer.name for layer in layers[start:stop]))
-        for stage, (start, stop) in zip(plan.stages, pairwise(cuts), strict=True)
-    )
-    return msgspec.structs.replace(plan, stages=stages)
-
-
-def _work_ns(chain: Chain, start: int, stop: int) -> int:
-    cost = chain.cost(start, stop)
-    return cost.forward_ns + cost.backward_ns
 
 
 def _sent_bytes(plan: Plan, profiles: Mapping[str, ModelProfile]) -> list[int]:
@@ -232,7 +176,7 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     return f"Memory fine-tuning: used; with unlimited memory a step would take {unlimited_ns / 1e6:,.1f} ms. {usage}."
 
 
-def _data_parallel(plan: Plan) -> str:
+def _data_parallelism(plan: Plan) -> str:
     if len(plan.stages) == 1 and len(plan.stages[0].devices) > 1:
         # Without a proof a faster pipeline may exist that the search did not reach.
         known = "no pipeline in the searched space" if plan.certificate.proven_optimal else "no pipeline found"
@@ -245,7 +189,7 @@ def _data_parallel(plan: Plan) -> str:
     return f"Fallback to data parallelism: {reason}."
 
 
-def _help(plan: Plan, effects: Sequence[Effect]) -> str:
+def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
     now_ns = max(plan.prediction.step_ns, 1)
     saved = [
         f"{effect.resource} {1 - effect.step_ns / now_ns:.1%}{' with another plan' if effect.is_replanned else ''}"

@@ -6,8 +6,9 @@ from msgspec.structs import replace
 from bapipe.formats.certificate import certify
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.explain import TOPICS, time_balanced_plan
+from bapipe.planner.analysis.explain import TOPICS
 from bapipe.planner.analysis.gap import explain_gap
+from bapipe.planner.analysis.time_balanced import time_balanced_plan
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions

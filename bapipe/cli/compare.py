@@ -1,0 +1,113 @@
+"""The command `bapipe compare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bapipe import report
+from bapipe.cli.flags import with_flags
+from bapipe.cli.inputs import all_profiles, check_one_source_of_devices, profiles_by_kind, read_or_assume_cluster
+from bapipe.cli.options import (
+    Arguments,
+    AsJson,
+    ClusterFile,
+    Devices,
+    MemoryLimit,
+    Microbatch,
+    Minibatch,
+    ModelDevice,
+    Recompute,
+    Replicas,
+    Sources,
+    TimeLimit,
+    schedule_names,
+)
+from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
+from bapipe.cli.strategies import show_strategies
+from bapipe.errors import BapipeError
+from bapipe.formats.codec import check_writable, write_bytes
+from bapipe.planner.compare import compare as compare_schedules
+from bapipe.planner.deadline import deadline_of
+from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
+from bapipe.schedules import ALL
+
+
+def compare(
+    sources: Sources,
+    cluster: ClusterFile = None,
+    devices: Devices = None,
+    minibatch_size: Minibatch = 32,
+    microbatch_size: Microbatch = None,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help=f"Schedules to compare: {', '.join(ALL)}, or all.")
+    ] = EVERY_SCHEDULE,
+    memory_limit: MemoryLimit = None,
+    replicas: Replicas = True,
+    recompute: Recompute = True,
+    time_limit: TimeLimit = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the plans to this file, as an HTML page.")
+    ] = None,
+    strategies: Annotated[
+        bool,
+        typer.Option(
+            "--strategies", help="Compare data, spatial, filter, channel and pipeline parallelism and their mixes."
+        ),
+    ] = False,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option("--whole", metavar="LAYER", help="With --strategies: a layer that every member computes whole."),
+    ] = None,
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --strategies: print it in Markdown.")] = False,
+    arg: Arguments = None,
+    device: ModelDevice = "cpu",
+) -> None:
+    """Compare the best plan of each schedule with the usual strategies.
+
+    The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
+    With --strategies, those of the Oracle instead (arXiv:2104.09075): what their steps consist of, and how far they go.
+    """
+    check_one_source_of_devices(cluster, devices)
+    if not strategies and (whole or as_markdown):
+        raise BapipeError("--whole and --markdown go with --strategies")
+    options = PlanOptions(
+        minibatch_size=minibatch_size,
+        microbatch_size=microbatch_size,
+        schedules=schedule_names(schedule),
+        memory_limit_bytes=memory_limit,
+        replicas=replicas,
+        recompute=recompute,
+        time_limit_s=time_limit,
+    )
+    if html is not None:
+        check_writable(html)
+    if strategies:
+        measured = all_profiles(sources, arg, (1,), device)
+        layout = "json" if as_json else "markdown" if as_markdown else "table"
+        show_strategies(measured, cluster, devices, options, whole or (), html, layout)
+        return
+    profiles = profiles_by_kind(sources, arg, device)
+    devices_to_use = read_or_assume_cluster(profiles, cluster, devices)
+    deadline = deadline_of(time_limit)
+    with status("planning") as update, stops_on_interrupt(deadline):
+        compared = compare_schedules(
+            profiles,
+            devices_to_use,
+            options,
+            deadline=deadline,
+            progress=lambda name: update(f"planning: {name}"),
+        )
+    failed = {name: with_flags(why) for name, why in compared.failed.items()}
+    if html is not None:
+        from bapipe.explorer.pages import plans_page
+
+        fastest_first = sorted(compared.plans.items(), key=lambda named: named[1].prediction.step_ns)
+        write_bytes(html, plans_page(fastest_first, profiles))
+    if as_json:
+        show_json(report.comparison_json(compared.plans, compared.others, failed))
+        return
+    show_parts(report.render_comparison(compared.plans, compared.others, failed))
+    if html is not None:
+        show_written(html)

@@ -1,0 +1,41 @@
+"""The command `bapipe simulate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import bapipe
+from bapipe import report
+from bapipe.cli.options import AsJson
+from bapipe.cli.progress import note, show_json, show_parts, show_timeline
+from bapipe.formats.codec import fingerprint, read, write_bytes
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.inputs import by_kind
+from bapipe.planner.make import judge
+
+
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    profiles: Annotated[list[Path], typer.Argument(help="Profile files, one per kind of device.")],
+    as_json: AsJson = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the predicted timeline to this file, as a Chrome trace.")
+    ] = None,
+) -> None:
+    """Predict the time and memory of one step of a plan."""
+    to_simulate = read(plan, Plan)
+    of_kind = by_kind([read(path, ModelProfile) for path in profiles])
+    timeline = bapipe.simulate(to_simulate, of_kind)
+    for kind, profile in of_kind.items():
+        if to_simulate.profiles.get(kind) not in (None, fingerprint(profile)):
+            note(f"the plan was made from another {kind} profile of {to_simulate.model}")
+    judged = judge(to_simulate, of_kind, timeline)
+    if trace is not None:
+        write_bytes(trace, report.encode_trace([("predicted", timeline)]))
+    if as_json:
+        show_json(judged.prediction)
+        return
+    show_parts(report.render_plan(judged, timeline))
+    show_timeline(timeline)
