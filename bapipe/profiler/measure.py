@@ -1,42 +1,37 @@
 """Measures a module: traces it, times its layers and their memory at each micro-batch size, and makes a profile."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, structs
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
-from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import HOST_OVER_DEVICE, LOSS, TARGET, ModelProfile
+from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS, unknown_optimizer
-from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
+from bapipe.profiler.instrument import TrainingPass
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
-from bapipe.profiler.layer_shapes import layer_shapes
+from bapipe.profiler.layer_profiles import layer_profiles
 from bapipe.profiler.layer_times import LayerTimes, time_layers
-from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
-from bapipe.profiler.prepare import (
-    check_examples,
-    check_trainable,
-    fits_on_device,
-    prepared,
-)
+from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_device, prepared
 from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
 from bapipe.torch_settings import in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
-from bapipe.tracing.changing_state import layers_with_same_changing_buffer
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
 CPU = torch.device("cpu")
+
+NUM_PARTS_PER_SIZE = 2
+"""Times and memory are reported as a part each."""
 
 
 def measure_model(
@@ -91,19 +86,19 @@ def measure_model(
     sizes = _checked_sizes(microbatch_sizes)
     if settings.optimizer not in OPTIMIZERS:
         raise unknown_optimizer(settings.optimizer, OPTIMIZERS)
-    report = progress or (lambda done, total, next_part: None)
     check_inputs(inputs)
     check_examples(tensor_inputs(inputs), target)
     check_trainable(module)
     if device.type == "cpu":
         prepare_cpu(settings.threads)
     settings = structs.replace(settings, dtype=dtype_name(next(module.parameters()).dtype))
-    autocast = getattr(torch, settings.autocast) if settings.autocast else None
     profile = resume_from
     missing_sizes = [size for size in sizes if profile is None or size not in profile.microbatch_sizes]
-    num_parts = 2 * len(missing_sizes) + (profile is None)
-    done = 0
     layer_by_layer = layer_by_layer or not fits_on_device(module, device)
+    method = _Method(
+        seconds=seconds_per_size, target_spread=target_spread, exhaustive=exhaustive, layer_by_layer=layer_by_layer
+    )
+    parts = _Parts(progress, NUM_PARTS_PER_SIZE * len(missing_sizes) + (profile is None))
     with generators_restored():
         made_up = None if data is None or layer_by_layer else data()
     with (
@@ -123,24 +118,11 @@ def measure_model(
         )
         samples = samples_for(module, (*tensors, target), made_up, loss, device)
         for size in missing_sizes:
-            *batch, batch_target = samples.batch(size, device)
-            batch = [in_memory_format(tensor, settings) for tensor in batch]
-            training_pass = TrainingPass(
-                model=found.model, loss=loss, inputs=tuple(batch), target=batch_target, autocast=autocast
-            )
-            if layer_by_layer:
-                report(done, num_parts, f"layers one by one at micro-batch size {size}")
-                times, memory = measure_isolated(training_pass, seconds_per_size, target_spread, exhaustive)
-            else:
-                report(done, num_parts, f"times at micro-batch size {size}")
-                times = time_layers(training_pass, seconds_per_size, target_spread, exhaustive)
-                report(done + 1, num_parts, f"memory at micro-batch size {size}")
-                memory = layer_memory(training_pass)
-            done += 2
+            training_pass = _training_pass(found.model, loss, samples.batch(size, device), settings)
+            times, memory = method.measure(training_pass, size, parts)
             measured = _measurement(found.model, size, times, memory)
             if profile is None:
-                report(done, num_parts, "optimizer")
-                done += 1
+                parts.begin("optimizer")
                 profile = ModelProfile(
                     model=name,
                     factory=factory,
@@ -150,14 +132,8 @@ def measure_model(
                     optimizer=settings.optimizer,
                     settings=settings,
                     environment=environment(device) | _framework(device) | found.notes | {"data": samples.name},
-                    layers=tuple(
-                        _layer_profiles(
-                            training_pass,
-                            memory,
-                            settings.optimizer,
-                            found.keep_values,
-                            all_on_device=not layer_by_layer,
-                        )
+                    layers=layer_profiles(
+                        training_pass, memory, settings.optimizer, found.keep_values, all_on_device=not layer_by_layer
                     ),
                     measurements=(measured,),
                 )
@@ -167,9 +143,60 @@ def measure_model(
             profile = _with_quality(profile, size, times)
             if save is not None:
                 save(profile)
-    report(num_parts, num_parts, "done")
+    parts.finish()
     assert profile is not None
     return structs.replace(profile, measurements=tuple(m for m in profile.measurements if m.microbatch_size in sizes))
+
+
+class _Parts:
+    """The parts of a measurement, reported as each of them begins."""
+
+    def __init__(self, progress: PartsProgress | None, num_parts: int) -> None:
+        self._progress, self._num_parts, self._num_done = progress, num_parts, 0
+
+    def begin(self, name: str, num_parts: int = 1) -> None:
+        """Reports that so many parts, which have one name, begin."""
+        if self._progress is not None:
+            self._progress(self._num_done, self._num_parts, name)
+        self._num_done += num_parts
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress(self._num_parts, self._num_parts, "done")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Method:
+    """How the layers are measured at a micro-batch size; the attributes are those of `measure_model`."""
+
+    seconds: float
+    target_spread: float
+    exhaustive: bool
+    layer_by_layer: bool
+
+    def measure(self, training_pass: TrainingPass, size: int, parts: _Parts) -> tuple[LayerTimes, LayerMemory]:
+        """Returns the times and bytes of every layer."""
+        if self.layer_by_layer:
+            parts.begin(f"layers one by one at micro-batch size {size}", NUM_PARTS_PER_SIZE)
+            return measure_isolated(training_pass, self.seconds, self.target_spread, self.exhaustive)
+        parts.begin(f"times at micro-batch size {size}")
+        times = time_layers(training_pass, self.seconds, self.target_spread, self.exhaustive)
+        parts.begin(f"memory at micro-batch size {size}")
+        return times, layer_memory(training_pass)
+
+
+def _training_pass(
+    model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor], batch: Sequence[Tensor], settings: Settings
+) -> TrainingPass:
+    """Returns the pass that trains on one micro-batch: the inputs in order, and the target."""
+    *inputs, target = batch
+    return TrainingPass(
+        model=model,
+        loss=loss,
+        inputs=tuple(in_memory_format(tensor, settings) for tensor in inputs),
+        target=target,
+        autocast=getattr(torch, settings.autocast) if settings.autocast else None,
+    )
 
 
 def _framework(device: torch.device) -> dict[str, object]:
@@ -197,90 +224,6 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _layer_profiles(
-    training_pass: TrainingPass,
-    memory: LayerMemory,
-    optimizer: str,
-    keep_values: Collection[str],
-    *,
-    all_on_device: bool,
-) -> Iterator[LayerProfile]:
-    """Yields names, tensors, parameters and optimizer of each layer, the loss last.
-
-    A shared parameter counts for its first layer.
-
-    Args:
-        keep_values: the layers in which a forward leaves values that the next one may read.
-        all_on_device: whether all parameters are on the device.
-    """
-    model = training_pass.model
-    parameters = parameters_of(model)  # of each layer
-    first_layer: dict[int, int] = {}  # that uses a parameter, by the parameter's id
-    for index, used in enumerate(parameters):
-        for parameter in used:
-            first_layer.setdefault(id(parameter), index)
-    counted = [[p for p in used if first_layer[id(p)] == index] for index, used in enumerate(parameters)]
-    trained = [[p for p in used if p.requires_grad] for used in counted]
-    shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
-    updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
-    shapes = layer_shapes(training_pass)
-    inseparable = layers_with_same_changing_buffer(model)
-    for index, layer in enumerate(model.layers):
-        ids = {id(parameter) for parameter in parameters[index]}
-        same_buffer = {other for layers in inseparable if layer.name in layers for other in layers}
-        yield LayerProfile(
-            name=layer.name,
-            kind=layer.kind,
-            inputs=layer.inputs,
-            outputs=layer.outputs,
-            param_bytes=_num_bytes(counted[index]),
-            trained_bytes=_trained_bytes(counted[index]),
-            optimizer_state_bytes=updates[index].state_bytes,
-            update_ns=updates[index].ns,
-            shares=tuple(
-                other.name
-                for other, used in zip(model.layers, parameters, strict=True)
-                if other is not layer and (other.name in same_buffer or any(id(parameter) in ids for parameter in used))
-            ),
-            # Layers that share neither's bytes are never in different stages.
-            shared_bytes=0 if same_buffer else _num_bytes(shared[index]),
-            shared_trained_bytes=_trained_bytes(shared[index]),
-            no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
-            no_replicas=True if layer.name in keep_values else UNSET,
-            shape=shapes.get(layer.name, UNSET),
-        )
-    yield _loss_profile(model, training_pass.loss)
-
-
-def _optimizer_steps(
-    training_pass: TrainingPass, trained: Sequence[Sequence[nn.Parameter]], optimizer: str, all_on_device: bool
-) -> list[OptimizerStep]:
-    """Returns the optimizer's step on the trained parameters of each layer."""
-    device, rule = training_pass.device, OPTIMIZERS[optimizer]
-    make = partial(getattr(torch.optim, rule.torch_class), lr=0.0, **rule.arguments)  # lr 0: parameters keep values
-    names, steps = [layer.name for layer in training_pass.model.layers], list[OptimizerStep]()
-    try:
-        if device.type == "cuda" and all_on_device:
-            return time_one_step_of_all(trained, make, device)
-        for parameters in trained:
-            steps.append(time_optimizer_step(parameters, make, device))
-    except Exception as error:  # whatever the optimizer raises
-        raise layer_error(names[len(steps)], "update", training_pass, error) from error
-    return steps
-
-
-def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
-    function = loss.func if isinstance(loss, partial) else loss
-    return LayerProfile(
-        name=LOSS,
-        kind=getattr(function, "__name__", type(function).__name__),
-        inputs=(*model.outputs, TARGET),
-        outputs=(LOSS,),
-        param_bytes=0,
-        optimizer_state_bytes=0,
-    )
-
-
 def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: LayerMemory) -> Measurement:
     outputs = [tuple(memory.tensors[tensor].num_bytes for tensor in layer.outputs) for layer in model.layers]
     return Measurement(
@@ -301,13 +244,3 @@ def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: Layer
             for index, output_bytes in enumerate([*outputs, (0,)])
         ),
     )
-
-
-def _trained_bytes(parameters: Sequence[nn.Parameter]) -> int | UnsetType:
-    """Returns the bytes of those parameters that are trained; UNSET if all are."""
-    trained = [p for p in parameters if p.requires_grad]
-    return UNSET if len(trained) == len(parameters) else _num_bytes(trained)
-
-
-def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

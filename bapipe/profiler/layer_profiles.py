@@ -1,0 +1,114 @@
+"""What a profile says of each layer besides its measurements: tensors, parameters, optimizer, what may be separated."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from msgspec import UNSET, UnsetType
+from torch import Tensor, nn
+
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.profile import LOSS, TARGET
+from bapipe.optimizers import OPTIMIZERS
+from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
+from bapipe.profiler.layer_memory import LayerMemory
+from bapipe.profiler.layer_shapes import layer_shapes
+from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
+from bapipe.tracing import TracedModel
+from bapipe.tracing.changing_state import layers_with_same_changing_buffer
+
+
+def layer_profiles(
+    training_pass: TrainingPass,
+    memory: LayerMemory,
+    optimizer: str,
+    keep_values: Collection[str],
+    *,
+    all_on_device: bool,
+) -> tuple[LayerProfile, ...]:
+    """Returns names, tensors, parameters and optimizer of each layer, the loss last.
+
+    A shared parameter counts for its first layer.
+
+    Args:
+        keep_values: the layers in which a forward leaves values that the next one may read.
+        all_on_device: whether all parameters are on the device.
+    """
+    model = training_pass.model
+    parameters = parameters_of(model)  # of each layer
+    first_layer: dict[int, int] = {}  # that uses a parameter, by the parameter's id
+    for index, used in enumerate(parameters):
+        for parameter in used:
+            first_layer.setdefault(id(parameter), index)
+    counted = [[p for p in used if first_layer[id(p)] == index] for index, used in enumerate(parameters)]
+    trained = [[p for p in used if p.requires_grad] for used in counted]
+    shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
+    updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
+    shapes = layer_shapes(training_pass)
+    inseparable = layers_with_same_changing_buffer(model)
+    made = []
+    for index, layer in enumerate(model.layers):
+        ids = {id(parameter) for parameter in parameters[index]}
+        same_buffer = {other for layers in inseparable if layer.name in layers for other in layers}
+        profile = LayerProfile(
+            name=layer.name,
+            kind=layer.kind,
+            inputs=layer.inputs,
+            outputs=layer.outputs,
+            param_bytes=_num_bytes(counted[index]),
+            trained_bytes=_trained_bytes(counted[index]),
+            optimizer_state_bytes=updates[index].state_bytes,
+            update_ns=updates[index].ns,
+            shares=tuple(
+                other.name
+                for other, used in zip(model.layers, parameters, strict=True)
+                if other is not layer and (other.name in same_buffer or any(id(parameter) in ids for parameter in used))
+            ),
+            # Layers that share neither's bytes are never in different stages.
+            shared_bytes=0 if same_buffer else _num_bytes(shared[index]),
+            shared_trained_bytes=_trained_bytes(shared[index]),
+            no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
+            no_replicas=True if layer.name in keep_values else UNSET,
+            shape=shapes.get(layer.name, UNSET),
+        )
+        made.append(profile)
+    return (*made, _loss_profile(model, training_pass.loss))
+
+
+def _optimizer_steps(
+    training_pass: TrainingPass, trained: Sequence[Sequence[nn.Parameter]], optimizer: str, all_on_device: bool
+) -> list[OptimizerStep]:
+    """Returns the optimizer's step on the trained parameters of each layer."""
+    device, rule = training_pass.device, OPTIMIZERS[optimizer]
+    make = partial(getattr(torch.optim, rule.torch_class), lr=0.0, **rule.arguments)  # lr 0: parameters keep values
+    names, steps = [layer.name for layer in training_pass.model.layers], list[OptimizerStep]()
+    try:
+        if device.type == "cuda" and all_on_device:
+            return time_one_step_of_all(trained, make, device)
+        for parameters in trained:
+            steps.append(time_optimizer_step(parameters, make, device))
+    except Exception as error:  # whatever the optimizer raises
+        raise layer_error(names[len(steps)], "update", training_pass, error) from error
+    return steps
+
+
+def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
+    function = loss.func if isinstance(loss, partial) else loss
+    return LayerProfile(
+        name=LOSS,
+        kind=getattr(function, "__name__", type(function).__name__),
+        inputs=(*model.outputs, TARGET),
+        outputs=(LOSS,),
+        param_bytes=0,
+        optimizer_state_bytes=0,
+    )
+
+
+def _trained_bytes(parameters: Sequence[nn.Parameter]) -> int | UnsetType:
+    """Returns the bytes of those parameters that are trained; UNSET if all are."""
+    trained = [p for p in parameters if p.requires_grad]
+    return UNSET if len(trained) == len(parameters) else _num_bytes(trained)
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
