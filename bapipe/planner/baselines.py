@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import msgspec
 
+from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
@@ -55,36 +56,12 @@ def baseline_alternatives(
         limits: the memory limit of each device, in bytes.
         deadline: baselines for which no time is left are left out.
     """
-    names = tuple(name for stage in plan.stages for name in stage.layers)
-    devices = [device.name for device in plan.cluster.devices]
-    distinct_devices: dict[object, str] = {}
-    for device, limit in zip(plan.cluster.devices, limits, strict=True):
-        distinct_devices.setdefault((device.kind, device.speed, limit), device.name)
-    kinds: dict[str, Iterable[Candidate]] = {
-        "one-device": (
-            Candidate(stages=(StagePlan(layers=names, devices=(name,)),), schedule="1f1b", microbatch_size=size)
-            for name in distinct_devices.values()
-            for size in microbatch_sizes
-        )
-    }
-    are_alike = len({device.num_members for device in plan.cluster.devices}) == 1  # as the replicas of a stage must be
-    if len(devices) > 1 and are_alike and all(x.allows_replicas for x in next(iter(profiles.values())).layers):
-        kinds["data-parallel"] = (
-            Candidate(stages=(StagePlan(layers=names, devices=tuple(devices)),), schedule="1f1b", microbatch_size=size)
-            for size in microbatch_sizes
-        )
-    table_schedules = [name for name in schedules if name in SCHEDULES] or ["1f1b"]
     layers = next(iter(profiles.values())).layers
-    inseparable = [(layers[a].name, layers[b].name) for a, b in inseparable_layers(layers)]
-    num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
-    equal = equal_layer_stages(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
-    splits_inseparable = any((a in stage.layers) != (b in stage.layers) for a, b in inseparable for stage in equal)
-    if len(equal) == num_stages and not splits_inseparable:
-        kinds["equal-layers"] = (
-            Candidate(stages=equal, schedule=schedule, microbatch_size=size)
-            for schedule in table_schedules
-            for size in microbatch_sizes
-        )
+    kinds = {
+        "one-device": _one_device(plan, microbatch_sizes, limits),
+        "data-parallel": _data_parallel(plan, microbatch_sizes, layers),
+        "equal-layers": _equal_layers(plan, microbatch_sizes, layers, schedules),
+    }
     alternatives = []
     for name, candidates in kinds.items():
         simulated = [
@@ -104,6 +81,55 @@ def baseline_alternatives(
             )
         )
     return tuple(alternatives)
+
+
+def _one_device(plan: Solution, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> list[Candidate]:
+    """Returns all layers on a single device, of those that are alike only on the first."""
+    distinct_devices: dict[object, str] = {}
+    for device, limit in zip(plan.cluster.devices, limits, strict=True):
+        distinct_devices.setdefault((device.kind, device.speed, limit), device.name)
+    return [
+        Candidate(
+            stages=(StagePlan(layers=_layer_names(plan), devices=(name,)),), schedule="1f1b", microbatch_size=size
+        )
+        for name in distinct_devices.values()
+        for size in microbatch_sizes
+    ]
+
+
+def _data_parallel(plan: Solution, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile]) -> list[Candidate]:
+    """Returns all layers on a replica on each device; none with one device, or if some layer cannot be replicated."""
+    devices = plan.cluster.devices
+    are_alike = len({device.num_members for device in devices}) == 1  # as the replicas of a stage must be
+    if len(devices) == 1 or not are_alike or not all(layer.allows_replicas for layer in layers):
+        return []
+    stage = StagePlan(layers=_layer_names(plan), devices=tuple(device.name for device in devices))
+    return [Candidate(stages=(stage,), schedule="1f1b", microbatch_size=size) for size in microbatch_sizes]
+
+
+def _equal_layers(
+    plan: Solution, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile], schedules: Sequence[str]
+) -> list[Candidate]:
+    """Returns stages with equal numbers of layers on as many devices as the plan uses, but two at least.
+
+    None if there are too few layers or devices, or if a cut would separate layers that must stay together.
+    """
+    names, devices = _layer_names(plan), [device.name for device in plan.cluster.devices]
+    num_stages = max(len({name for stage in plan.stages for name in stage.devices}), 2)
+    stages = equal_layer_stages(names, devices[: min(num_stages, len(devices), len(names) - (names[-1] == LOSS))])
+    inseparable = [(layers[a].name, layers[b].name) for a, b in inseparable_layers(layers)]
+    splits_inseparable = any((a in stage.layers) != (b in stage.layers) for a, b in inseparable for stage in stages)
+    if len(stages) < num_stages or splits_inseparable:
+        return []
+    return [
+        Candidate(stages=stages, schedule=schedule, microbatch_size=size)
+        for schedule in [name for name in schedules if name in SCHEDULES] or ["1f1b"]
+        for size in microbatch_sizes
+    ]
+
+
+def _layer_names(plan: Solution) -> tuple[str, ...]:
+    return tuple(name for stage in plan.stages for name in stage.layers)
 
 
 def _simulate_candidate(

@@ -18,11 +18,12 @@ from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
-from bapipe.graph.layer_graph import contract, of_layers, topological_order
+from bapipe.graph.layer_graph import of_layers, topological_order
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.searched_space import LinearizationsSpace
 from bapipe.planner.solution import Solution
+from bapipe.planner.throughput.contracted_graph import contracted_graph
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
@@ -111,17 +112,14 @@ def promising_linearizations(
     link.
     """
     first = profiles[cluster.devices[0].kind]
-    graph = of_layers(first)
-    if graph.has_single_order:
+    if of_layers(first).has_single_order:
         return []
-    index = {layer.name: i for i, layer in enumerate(first.layers)}
-    tied = [(i, *(index[name] for name in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
-    contracted, layers_of_node = contract(graph, tied)
-    node_sets = downsets(contracted, MAX_DOWNSETS)
-    if node_sets is None or len(node_sets) == contracted.num_nodes + 1:
+    graph = contracted_graph(first)
+    node_sets = downsets(graph.graph, MAX_DOWNSETS)
+    if node_sets is None or len(node_sets) == graph.graph.num_nodes + 1:
         return []
-    chain_boundaries = Boundaries(prefixes(topological_order(contracted)), layers_of_node, graph.num_nodes)
-    all_boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes)
+    chain_boundaries = graph.boundaries(prefixes(topological_order(graph.graph)))
+    all_boundaries = graph.boundaries(node_sets)
     orders, size = [], first.microbatch_sizes[-1]
     for num_stages in sorted({2, (len(limits) + 1) // 2, len(limits)} - {0, 1}):
         deadline.check()

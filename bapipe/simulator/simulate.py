@@ -225,7 +225,7 @@ def _tied_weight_sums(
 def _updates(
     schedule: Schedule, stages: Sequence[Stage], spans: Sequence[SpanColumns], synced_ns: Mapping[int, int]
 ) -> list[Update]:
-    """Returns the updates: after its actions, a device updates its stages one at a time, as they are synchronised."""
+    """Returns the updates: after its actions, a device updates its stages one at a time, as they are synchronized."""
     updates = []
     for rank, (rank_spans, own_stages) in enumerate(zip(spans, stages_of_ranks(schedule), strict=True)):
         now = rank_spans.ends_ns[-1] if rank_spans.ends_ns else 0

@@ -1,4 +1,4 @@
-"""Searches the order of F, I and W on every device that minimises the simulated step, for fixed stages.
+"""Searches the order of F, I and W on every device that minimizes the simulated step, for fixed stages.
 
 List scheduling gives a start, threshold accepting improves it, CP-SAT improves it further and raises the lower bound;
 the search stops as soon as the bound proves the order optimal.

@@ -309,7 +309,7 @@ class PlacementGraph:
 def positions_of_stages(schedule: str, num_devices: int) -> tuple[int, ...]:
     """Returns the rank of each stage of a schedule with several stages per device: the same for all micro-batches.
 
-    Rounds over the devices, and Vs, are recognised on three devices: the table of hundreds takes seconds.
+    Rounds over the devices, and Vs, are recognized on three devices: the table of hundreds takes seconds.
     """
     of_three = _ranks_in_table(schedule, 3)
     num_rounds = len(of_three) // 3

@@ -26,7 +26,7 @@ from bapipe.planner.throughput.cut_windows import CutWindows, crossing_tensors, 
 from bapipe.planner.throughput.downset_bound import DownsetBound, downset_bound
 from bapipe.planner.throughput.downset_covers import Covers, covers_of
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
-from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution, is_homogeneous
+from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.loads import Boundaries
 from bapipe.planner.throughput.promising_cuts import promising_downsets
 from bapipe.planner.throughput.window_bound import WindowBound
@@ -90,36 +90,34 @@ class LargeGraph:
                 )
         return self._windows[microbatch_size]
 
-    def improved(self, search: LoadSearch, limits: Sequence[int], solution: LoadSolution) -> LoadSolution:
+    def improved(self, search: LoadSearch, solution: LoadSolution) -> LoadSolution:
         """Returns the best plan found at a solution's micro-batch size, and a raised bound of all at this size."""
-        if solution.bound_ns >= solution.load_ns or not is_homogeneous(search.cluster, limits):
+        if solution.bound_ns >= solution.load_ns or not search.is_homogeneous:
             return solution
-        by_downsets = self.downset_bound(search, limits, solution.microbatch_size)
+        by_downsets = self.downset_bound(search, solution.microbatch_size)
         if by_downsets is not None:
-            return self._narrowed(search, limits, solution, by_downsets)
+            return self._narrowed(search, solution, by_downsets)
         by_windows = self._window_bound(search, solution.microbatch_size)
         if by_windows is None:
             return solution
         least_ns = by_windows.raised(solution.bound_ns, solution.load_ns)
-        return self._searched_near(search, limits, replace(solution, bound_ns=ceil(least_ns)), by_windows)
+        return self._searched_near(search, replace(solution, bound_ns=ceil(least_ns)), by_windows)
 
-    def below(self, search: LoadSearch, limits: Sequence[int], solution: LoadSolution, load_ns: int) -> LoadSolution:
+    def below(self, search: LoadSearch, solution: LoadSolution, load_ns: int) -> LoadSolution:
         """Returns a plan at a solution's micro-batch size with less than a load, with a raised bound of this size.
 
         There are no stages if none was found; without a list of all downsets none is looked for.
         """
         known = replace(solution, load_ns=load_ns, stages=())
-        if known.bound_ns >= load_ns or not is_homogeneous(search.cluster, limits):
+        if known.bound_ns >= load_ns or not search.is_homogeneous:
             return known
-        by_downsets = self.downset_bound(search, limits, solution.microbatch_size)
+        by_downsets = self.downset_bound(search, solution.microbatch_size)
         if by_downsets is not None:
-            return self._narrowed(search, limits, known, by_downsets)
+            return self._narrowed(search, known, by_downsets)
         by_windows = self._window_bound(search, solution.microbatch_size)
         return replace(known, bound_ns=ceil(by_windows.raised(known.bound_ns, load_ns))) if by_windows else known
 
-    def _narrowed(
-        self, search: LoadSearch, limits: Sequence[int], solution: LoadSolution, bound: DownsetBound
-    ) -> LoadSolution:
+    def _narrowed(self, search: LoadSearch, solution: LoadSolution, bound: DownsetBound) -> LoadSolution:
         """Returns the best plan along relaxed plans, for limits between the bound and the load of a plan."""
         assert self.listed is not None
         least_ns, most_ns = solution.bound_ns, solution.load_ns  # of a relaxed plan
@@ -136,15 +134,15 @@ class LargeGraph:
                 most_ns = limit_ns
                 # The relaxed plan may not fit, or have a slightly larger load: the best plan with its cuts is real.
                 along = [self.listed[i] for i in bound.path(limit_ns, before)]
-                found = self._along(search, along).solve(solution.microbatch_size, limits, None, self.deadline)
+                found = self._along(search, along).solve(solution.microbatch_size, deadline=self.deadline)
                 if found.stages and found.load_ns < solution.load_ns:
                     solution = found
                     most_ns = min(most_ns, found.load_ns)
         solution = replace(solution, bound_ns=least_ns)
-        return self._searched_near(search, limits, solution, bound)
+        return self._searched_near(search, solution, bound)
 
     def _searched_near(
-        self, search: LoadSearch, limits: Sequence[int], solution: LoadSolution, bound: DownsetBound | WindowBound
+        self, search: LoadSearch, solution: LoadSolution, bound: DownsetBound | WindowBound
     ) -> LoadSolution:
         """Returns the best plan of the exact search among the cuts that are possible near the bound."""
         least_ns = solution.bound_ns
@@ -155,7 +153,7 @@ class LargeGraph:
                 if len(cuts.node_sets) > MAX_CUTS:
                     break
                 found = self._along(search, cuts.node_sets).solve_between(
-                    solution.microbatch_size, limits[0], solution.bound_ns, limit_ns, cuts.devices_around, self.deadline
+                    solution.microbatch_size, solution.bound_ns, limit_ns, cuts.devices_around, self.deadline
                 )
             except OutOfTime:
                 break
@@ -223,7 +221,7 @@ class LargeGraph:
             overlaps=device.overlaps_transfers,
         )
 
-    def downset_bound(self, search: LoadSearch, limits: Sequence[int], microbatch_size: int) -> DownsetBound | None:
+    def downset_bound(self, search: LoadSearch, microbatch_size: int) -> DownsetBound | None:
         """Returns the relaxation over all downsets at a micro-batch size, None if they are too many or out of time."""
         if self.listed is None:
             return None
@@ -232,7 +230,7 @@ class LargeGraph:
             self._covers.append(covers_of(self.graph, self.listed))
 
         def problem_of(node_sets: Sequence[int]) -> HomogeneousDevices:
-            return self._along(search, node_sets).homogeneous(microbatch_size, limits[0])
+            return self._along(search, node_sets).homogeneous(microbatch_size)
 
         with suppress(OutOfTime):
             return downset_bound(self._covers[0], self.listed, problem_of, self.deadline)

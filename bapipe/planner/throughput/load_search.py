@@ -40,6 +40,7 @@ class LoadSearch:
     """What is searched.
 
     Attributes:
+        limits: the bytes that each device may hold.
         has_all_downsets: whether the boundaries are all downsets, so that bounds are proofs.
         has_equal_groups: whether unlike devices are in groups of one size only.
     """
@@ -48,29 +49,28 @@ class LoadSearch:
     cluster: Cluster
     boundaries: Boundaries
     has_all_downsets: bool
+    limits: tuple[int, ...]
     minibatch_size: int
     has_equal_groups: bool = False
 
-    def solve(
-        self,
-        microbatch_size: int,
-        limits: Sequence[int],
-        progress: LoadProgress | None,
-        deadline: Deadline = UNLIMITED,
-    ) -> LoadSolution:
-        """Returns the best stages with micro-batches of one size, if each device may hold `limits` bytes.
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether only the number of devices matters."""
+        return is_homogeneous(self.cluster, self.limits)
 
-        Those found before the deadline, with the bound reached.
-        """
-        if is_homogeneous(self.cluster, limits):
-            homogeneous = self.homogeneous(microbatch_size, limits[0])
+    def solve(
+        self, microbatch_size: int, progress: LoadProgress | None = None, deadline: Deadline = UNLIMITED
+    ) -> LoadSolution:
+        """Returns the best stages with micro-batches of one size that were found before the deadline, and a bound."""
+        if self.is_homogeneous:
+            homogeneous = self.homogeneous(microbatch_size)
             bound_ns, ceiling_ns = homogeneous.bound_ns, homogeneous.ceiling_ns
             result = min_max_load_homogeneous(
                 homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=progress, deadline=deadline
             )
             groups = _consecutive_groups(result)
         else:
-            heterogeneous = self.heterogeneous(microbatch_size, limits)
+            heterogeneous = self.heterogeneous(microbatch_size)
             bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
             result = min_max_load(
                 heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress, deadline=deadline
@@ -82,14 +82,13 @@ class LoadSearch:
     def solve_between(
         self,
         microbatch_size: int,
-        limit_bytes: int,
         bound_ns: float,
         ceiling_ns: float,
         devices_around: "DevicesAround",
         deadline: Deadline,
     ) -> LoadSolution:
         """Returns the best stages on equal devices with a load from a bound to a ceiling, if there are any."""
-        problem = self.homogeneous(microbatch_size, limit_bytes, devices_around)
+        problem = self.homogeneous(microbatch_size, devices_around)
         best = find_plan_below(problem, ceiling_ns, deadline)
         result = MinMaxLoad(best=best, bound=bound_ns if best is not None else ceiling_ns)
         if best is not None:
@@ -112,12 +111,7 @@ class LoadSearch:
             ),
         )
 
-    def homogeneous(
-        self,
-        microbatch_size: int,
-        limit_bytes: int,
-        devices_around: "DevicesAround | None" = None,
-    ) -> HomogeneousDevices:
+    def homogeneous(self, microbatch_size: int, devices_around: "DevicesAround | None" = None) -> HomogeneousDevices:
         """Returns the problem if all devices are the same."""
         device = self.cluster.devices[0]
         return HomogeneousDevices(
@@ -133,11 +127,11 @@ class LoadSearch:
             num_microbatches=self.minibatch_size // microbatch_size,
             link=self.cluster.link(0, len(self.cluster.devices) - 1),
             overlaps=device.overlaps_transfers,
-            memory_bytes=limit_bytes,
+            memory_bytes=self.limits[0],
             devices_around=devices_around,
         )
 
-    def heterogeneous(self, microbatch_size: int, limits: Sequence[int]) -> HeterogeneousDevices:
+    def heterogeneous(self, microbatch_size: int) -> HeterogeneousDevices:
         """Returns the problem for any devices."""
         first_of = {(device.kind, device.speed): rank for rank, device in reversed([*enumerate(self.cluster.devices)])}
         kinds = sorted({device.kind for device in self.cluster.devices})
@@ -157,7 +151,7 @@ class LoadSearch:
             },
             self.cluster,
             num_microbatches=self.minibatch_size // microbatch_size,
-            memory_bytes=limits,
+            memory_bytes=self.limits,
             has_equal_groups=self.has_equal_groups,
         )
 

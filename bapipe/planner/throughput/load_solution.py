@@ -16,9 +16,7 @@ from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
 
-def solution_of(
-    search: LoadSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace, limits: Sequence[int]
-) -> Solution:
+def solution_of(search: LoadSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace) -> Solution:
     """Returns a solution with its simulated prediction and the alternatives."""
     table, prediction = _simulate(search, best)
     return Solution(
@@ -33,7 +31,7 @@ def solution_of(
         prediction=replace(prediction, load_ns=best.load_ns),
         lower_bound_ns=bound_ns,
         space=space,
-        alternatives=tuple(_alternatives(search, best, limits)),
+        alternatives=tuple(_alternatives(search, best)),
     )
 
 
@@ -58,10 +56,10 @@ def _simulate(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Pre
     return table, simulate_columns(table, costs, search.cluster).prediction(search.minibatch_size)
 
 
-def _alternatives(search: LoadSearch, best: LoadSolution, limits: Sequence[int]) -> list[Alternative]:
+def _alternatives(search: LoadSearch, best: LoadSolution) -> list[Alternative]:
     """Returns one device, and data parallelism over all of them, at the plan's micro-batch size."""
     num_devices = len(search.cluster.devices)
-    heterogeneous = search.heterogeneous(best.microbatch_size, limits)
+    heterogeneous = search.heterogeneous(best.microbatch_size)
     alternatives = []
     for name, ranks in {"one-device": (0,), "data-parallel": tuple(range(num_devices))}.items():
         num_microbatches = search.minibatch_size // best.microbatch_size
@@ -75,7 +73,7 @@ def _alternatives(search: LoadSearch, best: LoadSolution, limits: Sequence[int])
             stages=((tuple(range(search.boundaries.num_layers)), ranks),),
         )
         _, prediction = _simulate(search, solution)
-        lack_bytes = max(prediction.ranks[rank].peak_bytes - limits[rank] for rank in ranks)
+        lack_bytes = max(prediction.ranks[rank].peak_bytes - search.limits[rank] for rank in ranks)
         alternatives.append(
             Alternative(
                 name=name,

@@ -4,7 +4,7 @@ It is found by bisection of the memory that is added to every device. If not all
 it may lack less: the search is repeated among the downsets next to its cuts until that no longer helps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bapipe.planner.deadline import Deadline
@@ -23,18 +23,16 @@ class Shortfall:
     solution: LoadSolution
 
 
-def least_shortfall(
-    search: LoadSearch, microbatch_size: int, limits: Sequence[int], deadline: Deadline
-) -> Shortfall | None:
+def least_shortfall(search: LoadSearch, microbatch_size: int, deadline: Deadline) -> Shortfall | None:
     """Returns the plan that lacks the least memory; None if the deadline passed before any was found.
 
     Whatever fits gives an upper bound of the shortfall, so that what is returned holds wherever the deadline passes.
     """
-    more = max(1, *limits)
+    more = max(1, *search.limits)
     while True:
-        found = _with_more(search, microbatch_size, limits, more, deadline)
+        found = _with_more(search, microbatch_size, more, deadline)
         if found is not None:
-            return _bisected(search, microbatch_size, limits, found, deadline)
+            return _bisected(search, microbatch_size, found, deadline)
         if deadline.is_over:
             return None
         more *= 2
@@ -42,29 +40,26 @@ def least_shortfall(
 
 def reduced(
     search: LoadSearch,
-    limits: Sequence[int],
     shortfall: Shortfall,
-    boundaries_near: Callable[[LoadSolution], Boundaries],
+    near_cuts: Callable[[LoadSolution], Boundaries],
     deadline: Deadline,
 ) -> Shortfall:
     """Returns a plan that lacks less, or the same, by searches among the downsets next to its cuts."""
     while shortfall.num_bytes and not deadline.is_over:
-        near = replace(search, boundaries=boundaries_near(shortfall.solution), has_all_downsets=False)
+        near = replace(search, boundaries=near_cuts(shortfall.solution), has_all_downsets=False)
         size = shortfall.solution.microbatch_size
-        found = _with_more(near, size, limits, 0, deadline) or _bisected(near, size, limits, shortfall, deadline)
+        found = _with_more(near, size, 0, deadline) or _bisected(near, size, shortfall, deadline)
         if found.num_bytes > shortfall.num_bytes - max(1, shortfall.num_bytes // PRECISION):
             break
         shortfall = found
     return shortfall
 
 
-def _bisected(
-    search: LoadSearch, microbatch_size: int, limits: Sequence[int], known: Shortfall, deadline: Deadline
-) -> Shortfall:
+def _bisected(search: LoadSearch, microbatch_size: int, known: Shortfall, deadline: Deadline) -> Shortfall:
     short = 0
     while known.num_bytes - short > max(1, known.num_bytes // PRECISION) and not deadline.is_over:
         middle = (known.num_bytes + short) // 2
-        found = _with_more(search, microbatch_size, limits, middle, deadline)
+        found = _with_more(search, microbatch_size, middle, deadline)
         if found is not None:
             known = found
         elif not deadline.is_over:
@@ -72,8 +67,8 @@ def _bisected(
     return known
 
 
-def _with_more(
-    search: LoadSearch, microbatch_size: int, limits: Sequence[int], more: int, deadline: Deadline
-) -> Shortfall | None:
-    solution = search.solve(microbatch_size, [limit + more for limit in limits], None, deadline)
+def _with_more(search: LoadSearch, microbatch_size: int, more: int, deadline: Deadline) -> Shortfall | None:
+    solution = replace(search, limits=tuple(limit + more for limit in search.limits)).solve(
+        microbatch_size, deadline=deadline
+    )
     return Shortfall(num_bytes=more, solution=solution) if solution.stages else None

@@ -138,7 +138,7 @@ class _Table:
                 self._previous_state[successor][boundaries[better]] = state
 
     def _best_ends(self, problem: LoadProblem, state: int, begin: "IndexArray", end: "IndexArray") -> _StageEnds:
-        """Minimises max(R(a, x), load(x, a, b)) over a, for every b, in blocks of beginnings a."""
+        """Minimizes max(R(a, x), load(x, a, b)) over a, for every b, in blocks of beginnings a."""
         before = self.before[state]
         load: LoadArray = np.full(self._num_boundaries, self.limit, dtype=self._number)
         origin: IndexArray = np.full(self._num_boundaries, -1, dtype=np.intp)

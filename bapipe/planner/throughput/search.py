@@ -3,27 +3,25 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.graph.downsets import downsets, prefixes
-from bapipe.graph.layer_graph import Graph, contract, depth_first_order, of_layers, topological_order
+from bapipe.graph.downsets import downsets
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ThroughputSpace
 from bapipe.planner.solution import Solution
+from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.heterogeneous import (
     MAX_DEVICES_WITH_ALL_COUNTS,
     MAX_DEVICES_WITH_GAPS,
 )
 from bapipe.planner.throughput.large_graph import MAX_LISTED, LargeGraph
-from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution, is_homogeneous
+from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import solution_of
 from bapipe.planner.throughput.loads import Boundaries
 from bapipe.planner.throughput.memory_shortfall import least_shortfall, reduced
-from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.progress import LoadProgress
 
@@ -38,6 +36,9 @@ MAX_COARSE = 33
 
 MIN_IMPROVEMENT = 0.9998
 """The neighbourhood search continues while it lowers the load below this share of the previous one."""
+
+Near = Callable[[LoadSolution], Boundaries]
+"""Returns the boundaries at the downsets next to the cuts of a plan."""
 
 
 def solve_throughput(
@@ -94,98 +95,115 @@ def explore_throughput(
         Infeasible: nothing fits; the message names the memory that would be enough.
         OutOfTime: the deadline passed before any plan was found that fits.
     """
-    first = profiles[cluster.devices[0].kind]
-    graph = of_layers(first)
-    index = {layer.name: i for i, layer in enumerate(first.layers)}
-    tied = [(i, *(index[other] for other in layer.shares)) for i, layer in enumerate(first.layers) if layer.shares]
-    contracted, layers_of_node = contract(graph, tied)
+    profile = profiles[cluster.devices[0].kind]
+    graph = contracted_graph(profile)
     # Few boundaries and equal groups: for a first plan where no time is left for more.
     coarse = LoadSearch(
         profiles=profiles,
         cluster=cluster,
-        boundaries=_coarse(contracted, layers_of_node, graph.num_nodes),
+        boundaries=graph.evenly_spaced(MAX_COARSE),
         has_all_downsets=False,
+        limits=tuple(limits),
         minibatch_size=minibatch_size,
         has_equal_groups=True,
     )
-    every: list[int] | None = None
-    try:
-        every = downsets(contracted, max(max_downsets, MAX_LISTED), deadline.check)
-        has_all_downsets = every is not None and len(every) <= max_downsets
-        node_sets = every if every is not None and has_all_downsets else _prefixes_of_orders(contracted)
-        boundaries = Boundaries(node_sets, layers_of_node, graph.num_nodes, deadline)
-        search = replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets, has_equal_groups=False)
-    except OutOfTime:
-        search, has_all_downsets = coarse, False
-    solutions = [search.solve(size, limits, progress, deadline) for size in microbatch_sizes]
-    feasible = [solution for solution in solutions if solution.stages]
-    if not feasible and deadline.is_over:
-        sizes = dict.fromkeys((microbatch_sizes[0], microbatch_sizes[-1]))
-        feasible = [found for found in (coarse.solve(size, limits, None) for size in sizes) if found.stages]
-    if not feasible:
-        deadline.check()
-        near = None if has_all_downsets else partial(_boundaries_near, contracted, layers_of_node, max_neighbours)
-        feasible = [_fitting(search, microbatch_sizes[0], limits, near, deadline)]
+    listed, search = _search_of(graph, coarse, max_downsets, deadline)
+    solutions = [search.solve(size, progress, deadline) for size in microbatch_sizes]
+    near = None if search.has_all_downsets else partial(graph.near, max_boundaries=max_neighbours)
+    feasible = _feasible(search, coarse, solutions, near, deadline)
     # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
     best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
     bounds_ns = [solution.bound_ns for solution in solutions]
-    if not has_all_downsets and max_neighbours and not deadline.is_over:
+    if near is not None and max_neighbours and not deadline.is_over:
         large = LargeGraph(
-            graph=contracted, layers_of_node=layers_of_node, profile=first, listed=every, deadline=deadline
+            graph=graph.graph,
+            layers_of_node=graph.layers_of_node,
+            profile=profile,
+            listed=listed,
+            deadline=deadline,
         )
-        best = large.improved(search, limits, best)
-        if best.bound_ns < best.load_ns:
-            best = _improve(search, contracted, layers_of_node, best, limits, max_neighbours, progress, deadline)
-        bounds_ns, size = [best.bound_ns], best.microbatch_size
-        for solution in solutions:
-            if solution.microbatch_size != size:
-                other = large.below(search, limits, solution, best.load_ns)
-                best = other if other.stages else best
-                bounds_ns.append(other.bound_ns)
+        best, bounds_ns = _improved(large, search, solutions, best, near, progress)
     bound_ns = min(best.load_ns, *bounds_ns)
-    space = _searched_space(search, limits, microbatch_sizes, max_downsets)
-    return solution_of(coarse, best, bound_ns, space, limits)  # the tables of few boundaries do for the alternatives
+    space = _searched_space(search, microbatch_sizes, max_downsets)
+    return solution_of(coarse, best, bound_ns, space)  # the tables of few boundaries do for the alternatives
 
 
-def _coarse(graph: Graph, layers_of_node: Sequence[Sequence[int]], num_layers: int) -> Boundaries:
-    """Returns few boundaries, evenly spaced along the topological order."""
-    along = prefixes(topological_order(graph))
-    num_steps = min(MAX_COARSE, len(along)) - 1
-    chosen = [along[i * (len(along) - 1) // num_steps] for i in range(num_steps + 1)]
-    return Boundaries(chosen, layers_of_node, num_layers)
+def _search_of(
+    graph: ContractedGraph, coarse: LoadSearch, max_downsets: int, deadline: Deadline
+) -> tuple[list[int] | None, LoadSearch]:
+    """Returns all downsets if they are not too many to list, and the search among them, or along three linear orders.
+
+    If there is no time to list them, it is the coarse search.
+    """
+    listed: list[int] | None = None
+    try:
+        listed = downsets(graph.graph, max(max_downsets, MAX_LISTED), deadline.check)
+        has_all_downsets = listed is not None and len(listed) <= max_downsets
+        node_sets = listed if listed is not None and has_all_downsets else graph.prefixes_of_orders()
+        boundaries = graph.boundaries(node_sets, deadline)
+    except OutOfTime:
+        return listed, coarse
+    return listed, replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets, has_equal_groups=False)
 
 
-def _prefixes_of_orders(graph: Graph) -> list[int]:
-    """Returns the prefixes of three linear orders."""
-    orders = [topological_order(graph), depth_first_order(graph), depth_first_order(graph, reverse=True)]
-    some = {nodes for order in orders for nodes in prefixes(order)}
-    return sorted(some, key=lambda nodes: (nodes.bit_count(), nodes))
-
-
-def _improve(
+def _feasible(
     search: LoadSearch,
-    graph: Graph,
-    layers_of_node: Sequence[Sequence[int]],
-    solution: LoadSolution,
-    limits: Sequence[int],
-    max_neighbours: int,
-    progress: LoadProgress | None,
+    coarse: LoadSearch,
+    solutions: Sequence[LoadSolution],
+    near: Near | None,
     deadline: Deadline,
+) -> list[LoadSolution]:
+    """Returns the solutions that have stages; if none has, one of the coarse search, or with the least memory.
+
+    Raises:
+        Infeasible: no plan was found that fits.
+        OutOfTime: the deadline has passed, and the coarse search has found none either.
+    """
+    feasible = [solution for solution in solutions if solution.stages]
+    sizes = [solution.microbatch_size for solution in solutions]
+    if not feasible and deadline.is_over:
+        feasible = [found for found in map(coarse.solve, dict.fromkeys((sizes[0], sizes[-1]))) if found.stages]
+    if feasible:
+        return feasible
+    deadline.check()
+    return [_fitting(search, sizes[0], near, deadline)]
+
+
+def _improved(
+    large: LargeGraph,
+    search: LoadSearch,
+    solutions: Sequence[LoadSolution],
+    best: LoadSolution,
+    near: Near,
+    progress: LoadProgress | None,
+) -> tuple[LoadSolution, list[int]]:
+    """Returns the best plan after more searches at its micro-batch size, then at the others; and a bound of each."""
+    best = large.improved(search, best)
+    if best.bound_ns < best.load_ns:
+        best = _local_optimum(search, best, near, progress, large.deadline)
+    bounds_ns, size = [best.bound_ns], best.microbatch_size
+    for solution in solutions:
+        if solution.microbatch_size != size:
+            other = large.below(search, solution, best.load_ns)
+            best = other if other.stages else best
+            bounds_ns.append(other.bound_ns)
+    return best, bounds_ns
+
+
+def _local_optimum(
+    search: LoadSearch, solution: LoadSolution, near: Near, progress: LoadProgress | None, deadline: Deadline
 ) -> LoadSolution:
     """Returns a local optimum: the exact search repeated among the downsets next to the best cuts so far."""
     while not deadline.is_over:
-        near = _boundaries_near(graph, layers_of_node, max_neighbours, solution)
-        better = replace(search, boundaries=near).solve(solution.microbatch_size, limits, progress, deadline)
+        better = replace(search, boundaries=near(solution)).solve(solution.microbatch_size, progress, deadline)
         if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
             return solution
         solution = replace(better, bound_ns=solution.bound_ns)
     return solution
 
 
-def _searched_space(
-    search: LoadSearch, limits: Sequence[int], microbatch_sizes: Sequence[int], max_downsets: int
-) -> ThroughputSpace:
-    num_devices, homogeneous = len(search.cluster.devices), is_homogeneous(search.cluster, limits)
+def _searched_space(search: LoadSearch, microbatch_sizes: Sequence[int], max_downsets: int) -> ThroughputSpace:
+    num_devices, homogeneous = len(search.cluster.devices), search.is_homogeneous
     return ThroughputSpace(
         num_layers=search.boundaries.num_layers,
         num_devices=num_devices,
@@ -197,44 +215,26 @@ def _searched_space(
     )
 
 
-def _fitting(
-    search: LoadSearch,
-    microbatch_size: int,
-    limits: Sequence[int],
-    boundaries_near: Callable[[LoadSolution], Boundaries] | None,
-    deadline: Deadline,
-) -> LoadSolution:
+def _fitting(search: LoadSearch, microbatch_size: int, near: Near | None, deadline: Deadline) -> LoadSolution:
     """Returns a plan that fits where the first search has found none.
 
     Args:
-        boundaries_near: gives the downsets next to a plan's cuts; None if all have been searched.
+        near: None if all downsets have been searched.
 
     Raises:
         Infeasible: no plan was found; the message says how much memory the closest one lacks.
     """
-    closest = least_shortfall(search, microbatch_size, limits, deadline)
-    if closest is not None and boundaries_near is not None:
-        closest = reduced(search, limits, closest, boundaries_near, deadline)
+    closest = least_shortfall(search, microbatch_size, deadline)
+    if closest is not None and near is not None:
+        closest = reduced(search, closest, near, deadline)
     if closest is not None and not closest.num_bytes:
         return closest.solution
-    hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(limits)))}"
+    hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(search.limits)))}"
     remedy = "Try more devices, smaller micro-batches, or a smaller mini-batch"
-    none_fits = (
-        "no plan for throughput fits" if boundaries_near is None else "no plan for throughput was found that fits"
-    )
+    none_fits = "no plan for throughput fits" if near is None else "no plan for throughput was found that fits"
     if closest is None:
         raise Infeasible(f"{none_fits} in the memory of {hold}. {remedy}")
     raise Infeasible(
         f"{none_fits} in memory; the closest, with micro-batches of {microbatch_size}, lacks {closest.num_bytes:,} "
         f"bytes on {hold}. {remedy}"
     )
-
-
-def _boundaries_near(
-    graph: Graph, layers_of_node: Sequence[Sequence[int]], max_neighbours: int, solution: LoadSolution
-) -> Boundaries:
-    """Returns the downsets next to the cuts of a plan."""
-    node_of = {layer: node for node, layers in enumerate(layers_of_node) for layer in layers}
-    node_sets = (sum({1 << node_of[layer] for layer in layers}) for layers, _ in solution.stages)
-    cuts = list(accumulate(node_sets, initial=0))  # the downset before the first stage, and after each stage
-    return Boundaries(neighbouring_downsets(graph, cuts, max_neighbours), layers_of_node, len(node_of))

@@ -50,10 +50,11 @@ def random_search(seed: int) -> tuple[LoadSearch, LargeGraph, LoadSolution]:
         cluster=cluster,
         boundaries=Boundaries(listed, layers_of_node, len(profile.layers)),
         has_all_downsets=True,
+        limits=(2**40,) * len(cluster.devices),
         minibatch_size=random.randint(2, 8),
     )
     large = LargeGraph(graph=graph, layers_of_node=layers_of_node, profile=profile, listed=listed, deadline=UNLIMITED)
-    return search, large, search.solve(1, [2**40] * len(cluster.devices), None)
+    return search, large, search.solve(1)
 
 
 def test_no_downset_transfers_less_than_its_window_says() -> None:
@@ -87,10 +88,9 @@ def test_no_plan_is_below_the_bound_of_the_windows() -> None:
     raised = exact = 0
     for seed in range(40):
         search, large, best = random_search(seed)
-        limits = [2**40] * len(search.cluster.devices)
-        plain_ns = int(search.homogeneous(1, 2**40).bound_ns)
+        plain_ns = int(search.homogeneous(1).bound_ns)
         unlisted = replace(large, listed=None)
-        bound_ns = unlisted.below(search, limits, replace(best, bound_ns=plain_ns), best.load_ns).bound_ns
+        bound_ns = unlisted.below(search, replace(best, bound_ns=plain_ns), best.load_ns).bound_ns
         assert bound_ns <= best.load_ns
         raised += bound_ns > plain_ns + 2
         exact += bound_ns >= 0.99 * best.load_ns
@@ -139,10 +139,10 @@ def test_the_bound_of_all_downsets_never_says_more_devices_than_are_needed() -> 
     for seed in range(48):
         search, large, _ = random_search(seed)
         search = variant(search, seed)
-        best = search.solve(1, [2**40] * len(search.cluster.devices), None)
-        problem = search.homogeneous(1, 2**40)
+        best = search.solve(1)
+        problem = search.homogeneous(1)
         assert large.listed is not None
-        bound = large.downset_bound(search, [2**40], 1)
+        bound = large.downset_bound(search, 1)
         assert bound is not None
         for limit_ns in (best.load_ns - 1, best.load_ns, int(1.3 * best.load_ns)):
             before = bound.before(limit_ns, UNLIMITED)
@@ -164,10 +164,9 @@ def test_a_search_along_relaxed_plans_finds_and_proves_the_best_load() -> None:
     for seed in range(24):
         search, large, _ = random_search(seed)
         search = variant(search, seed)
-        limits = [2**40] * len(search.cluster.devices)
-        best = search.solve(1, limits, None)
-        rough = replace(best, load_ns=2 * best.load_ns + 1, bound_ns=int(search.homogeneous(1, 2**40).bound_ns))
-        improved = large.improved(search, limits, rough)
+        best = search.solve(1)
+        rough = replace(best, load_ns=2 * best.load_ns + 1, bound_ns=int(search.homogeneous(1).bound_ns))
+        improved = large.improved(search, rough)
         assert (improved.load_ns, improved.bound_ns) == (best.load_ns, best.load_ns), seed
 
 
@@ -175,9 +174,8 @@ def test_too_many_values_leave_the_bound_of_the_windows(monkeypatch: pytest.Monk
     monkeypatch.setattr(downset_bound, "MAX_VALUES", 1)
     for seed in range(10):
         search, large, best = random_search(seed)
-        assert large.downset_bound(search, [2**40], 1) is None
-        limits = [2**40] * len(search.cluster.devices)
-        assert large.below(search, limits, replace(best, bound_ns=0), best.load_ns).bound_ns <= best.load_ns
+        assert large.downset_bound(search, 1) is None
+        assert large.below(search, replace(best, bound_ns=0), best.load_ns).bound_ns <= best.load_ns
 
 
 def test_every_cut_of_the_best_plan_is_possible_within_its_load() -> None:
