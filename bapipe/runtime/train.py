@@ -21,7 +21,8 @@ from bapipe.runtime.job_facts import job_facts
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_rank import EvaluationProgress, TrainJob, evaluation_data, train_rank
+from bapipe.runtime.train_job import TrainJob
+from bapipe.runtime.train_rank import EvaluationProgress, evaluation_data, train_rank
 from bapipe.runtime.train_result import OnEvaluation, OnStep, StepReport, TrainResult
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example

@@ -1,9 +1,8 @@
 """Training by a plan, in one rank: feeds its stages, keeps checkpoints, evaluates, and gathers what was measured."""
 
-import hashlib
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +12,9 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import Stopped
-from bapipe.formats.codec import encode
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint, set_damaged_aside
-from bapipe.runtime.checkpoint.manifest import Manifest, MinibatchSize, Position
-from bapipe.runtime.checkpoint.options import kept_options
+from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.checkpoint.weights import load_weights
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
@@ -26,70 +23,15 @@ from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.not_finite import check_parameters
-from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
 from bapipe.runtime.step_reports import StepReports
-from bapipe.runtime.train_config import TrainConfig
+from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
-from bapipe.torch_device import environment
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import Example
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainJob:
-    """What every rank gets.
-
-    Attributes:
-        validation: data to evaluate on; None without evaluation.
-        learning_rate: after the warm-up.
-        optimizer: class of `torch.optim`, and its arguments besides the learning rate.
-        devices: names of the ranks' devices.
-        resume_from: the checkpoint to continue from, which is whole.
-    """
-
-    plan: Plan
-    build: Callable[[], Example]
-    dataset: PipelineDataset[Any]
-    validation: PipelineDataset[Any] | None
-    config: TrainConfig
-    learning_rate: float
-    optimizer: tuple[str, Mapping[str, object]]
-    devices: tuple[str, ...]
-    resume_from: Checkpoint | None
-
-    def manifest(self, position: Position) -> Manifest:
-        return Manifest(
-            model=self.plan.model,
-            optimizer=self.optimizer[0].lower(),
-            seed=self.config.seed,
-            num_samples=len(self.dataset),
-            minibatch_sizes=self._minibatch_sizes(),
-            position=position,
-            plan=hashlib.sha256(encode(self.plan)).hexdigest(),
-            versions={name: str(value) for name, value in environment().items()},
-            tensors={},
-            optimizer_tensors={},
-            optimizer_numbers={},
-            files={},
-            options=kept_options(self.config),
-        )
-
-    def _minibatch_sizes(self) -> tuple[MinibatchSize, ...]:
-        num_samples = self.plan.minibatch_size
-        if self.resume_from is None:
-            return (MinibatchSize(from_step=0, num_samples=num_samples),)
-        before, start = self.resume_from.manifest.minibatch_sizes, self.resume_from.manifest.position.step
-        if before[-1].num_samples == num_samples:
-            return before
-        return (*before, MinibatchSize(from_step=start, num_samples=num_samples))
-
-    def optimizer_factory(self) -> OptimizerFactory:
-        name, arguments = self.optimizer
-        return optimizer_factory(name, self.learning_rate, arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,47 +67,89 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     example = job.build()
     if settings.channels_last:
         example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    pipeline = Pipeline(
-        example.module,
-        plan,
-        loss=example.loss,
-        inputs=example.inputs,
-        optimizer=job.optimizer_factory(),
-        clip_norm=config.clip_norm,
-        autocast=getattr(torch, settings.autocast) if settings.autocast else None,
-        device=rank.device,
-        seed=config.seed,
-        initialize=example.initialize,
-        buckets=[bucket_examples(example.tensors, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
-        evaluates=job.validation is not None,
-    )
+    pipeline = _pipeline(rank, job, example)
     validation = None if job.validation is None else evaluation_data(example, job.validation)
     start = _resume(pipeline, job.resume_from)
-    writer = None
-    if config.checkpoint is not None:
-        if rank.index == 0:
-            set_damaged_aside(config.checkpoint, start.step)
-        writer = CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices, rank.device)
+    writer = _checkpoint_writer(rank, job, start)
     if config.weights is not None and job.resume_from is None:
         load_weights(config.weights, pipeline.state_dict())
     pipeline.start_at(start.step)
     seed_step(config.seed, rank.index, start.step)
-    loader = batches(
+    with closing(_loader(rank, job, pipeline, example, start)) as loader:
+        history, evaluations = _train_steps(rank, job, pipeline, loader, start, writer, validation)
+    if writer is not None:
+        writer.wait()
+    return replace(_gather(pipeline, rank, job.devices, history), evaluations=tuple(evaluations))
+
+
+def _pipeline(rank: Rank, job: TrainJob, example: Example) -> Pipeline:
+    autocast = job.plan.compute_settings.autocast
+    return Pipeline(
+        example.module,
+        job.plan,
+        loss=example.loss,
+        inputs=example.inputs,
+        optimizer=job.optimizer_factory(),
+        clip_norm=job.config.clip_norm,
+        autocast=getattr(torch, autocast) if autocast else None,
+        device=rank.device,
+        seed=job.config.seed,
+        initialize=example.initialize,
+        buckets=[bucket_examples(example.tensors, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
+        evaluates=job.validation is not None,
+    )
+
+
+def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> CheckpointWriter | None:
+    """Returns what writes the checkpoints, if there is a folder for them; damaged newer ones are set aside."""
+    config = job.config
+    if config.checkpoint is None:
+        return None
+    if rank.index == 0:
+        set_damaged_aside(config.checkpoint, start.step)
+    return CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices, rank.device)
+
+
+def _loader(
+    rank: Rank, job: TrainJob, pipeline: Pipeline, example: Example, start: Position
+) -> Generator[Batch, None, None]:
+    """Returns the mini-batches of the run from a position on, loaded ahead by worker processes where that helps."""
+    plan, config = job.plan, job.config
+    num_workers = num_data_workers(
+        config.data_workers,
+        is_slow_to_load=job.dataset.is_slow_to_load,
+        num_ranks=rank.size,
+        num_threads=plan.compute_settings.threads,
+        batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
+    )
+    return batches(
         pipeline,
         plan,
         job.dataset,
         config.seed,
         start,
         rank=rank.index,
-        num_workers=num_data_workers(
-            config.data_workers,
-            is_slow_to_load=job.dataset.is_slow_to_load,
-            num_ranks=rank.size,
-            num_threads=settings.threads,
-            batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
-        ),
+        num_workers=num_workers,
         pin_memory=rank.device.type == "cuda",
     )
+
+
+def _train_steps(
+    rank: Rank,
+    job: TrainJob,
+    pipeline: Pipeline,
+    loader: Iterator[Batch],
+    start: Position,
+    writer: CheckpointWriter | None,
+    validation: EvaluationData | None,
+) -> tuple[_History, list[Evaluation]]:
+    """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
+
+    Raises:
+        Stopped: a signal has asked for it; the step is done, and its checkpoint written.
+        RunFailed: a loss, or a parameter that a checkpoint would hold, is not finite.
+    """
+    plan, config = job.plan, job.config
 
     def load_again(step: int, before: Position) -> Batch:
         seed_step(config.seed, rank.index, step)
@@ -173,38 +157,38 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
             return next(again)
 
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
-    history, evaluations, position = _History(), [], start
-    with closing(loader):
-        for step in range(start.step, config.steps):
-            rank.enter_step(step)
-            seed_step(config.seed, rank.index, step)
-            learning_rate = config.learning_rate_at(step, job.learning_rate)
-            pipeline.set_learning_rate(learning_rate)
-            before_ns = time.perf_counter_ns()
-            batch = next(loader)
-            reports.start(step, learning_rate, batch, position, time.perf_counter_ns() - before_ns)
-            position = batch.after
-            if not (reports.are_due or config.pauses_after(step + 1)):
-                continue
-            finished, stop_signal = reports.collect()
-            for report in finished:
-                history.add(report)
-                if rank.index == 0:
-                    rank.report(report)
-            if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
-                check_parameters(pipeline, job.devices, step)
-                manifest = msgspec.structs.replace(job.manifest(batch.after), grad_scaler=pipeline.grad_scaler)
-                copied = writer.save(
-                    manifest, pipeline.state_dict(), pipeline.optimizer_state(), pipeline.changed_by_forwards()
-                )
-                pipeline.keep_state_until(copied)
-            if stop_signal and step + 1 < config.steps:
-                raise _stopped(stop_signal, step + 1, writer)
-            if validation is not None and config.evaluates_after(step + 1):
-                evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1))
-    if writer is not None:
-        writer.wait()
-    return replace(_gather(pipeline, rank, job.devices, history), evaluations=tuple(evaluations))
+    history, evaluations, position = _History(), list[Evaluation](), start
+    for step in range(start.step, config.steps):
+        rank.enter_step(step)
+        seed_step(config.seed, rank.index, step)
+        learning_rate = config.learning_rate_at(step, job.learning_rate)
+        pipeline.set_learning_rate(learning_rate)
+        before_ns = time.perf_counter_ns()
+        batch = next(loader)
+        reports.start(step, learning_rate, batch, position, time.perf_counter_ns() - before_ns)
+        position = batch.after
+        if not (reports.are_due or config.pauses_after(step + 1)):
+            continue
+        finished, stop_signal = reports.collect()
+        for report in finished:
+            history.add(report)
+            if rank.index == 0:
+                rank.report(report)
+        if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
+            _save(pipeline, job, writer, batch.after, step)
+        if stop_signal and step + 1 < config.steps:
+            raise _stopped(stop_signal, step + 1, writer)
+        if validation is not None and config.evaluates_after(step + 1):
+            evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1))
+    return history, evaluations
+
+
+def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position: Position, step: int) -> None:
+    """Begins to write a checkpoint; the next update waits until the state has been copied."""
+    check_parameters(pipeline, job.devices, step)
+    manifest = msgspec.structs.replace(job.manifest(position), grad_scaler=pipeline.grad_scaler)
+    copied = writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_state(), pipeline.changed_by_forwards())
+    pipeline.keep_state_until(copied)
 
 
 def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stopped:

@@ -15,7 +15,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import MANIFEST, MinibatchSize, Position, position_after, read_manifest
 from bapipe.runtime.checkpoint.tensor_files import read_tensors, stored_specs, tensor_specs, write_tensors
 from bapipe.runtime.data.loader import MinibatchSampler
-from bapipe.runtime.train_rank import TrainJob
+from bapipe.runtime.train_job import TrainJob
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.multiprocess.fault_cases import points
 from tests.runtime.checkpoint.cases import go, read_tree, write_manifest
