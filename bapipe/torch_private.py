@@ -180,7 +180,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def occupy_gpu(device: torch.device, cycles: int) -> None:
-    """Makes a GPU do nothing for so many of its cycles, on its current stream; returns at once."""
+    """Makes a GPU do nothing for a number of its cycles, on its current stream; returns at once."""
     wait: Callable[[int], None] = torch.cuda._sleep  # which torch leaves without types
     with torch.cuda.device(device):
         wait(cycles)

@@ -21,7 +21,7 @@ from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
 
 MAX_CHAIN = 10
-"""So many neighbouring points are searched together, one chain after another or in processes of their own."""
+"""Maximum number of neighbouring points in a chain, which is searched together; chains may run in processes."""
 
 FIELDS = {
     "link": "bandwidth",

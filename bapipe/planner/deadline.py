@@ -71,7 +71,7 @@ class Deadline:
         self._is_stopped = True
 
     def share(self, num_parts: int) -> "Deadline":
-        """Returns a deadline after an equal share of the time that remains, for the first of so many searches."""
+        """Returns the deadline of the first of `num_parts` searches, which share the time that remains equally."""
         left_s = self.remaining_s
         share_s = None if left_s is None else left_s / num_parts
         return Deadline(share_s, is_given=self.is_given, clock=self._clock, within=self)

@@ -36,7 +36,7 @@ def groupings(profiles: Profiles, cluster: Cluster, num_members: int | None = No
     grouping only.
 
     Args:
-        num_members: only groups of so many devices; 1 for single devices.
+        num_members: allows only groups of this size; 1 for single devices, None for any.
 
     Raises:
         BapipeError: no profile, or none of so many members; two of a kind with the same number of threads and members;

@@ -10,7 +10,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 
 
 def with_groups(cluster: Cluster, kind: str, num_members: int) -> Cluster:
-    """Returns the cluster with its devices of a kind in groups of so many, within hosts.
+    """Returns the cluster with its devices of a kind in groups of `num_members`, each within a host.
 
     A link between groups is the slowest of those from each member to its partner.
 

@@ -16,7 +16,7 @@ def group_sizes(most: int) -> list[int]:
 
 
 def pipeline_with_replicas(first: Sequence[StagePlacement], num_replicas: int) -> tuple[StagePlacement, ...] | None:
-    """Returns the first pipeline whose stages have so many replicas each, None if there is none.
+    """Returns the first pipeline whose stages have `num_replicas` replicas each, None if there is none.
 
     Args:
         first: the placements that its first stage can have.

@@ -30,10 +30,10 @@ from bapipe.progress import SearchProgress
 from bapipe.schedules import LOOPED
 
 MAX_LAYERS = 2_000
-"""Copies of a block are tried up to so many layers in all."""
+"""Maximum number of layers of a model with copies of a block."""
 
-SHARE = 3
-"""Each search may take one part in so many of the time that remains."""
+NUM_SHARES = 3
+"""Each search may take 1 / `NUM_SHARES` of the time that remains."""
 
 ANY_NS = 2**62
 """More than any step takes."""
@@ -73,7 +73,7 @@ class _Setting:
             return Answer()
         if self.options.objective == "step" and self._step_bound_ns() > self.limit_ns:
             return Answer(is_refuted=True)
-        share = self.deadline.share(SHARE)
+        share = self.deadline.share(NUM_SHARES)
 
         def end_when_fast_enough(num_simulated: int, best_ns: int, bound_ns: int) -> None:
             self.progress(num_simulated, best_ns, bound_ns)
@@ -135,7 +135,7 @@ def reach_goal(
     setting = _Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
-    fastest = search(profiles, cluster, options, deadline.share(SHARE), progress)
+    fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest))
     if fastest.prediction.objective_ns > setting.limit_ns:
         raise _too_slow(goal, fastest)

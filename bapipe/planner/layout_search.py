@@ -26,7 +26,7 @@ MAX_IMPROVING_ACTIONS = 3_000_000
 """The budget of the local search that follows a search which leaves a gap."""
 
 MAX_BRANCHED_BOUNDARIES = 100
-"""Up to so many boundaries fixed placements are searched by the branch and bound as well."""
+"""Maximum number of boundaries with which fixed placements are searched by the branch and bound as well."""
 
 
 def search_layouts(

@@ -29,13 +29,13 @@ from bapipe.planner.work_bound import step_bound_ns
 from bapipe.schedules import SCHEDULES
 
 MAX_GAP = 0.005
-"""The search of a point ends when its plan is proven to be within this part of the lower bound."""
+"""The search of a point ends when its plan exceeds the lower bound by no more than this share of it."""
 
 MAX_NODES = 300
 """Node budget of the search of a point."""
 
 MAX_MOVES = 100
-"""So many plans with moved cuts are timed per point."""
+"""Maximum number of plans with moved cuts that are timed per point."""
 
 Progress = Callable[[], None]
 """Called when another point has been searched."""
@@ -72,7 +72,7 @@ def plans_nearby(
     The bounds hold for plans whose layers are cut in the profile's order.
 
     Args:
-        points: neighbours beside each other.
+        points: in an order in which neighbours differ little: the plan of each is tried at the next.
     """
     found = [_begin(profiles, point) for point in points]
     begun = [each for each in found if isinstance(each, _PointSearch)]

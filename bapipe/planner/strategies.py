@@ -32,7 +32,7 @@ SPLITS: tuple[Split, ...] = ("spatial", "filter", "channel", "tensor", "sharded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """How far a strategy goes: on so many devices, and what allows no more."""
+    """The maximum number of devices that a strategy can use, and what sets it."""
 
     num_devices: int
     reason: str

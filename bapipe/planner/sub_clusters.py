@@ -33,7 +33,7 @@ class SubClusters:
 
 
 def sub_clusters(cluster: Cluster, num_devices: int, ns_per_sample: Sequence[float]) -> SubClusters:
-    """Returns the choices of so many devices, up to exchanges of alike devices and of alike hosts.
+    """Returns the choices of `num_devices` devices; of those that differ only in alike devices or hosts, one.
 
     Args:
         ns_per_sample: time of each device for the same work. [devices]

@@ -37,7 +37,7 @@ def check_trainable(module: nn.Module) -> None:
 
 
 def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> bool:
-    """Returns whether the device has memory for so many copies of the parameters: 2 with their gradients."""
+    """Returns whether the device has memory for some copies of the parameters; 2 are parameters and their gradients."""
     return copies * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
 
 

@@ -32,7 +32,7 @@ class Samples:
         return REPEATED if self._data is None else MADE_UP
 
     def batch(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns so many samples on a device: the inputs in order, and the target.
+        """Returns `size` samples on a device: the inputs in order, and the target.
 
         Raises:
             BapipeError: there is not enough memory for them.

@@ -24,7 +24,7 @@ def check(problems: Sequence[Problem], *, best_first: bool = False, seed: int | 
     """
     max_exact_intervals = MAX_EXACT_INTERVALS if best_first else 0
     want = exhaustive(problems)
-    found = solve_long_chain(problems, max_exact_intervals=max_exact_intervals, max_gap=1.0)
+    found = solve_long_chain(problems, max_exact_intervals=max_exact_intervals, max_gap=0.0)
     assert (found is None) == (want is None), seed
     if found is None or want is None:
         return 0, 0, 0

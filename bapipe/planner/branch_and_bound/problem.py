@@ -115,7 +115,7 @@ class Problem:
         return self.lower_bound.costs.intervals.cuts
 
     def with_num_devices(self, num_devices: int) -> "Problem":
-        """Returns the problem on exactly so many devices; it shares its bounds and compiled schedules with this one."""
+        """Returns the problem on exactly this number of devices; both share bounds and compiled schedules."""
         return self.with_roots([root for root in self.roots if root.num_devices == num_devices])
 
     def with_roots(self, roots: Sequence[Root]) -> "Problem":

@@ -105,7 +105,7 @@ class RecomputationBound:
             self._surplus.append(intervals.sums([int(value) for value in of_layers]))
 
     def least_ns(self, saved_bytes: IntArray, rows: Rows) -> IntArray:
-        """Returns a lower bound of F of any layers of each interval whose stashes have so many bytes. [rows]"""
+        """Returns a lower bound of F of any layers of each interval whose stashes have a number of bytes. [rows]"""
         # For any multiplier: F >= ns * saved - sum over the layers of max(0, ns * stash - F).
         least = np.zeros(saved_bytes.shape, dtype=np.int64)
         saved = np.minimum(saved_bytes, INF >> 8).astype(np.float64)

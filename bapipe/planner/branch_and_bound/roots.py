@@ -20,8 +20,8 @@ from bapipe.planner.equal_groups import group_sizes
 from bapipe.schedules import SCHEDULES
 
 MAX_DEVICE_GROUPS = 3_000
-"""Up to so many ways to choose the devices of a stage and those that remain, devices are taken in any order; with more,
-in the cluster's order."""
+"""Maximum number of pairs (devices of a stage, devices that remain after it) with which devices are taken in any order;
+with more, they are taken in the cluster's order."""
 
 MAX_DEVICE_ORDERS = 500
 """Maximum number of orders of the devices of one pipeline, for a schedule with several stages per device."""
@@ -145,7 +145,7 @@ def _device_orders(
 
 
 def total_rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:
-    """Returns the sum of the speeds of so many devices of each class."""
+    """Returns the sum of the speeds of some devices, given as the number of each class."""
     # Exact rational numbers: a bound must not exceed its true value by rounding.
     speeds = (count * Fraction(str(cls.device.speed)) for count, cls in zip(used, classes, strict=True))
     return sum(speeds, start=Fraction(0))

@@ -31,7 +31,7 @@ ACTIONS_PER_NODE = 1200
 """Exchange rate: actions that the simulator runs in the time that expanding one partial plan takes."""
 
 EVENT_DRIVEN_FACTOR = 20
-"""Exchange rate: the event-driven engine of the simulator takes so many times as long as the longest path."""
+"""Exchange rate: how many times as long the event-driven engine of the simulator takes as the longest path."""
 
 NODES_BETWEEN_DIVES = 20
 """Partial plans expanded between two dives."""

@@ -32,8 +32,8 @@ from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import IntervalCosts
 
 MAX_PERMUTED_DEVICES = 5
-"""Up to so many devices in a cluster, those of one stage take their micro-batches in any order; with more, the fastest
-first."""
+"""Maximum number of devices of a cluster with which the replicas of a stage are tried in every order; with more, the
+fastest comes first."""
 
 SYNC_CLASS_DIVISORS = (20, 5)
 """Thresholds between the sync classes: an ideal step time divided by these; see `cost_to_go.py`."""

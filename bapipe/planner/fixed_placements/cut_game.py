@@ -17,11 +17,11 @@ GAME_ITERATIONS, GAME_COST = 60, 4_000
 """Iterations of the solver of a game, and the simulated actions that take as long."""
 
 MAX_SUMS = 6_000_000
-"""At most so many sums of paths with intervals are in memory at a time, and those of one mixture."""
+"""Maximum number of sums of paths with intervals that are in memory at a time, besides those of one mixture."""
 
-MAX_KEPT, KEPT_SHARE, NUM_LAST_KEPT = 10, 50, 3
-"""A node hands down the paths and cuts with more than one part in so many of the strategies, at most so many, and the
-last ones found."""
+MAX_KEPT, MIN_SHARE_DIVISOR, NUM_LAST_KEPT = 10, 50, 3
+"""What a node hands down to its children: at most `MAX_KEPT` paths, and as many cuts, each with more than
+1 / `MIN_SHARE_DIVISOR` of the strategy; and the last ones found."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -114,7 +114,9 @@ class CutGame:
 def _most_used(known: dict[Key, IntArray], strategy: IntArray) -> dict[Key, IntArray]:
     keys = list(known)
     shares = np.concatenate([strategy, np.zeros(len(keys) - len(strategy), dtype=np.int64)])
-    used = [int(i) for i in np.argsort(-shares, kind="stable")[:MAX_KEPT] if shares[i] > shares.sum() // KEPT_SHARE]
+    used = [
+        int(i) for i in np.argsort(-shares, kind="stable")[:MAX_KEPT] if shares[i] > shares.sum() // MIN_SHARE_DIVISOR
+    ]
     last = range(max(0, len(keys) - NUM_LAST_KEPT), len(keys))
     return {keys[i]: known[keys[i]] for i in dict.fromkeys([*used, *last])}
 

@@ -39,19 +39,19 @@ from bapipe.planner.fixed_placements.possible_cuts import PossibleCuts, all_cuts
 from bapipe.progress import SearchProgress
 
 MAX_PIPELINES = 64
-"""The search takes problems with at most so many pipelines."""
+"""Maximum number of pipelines of all problems together, for this search to take them, ..."""
 
 MAX_ENTRIES = 20_000_000
-"""And with at most so many times of replicas with all intervals."""
+"""... and of the entries of their tables: the times of all replicas with all intervals."""
 
 MAX_ENUMERATED = 4_000
-"""Up to so many cuts of a node are searched one by one."""
+"""Maximum number of cuts of a node that is enumerated."""
 
 FIRST_ACTIONS = 3_000_000
 """The budget of the first attempt, in simulated actions; it doubles with each that fails."""
 
 MAX_FILTERS, MAX_FILTER_SUMS = 300, 3_000_000
-"""How many of the known paths remove intervals when a node is opened: at most so many, and so many sums in all."""
+"""Maximum number of known paths that remove intervals when a node is opened, and of the sums that this takes."""
 
 MAX_FIRST_ROUNDS, MAX_ROUNDS = 30, 6
 """Rounds of the game of a pipeline's first node, and of the others."""
@@ -59,11 +59,11 @@ MAX_FIRST_ROUNDS, MAX_ROUNDS = 30, 6
 FIRST_SHARE = 1 / 4
 """How much of the gap between the bound and the best step lies below the first limit."""
 
-MIN_GAP = 1_000
-"""No limit is set between a bound and a best step that differ by less than one part in so many."""
+MIN_GAP_DIVISOR = 1_000
+"""If bound and best step differ by less than 1 / `MIN_GAP_DIVISOR` of the step, no limit is set between them."""
 
 MIN_RISE, MAX_STALLED = 1.002, 2
-"""The game of a node ends after so many rounds that raise its bound by less than this factor."""
+"""A round that raises the bound of a node by less than this factor is stalled; this many of them end its game."""
 
 
 def few_pipelines(problems: Sequence[Problem]) -> tuple[tuple[Problem, Root, tuple[StagePlacement, ...]], ...]:
@@ -166,7 +166,7 @@ class _CutSearch:
         share, actions = FIRST_SHARE, FIRST_ACTIONS
         while self.proven_ns < self.best_ns and not self.budget.is_over():
             gap_ns = self.best_ns - self.proven_ns
-            is_small = self.best_ns < INF and gap_ns * MIN_GAP < self.best_ns
+            is_small = self.best_ns < INF and gap_ns * MIN_GAP_DIVISOR < self.best_ns
             self.limit_ns = INF if share == 1 or is_small else self.proven_ns + max(1, int(share * gap_ns))
             self._attempt_end = self.budget.spent + actions
             self._attempt()

@@ -20,7 +20,7 @@ from bapipe.planner.fixed_placements.path_bound import PathBound
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 
 MAX_ENTRIES = 20_000_000
-"""Local search moves the cuts of a pipeline if the times of its replicas with all intervals are at most so many."""
+"""Maximum number of entries of a pipeline's table, the times of all replicas with all intervals, for local search."""
 
 
 def improve(

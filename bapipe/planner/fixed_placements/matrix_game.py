@@ -12,7 +12,7 @@ TOTAL = 1 << 20
 """The numbers of a strategy add up to about this."""
 
 PAYOFF_BITS = 20
-"""Payoffs are rounded to so many bits."""
+"""Number of bits to which payoffs are rounded."""
 
 
 def solve_game(payoffs: IntArray, num_iterations: int) -> tuple[IntArray, IntArray]:

@@ -29,8 +29,8 @@ MAX_PATHS = 400
 Paths = dict[bytes, IntArray]
 """The weights of paths, by their bytes; the last ones found come last."""
 
-PRECISION = 1000
-"""The game is solved when its value exceeds the bound by no more than one part in so many."""
+PRECISION_DIVISOR = 1000
+"""The game is solved when its value exceeds the bound by no more than 1 / `PRECISION_DIVISOR` of it."""
 
 
 class PathBound:
@@ -79,7 +79,7 @@ class PathBound:
         if cuts is not None and cuts not in self._times:
             self.add_cuts(cuts)
             is_new = True
-        self.is_solved = not is_new or value_ns - self.bound_ns <= self.bound_ns // PRECISION
+        self.is_solved = not is_new or value_ns - self.bound_ns <= self.bound_ns // PRECISION_DIVISOR
         return 4 * self.pipeline.num_actions + self.pipeline.min_cuts_cost + GAME_COST
 
     def _bound_by(self, strategy: IntArray, paths: IntArray) -> Cuts | None:

@@ -16,22 +16,22 @@ from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 
 MAX_MOVES, ONE_CUT_SHARE = 3, 0.6
-"""How many moves away neighbours are at most; the share of moves that shift one cut alone."""
+"""Maximum number of moves from cuts to a neighbour of theirs; the share of moves that shift a single cut."""
 
 SHIFTS = np.array((1, 1, 1, 2, 2, 3, 4, 8))
 """By how many boundaries cuts are shifted, small shifts more often."""
 
 MANY_BOUNDARIES = 200
-"""In longer chains half of the shifts are by so many times as much as there are so many boundaries."""
+"""With more boundaries than this, half of the shifts are larger: in proportion to the number of boundaries."""
 
 NUM_NEIGHBOURS, MAX_ENDS = 256, 4_000_000
-"""Neighbours estimated at once: at most so many, and so many ends of actions in all."""
+"""Maximum number of neighbours that are estimated at once, and of the ends of actions of all of them together."""
 
 MAX_SIMULATED = 3
-"""Of these, at most so many are simulated."""
+"""Maximum number of these that are simulated."""
 
 MAX_WORSE = 16
-"""A climb ends after so many times without a faster neighbour."""
+"""A climb ends after this number of rounds without a faster neighbour."""
 
 TRIES_PER_TURN = 32
 """How many times a climb looks for a faster neighbour before another search has its turn."""

@@ -32,14 +32,14 @@ DEFAULT_MAX_ACTIONS = 12_000_000
 """Budget: simulated actions, and other work at the rates of `budget.py`."""
 
 ROUNDS_PER_TURN = 5
-"""How many rounds a bound is raised at most before the smallest bound is chosen anew."""
+"""Maximum number of rounds in which a bound is raised before the smallest bound is chosen anew."""
 
 NUM_CLIMBED = 3
 """The number of pipelines whose cuts are improved."""
 
 MAX_DESCENDED = 240
-"""Local search begins with small moves of cuts in chains of up to so many boundaries; in longer ones they are too small
-to begin with."""
+"""Maximum number of boundaries with which local search begins with small moves of cuts; for longer chains these are too
+small to begin with."""
 
 PROMISING = 1.1
 """The cuts of a pipeline are improved if they exceed the best step by no more than this factor."""

@@ -18,7 +18,7 @@ from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
 from bapipe.planner.deadline import Deadline
 
 MAX_TABLED = 30_000
-"""Up to so many intervals all are computed at once: chains of 240 boundaries."""
+"""Maximum number of intervals that are all computed at once: those of a chain of 240 boundaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from bapipe.planner.long_chain.relaxation import Path, Relaxation
 from bapipe.progress import SearchProgress
 
 MIN_BOUNDARIES = 300
-"""From so many boundaries on a chain is long: this search is used."""
+"""Minimum number of boundaries of a long chain, for which this search is used."""
 
 DEFAULT_MAX_ACTIONS = 12_000_000
 """Budget: actions that the simulator may run."""
@@ -36,14 +36,14 @@ DEFAULT_MAX_ACTIONS = 12_000_000
 ACTIONS_PER_NODE = 400
 """Exchange rate of the budget for a best-first search: a node takes longer than the simulation of its actions."""
 
-BOUND_PRECISION = 400
-"""Bisection ends at one part in so many."""
+PRECISION_DIVISOR = 400
+"""Bisection ends when the limits differ by no more than 1 / `PRECISION_DIVISOR` of their value."""
 
 BALANCE_SLACKS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
 """By how much stages may exceed the most even cut, for shorter transfers."""
 
-MAX_GAP = 1.01
-"""A best-first search follows if the best plan exceeds the bound by more than this factor, ..."""
+MAX_GAP = 0.01
+"""A best-first search follows if the best plan exceeds the bound by more than this share of it, ..."""
 
 MAX_EXACT_INTERVALS = 20_000_000
 """... among no more intervals of all placements than this."""
@@ -74,7 +74,7 @@ def solve_long_chain(
     Args:
         max_actions: after how many simulated actions the heuristics end.
         max_exact_intervals: among no more intervals of all placements a best-first search follows.
-        max_gap: a best-first search follows if the best plan exceeds the bound by more than this factor.
+        max_gap: a best-first search follows if the best plan exceeds the bound by more than this share of it.
         deadline: ends the search with the best layout so far.
 
     Raises:
@@ -96,7 +96,7 @@ def solve_long_chain(
             return None
         max_nodes = max_actions // ACTIONS_PER_NODE
         return best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress)
-    if best.step_ns > max_gap * best.lower_bound_ns:
+    if best.step_ns > (1 + max_gap) * best.lower_bound_ns:
         return close_gap(
             search.problems,
             search.relaxation,
@@ -274,7 +274,7 @@ class _LongChainSearch:
         high_ns = sufficient_ns if sufficient_ns is not None else self.best_ns
         while not self.is_over:
             low_ns = self.bounds_ns[costs]
-            if high_ns is not None and high_ns - low_ns <= low_ns // BOUND_PRECISION:
+            if high_ns is not None and high_ns - low_ns <= low_ns // PRECISION_DIVISOR:
                 break
             # Bisection; without an upper end the limit grows by a quarter until the relaxation is feasible.
             limit_ns = 5 * low_ns // 4 if high_ns is None else (low_ns + high_ns) // 2

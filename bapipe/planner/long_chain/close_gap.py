@@ -17,7 +17,7 @@ from bapipe.planner.long_chain.relaxation import Relaxation
 from bapipe.progress import SearchProgress
 
 PARTS_OF_BUDGET = 2
-"""The search for a faster plan has one of so many parts of the time and of the nodes."""
+"""The search for any faster plan gets 1 / `PARTS_OF_BUDGET` of the time and of the nodes."""
 
 FIRST_NODES, NODES_PER_PLACEMENT = 1_000, 4
 """The budget of the first attempt at a limit; it doubles with each that fails. Each placement that is possible adds to
@@ -26,8 +26,8 @@ it, as making its tables takes about as long as some nodes."""
 FIRST_SHARE = 1 / 4
 """How much of the gap between the bound and the best step lies below the first limit."""
 
-MIN_GAP = 1_000
-"""No limit is set between a bound and a best step that differ by less than one part in so many."""
+MIN_GAP_DIVISOR = 1_000
+"""If bound and best step differ by less than 1 / `MIN_GAP_DIVISOR` of the step, no limit is set between them."""
 
 
 def close_gap(
@@ -78,7 +78,7 @@ class _Closing:
         share, nodes = FIRST_SHARE, FIRST_NODES
         while self.bound_ns < self.best.step_ns and max_nodes > 0:
             self._deadline.check()
-            is_small = (self.best.step_ns - self.bound_ns) * MIN_GAP < self.best.step_ns
+            is_small = (self.best.step_ns - self.bound_ns) * MIN_GAP_DIVISOR < self.best.step_ns
             is_done = self.attempt(1.0 if is_small else share, min(nodes, max_nodes), self._deadline)
             max_nodes -= nodes
             share, nodes = (min(1.0, 2 * share), nodes) if is_done else (share / 2, 2 * nodes)

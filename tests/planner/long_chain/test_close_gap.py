@@ -34,7 +34,7 @@ def wide_gap_problems(schedule: str, num_layers: int = 40) -> tuple[Problem, ...
 def test_the_gap_of_a_long_chain_is_closed(schedule: str) -> None:
     problems = wide_gap_problems(schedule)
     without = solve_long_chain(problems, max_exact_intervals=0)
-    found = solve_long_chain(problems, max_gap=1.0)
+    found = solve_long_chain(problems, max_gap=0.0)
     optimum = best_first(problems)  # among all intervals
     assert without is not None
     assert found is not None
@@ -48,7 +48,7 @@ def test_the_gap_of_a_long_chain_is_closed(schedule: str) -> None:
 def test_progress_never_goes_back() -> None:
     shown: list[tuple[int, int, int]] = []
     found = solve_long_chain(
-        wide_gap_problems("1f1b"), max_gap=1.0, progress=lambda *figures: shown.append(tuple(figures))
+        wide_gap_problems("1f1b"), max_gap=0.0, progress=lambda *figures: shown.append(tuple(figures))
     )
     assert found is not None
     assert len(shown) > 3
@@ -68,7 +68,7 @@ def test_bounds_hold_wherever_the_deadline_passes(seed: int) -> None:
         ticks = count()
         deadline = Deadline(num_questions, clock=lambda ticks=ticks: float(next(ticks)))  # type: ignore[misc]
         try:
-            found = solve_long_chain(problems, max_gap=1.0, deadline=deadline)
+            found = solve_long_chain(problems, max_gap=0.0, deadline=deadline)
         except OutOfTime:
             continue
         assert found is not None
@@ -77,7 +77,7 @@ def test_bounds_hold_wherever_the_deadline_passes(seed: int) -> None:
 
 def test_bounds_hold_if_hardly_any_intervals_are_searched() -> None:
     problems = wide_gap_problems("1f1b")
-    optimum, best = best_first(problems), solve_long_chain(problems, max_gap=1_000)
+    optimum, best = best_first(problems), solve_long_chain(problems, max_gap=999)
     assert optimum is not None
     assert best is not None
     for max_intervals in (0, 10, 1_000):
