@@ -1,7 +1,7 @@
 """The fastest layout of problems of every kind: each is given to the search for its kind."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
@@ -45,100 +45,111 @@ def search_layouts(
     Raises:
         OutOfTime: the deadline passed before any layout was found that fits.
     """
+    searches = _Searches(max_nodes=max_nodes, deadline=deadline, progress=progress)
     fixed = [problem for problem in problems if problem.roots and has_fixed_placements(problem)]
-    others = [problem for problem in problems if problem not in fixed]
-    if not fixed:
-        return _search(problems, max_nodes, deadline, progress, None)
-    best: SearchResult | None = None
-    is_branched = all(len(problem.cuts) <= MAX_BRANCHED_BOUNDARIES for problem in fixed)
-    if is_branched:
-        best = best_first(problems, max_nodes=min(max_nodes, MAX_PROOF_NODES), deadline=deadline, progress=progress)
-        if best is not None and best.is_exhausted:
-            return best
-    is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
-    nodes = min(max_nodes, MAX_CUT_NODES) if is_followed else max_nodes
-    raised, best = search_fixed_placements(
-        fixed,
-        max_actions=ACTIONS_PER_NODE * nodes,
-        deadline=deadline.share(2) if others else deadline,
-        progress=progress,
-        incumbent=best,
-    )
-    if best is None or is_branched:
-        # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.
-        raised_of = dict(zip(fixed, raised, strict=True))
-        return _search([raised_of.get(each, each) for each in problems], max_nodes, deadline, progress, best)
-    pipelines = few_pipelines(raised)
-    if pipelines and best.lower_bound_ns < best.step_ns:
-        best = search_cuts(
-            pipelines,
-            max_actions=ACTIONS_PER_NODE * max_nodes,
-            deadline=deadline.share(2) if others else deadline,
-            progress=progress,
-            incumbent=best,
+    return searches.with_fixed_placements(problems, fixed) if fixed else searches.with_any_placements(problems, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Searches:
+    """The searches for each kind of problem, with the budget and the limits that they have in common."""
+
+    max_nodes: int
+    deadline: Deadline
+    progress: SearchProgress | None
+
+    @property
+    def max_actions(self) -> int:
+        return ACTIONS_PER_NODE * self.max_nodes
+
+    def with_fixed_placements(self, problems: Sequence[Problem], fixed: Sequence[Problem]) -> SearchResult | None:
+        """Returns the fastest layout of all problems, of which some have fixed placements."""
+        others = [problem for problem in problems if problem not in fixed]
+        best: SearchResult | None = None
+        is_branched = all(len(problem.cuts) <= MAX_BRANCHED_BOUNDARIES for problem in fixed)
+        if is_branched:
+            best = self._branch_and_bound(problems, None, MAX_PROOF_NODES)
+            if best is not None and best.is_exhausted:
+                return best
+        share = self.deadline.share(2) if others else self.deadline
+        is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
+        nodes = min(self.max_nodes, MAX_CUT_NODES) if is_followed else self.max_nodes
+        raised, best = search_fixed_placements(
+            fixed, max_actions=ACTIONS_PER_NODE * nodes, deadline=share, progress=self.progress, incumbent=best
         )
-        assert best is not None
-    found = _search(others, max_nodes, deadline, progress, best) if others else None
-    if found is None:
-        return best
-    fastest = min(best, found, key=lambda result: result.step_ns)
-    return replace(fastest, lower_bound_ns=min(best.lower_bound_ns, found.lower_bound_ns))
+        if best is None or is_branched:
+            # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.
+            raised_of = dict(zip(fixed, raised, strict=True))
+            return self.with_any_placements([raised_of.get(each, each) for each in problems], best)
+        pipelines = few_pipelines(raised)
+        if pipelines and best.lower_bound_ns < best.step_ns:
+            share = self.deadline.share(2) if others else self.deadline
+            best = search_cuts(
+                pipelines, max_actions=self.max_actions, deadline=share, progress=self.progress, incumbent=best
+            )
+            assert best is not None
+        found = self.with_any_placements(others, best) if others else None
+        if found is None:
+            return best
+        fastest = min(best, found, key=lambda result: result.step_ns)
+        return replace(fastest, lower_bound_ns=min(best.lower_bound_ns, found.lower_bound_ns))
 
+    def with_any_placements(self, problems: Sequence[Problem], incumbent: SearchResult | None) -> SearchResult | None:
+        """Returns the fastest layout by the searches for few pipelines and for long or short chains.
 
-def _search(
-    problems: Sequence[Problem],
-    max_nodes: int,
-    deadline: Deadline,
-    progress: SearchProgress | None,
-    incumbent: SearchResult | None,
-) -> SearchResult | None:
-    """The searches for few pipelines and for long or short chains; what they leave open is held against naive plans."""
-    max_actions = ACTIONS_PER_NODE * max_nodes
-    known = _search_few_pipelines(problems, max_nodes, deadline, progress, incumbent)
-    if known is not None and known.lower_bound_ns == known.step_ns:
-        return known
-    incumbent = known or incumbent
-    found: SearchResult | None
-    if is_long_chain(problems):
-        try:
-            found = solve_long_chain(problems, max_actions=max_actions, deadline=deadline, progress=progress)
-        except OutOfTime as error:
-            if incumbent is None:
-                raise
-            return replace(incumbent, lower_bound_ns=min(incumbent.step_ns, error.lower_bound_ns))
-    else:
-        found = best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress, incumbent=incumbent)
-    found = _best_of(found, known)
-    if found is None or found.lower_bound_ns == found.step_ns:
-        return found
-    return improve(problems, found, max_actions=min(max_actions, MAX_IMPROVING_ACTIONS), deadline=deadline)
+        What they leave open is compared with naive plans.
+        """
+        known = self._few_pipelines(problems, incumbent)
+        if known is not None and known.lower_bound_ns == known.step_ns:
+            return known
+        incumbent = known or incumbent
+        found: SearchResult | None
+        if is_long_chain(problems):
+            try:
+                found = solve_long_chain(
+                    problems, max_actions=self.max_actions, deadline=self.deadline, progress=self.progress
+                )
+            except OutOfTime as error:
+                if incumbent is None:
+                    raise
+                return replace(incumbent, lower_bound_ns=min(incumbent.step_ns, error.lower_bound_ns))
+        else:
+            found = self._branch_and_bound(problems, incumbent, self.max_nodes)
+        found = _best_of(found, known)
+        if found is None or found.lower_bound_ns == found.step_ns:
+            return found
+        max_actions = min(self.max_actions, MAX_IMPROVING_ACTIONS)
+        return improve(problems, found, max_actions=max_actions, deadline=self.deadline)
 
+    def _few_pipelines(self, problems: Sequence[Problem], incumbent: SearchResult | None) -> SearchResult | None:
+        """Returns the result of the search of cuts; None if there are many pipelines.
 
-def _search_few_pipelines(
-    problems: Sequence[Problem],
-    max_nodes: int,
-    deadline: Deadline,
-    progress: SearchProgress | None,
-    incumbent: SearchResult | None,
-) -> SearchResult | None:
-    """The branch and bound until it has solved small problems, then the search of cuts; None with many pipelines."""
-    pipelines = few_pipelines(problems)
-    if not pipelines:
-        return None
-    first: SearchResult | None = None
-    if not is_long_chain(problems) and not all(has_fixed_placements(problem) for problem in problems):
-        nodes = min(max_nodes, MAX_PROOF_NODES)
-        first = best_first(problems, max_nodes=nodes, deadline=deadline, progress=progress, incumbent=incumbent)
-        if first is not None and first.lower_bound_ns == first.step_ns:
-            return first
-    found = search_cuts(
-        pipelines,
-        max_actions=ACTIONS_PER_NODE * max_nodes,
-        deadline=deadline.share(2),
-        progress=progress,
-        incumbent=first or incumbent,
-    )
-    return _best_of(found, first)
+        Before it, the branch and bound solves small problems.
+        """
+        pipelines = few_pipelines(problems)
+        if not pipelines:
+            return None
+        first: SearchResult | None = None
+        if not is_long_chain(problems) and not all(has_fixed_placements(problem) for problem in problems):
+            first = self._branch_and_bound(problems, incumbent, MAX_PROOF_NODES)
+            if first is not None and first.lower_bound_ns == first.step_ns:
+                return first
+        found = search_cuts(
+            pipelines,
+            max_actions=self.max_actions,
+            deadline=self.deadline.share(2),
+            progress=self.progress,
+            incumbent=first or incumbent,
+        )
+        return _best_of(found, first)
+
+    def _branch_and_bound(
+        self, problems: Sequence[Problem], incumbent: SearchResult | None, max_nodes: int
+    ) -> SearchResult | None:
+        nodes = min(self.max_nodes, max_nodes)
+        return best_first(
+            problems, max_nodes=nodes, deadline=self.deadline, progress=self.progress, incumbent=incumbent
+        )
 
 
 def _best_of(one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:
