@@ -1,0 +1,202 @@
+"""Builds the problems of a search space: one per schedule and micro-batch size, from what they have in common."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.chain import Chain
+from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
+from bapipe.planner.branch_and_bound.devices import ClassLinks, ClassSymmetry, DeviceClass
+from bapipe.planner.branch_and_bound.interval_memory import IntervalMemory
+from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
+from bapipe.planner.branch_and_bound.intervals import MAX_TIME, IntArray, IntervalIndex
+from bapipe.planner.branch_and_bound.lower_bound import LowerBound
+from bapipe.planner.branch_and_bound.placements import PlacementGraph
+from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.branch_and_bound.recomputation import LayerChoice, Recomputation, RecomputationBound
+from bapipe.planner.branch_and_bound.roots import make_roots, total_rate
+from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
+from bapipe.planner.branch_and_bound.stage_memory import StageMemory
+from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
+from bapipe.planner.constraints import Constraints
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.validation import named_schedules
+from bapipe.schedules import SCHEDULES
+from bapipe.simulator.interval_costs import IntervalCosts
+
+MAX_PERMUTED_DEVICES = 5
+"""Maximum number of devices of a cluster with which the replicas of a stage are tried in every order; with more, the
+fastest comes first."""
+
+SYNC_CLASS_DIVISORS = (20, 5)
+"""Thresholds between the sync classes: an ideal step time divided by these; see `cost_to_go.py`."""
+
+PROBE_STAGES, PROBE_MICROBATCHES = 2, 16
+"""Size of the table that tells whether a schedule runs all forwards first: more micro-batches than are in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemBuilder:
+    """Builds the problems of a space from what they have in common.
+
+    Attributes:
+        profiles: of the kinds of the classes' devices.
+        classes: of the cluster's devices.
+        any_order: whether devices are taken in any order, or in the cluster's.
+    """
+
+    profiles: Mapping[str, ModelProfile]
+    cluster: Cluster
+    options: PlanOptions
+    constraints: Constraints
+    classes: Sequence[DeviceClass]
+    links: ClassLinks
+    any_order: bool
+    enabled_bounds: frozenset[str]
+    deadline: Deadline
+
+    def problems(self, sizes: Sequence[int]) -> tuple[list[Problem], IntervalIndex | None]:
+        """Returns the problems at some micro-batch sizes, and the intervals of all of them; None without a size."""
+        first = next(iter(self.profiles.values()))
+        intervals: IntervalIndex | None = None
+        problems = []
+        # Problems of one micro-batch size share chains and costs; the intervals serve all sizes, as legal cuts do not
+        # depend on the size.
+        for size in reversed(sizes):
+            self.deadline.check()
+            chains = _chains(self.profiles, self.classes, size)
+            intervals = intervals or IntervalIndex(self.constraints.allowed_cuts(first, chains[0].legal))
+            costs = self._stage_costs(intervals, size, chains)
+            problems += [self._problem(schedule, size, chains, costs) for schedule in named_schedules(self.options)]
+        return problems, intervals
+
+    def _problem(self, schedule: str, size: int, chains: Sequence[Chain], costs: StageCostTable) -> Problem:
+        classes, options = self.classes, self.options
+        work_ns, num_microbatches = _min_work_ns(self.profiles, size), options.minibatch_size // size
+        placements = PlacementGraph(
+            schedule,
+            num_microbatches,
+            ClassSymmetry(types=tuple(cls.type_number for cls in classes), hosts=tuple(cls.host for cls in classes)),
+            replicas=options.replicas,
+            permute_replicas=len(self.cluster.devices) <= MAX_PERMUTED_DEVICES,
+            deadline=self.deadline,
+        )
+        # All work spread evenly over all devices: the scale for the thresholds between sync classes.
+        ideal_step_ns = int(num_microbatches * work_ns / total_rate([len(cls.ranks) for cls in classes], classes))
+        lower_bound = LowerBound(
+            costs,
+            num_microbatches,
+            forwards_first=_runs_forwards_first(schedule),
+            sync_limits_ns=[ideal_step_ns // divisor for divisor in SYNC_CLASS_DIVISORS],
+            enabled=self.enabled_bounds,
+            deadline=self.deadline,
+        )
+        roots = make_roots(
+            placements,
+            classes,
+            work_ns,
+            num_stages=options.num_stages,
+            max_stages=costs.intervals.num_boundaries - 1,
+            any_order=self.any_order,
+        )
+        return Problem(
+            cluster=self.cluster,
+            classes=classes,
+            chains=chains,
+            schedule=schedule,
+            microbatch_size=size,
+            num_microbatches=num_microbatches,
+            placements=placements,
+            lower_bound=lower_bound,
+            roots=roots,
+            deadline=self.deadline,
+        )
+
+    def _stage_costs(self, intervals: IntervalIndex, size: int, chains: Sequence[Chain]) -> StageCostTable:
+        """Returns the costs of all stages at a micro-batch size; `chains` are the layers on each class."""
+        profiles, classes = self.profiles, self.classes
+        # Kinds of devices may disagree about the bytes at a cut: memory takes the maximum, transfers the minimum.
+        # Groups of another size hold other bytes, so only those of one size are compared for memory.
+        max_bytes = {
+            num_members: _max_at_cuts([chain for chain in chains if chain.num_members == num_members])
+            for num_members in {chain.num_members for chain in chains}
+        }
+        times: dict[Hashable, IntervalTimes] = {}
+        costs: dict[str, IntervalCosts] = {}
+        memory: dict[str, IntervalMemory] = {}
+        for cls in classes:
+            kind, speed = cls.device.kind, cls.device.speed
+            # Bytes depend on the kind of device, times also on its speed.
+            if kind not in memory:
+                self.deadline.check()
+                memory[kind] = IntervalMemory(intervals, profiles[kind], size, max_bytes[cls.device.num_members])
+                costs[kind] = IntervalCosts(profiles[kind], size, 1.0, max_ns=MAX_TIME)
+            if (kind, speed) not in times:
+                times[kind, speed] = IntervalTimes(intervals, profiles[kind], size, speed, costs[kind])
+        return StageCostTable(
+            intervals,
+            classes,
+            self.links,
+            [times[cls.device.kind, cls.device.speed] for cls in classes],
+            memory=StageMemory(
+                intervals,
+                classes,
+                [memory[cls.device.kind] for cls in classes],
+                self._recomputation(intervals, size) if self.options.recompute else None,
+                self.constraints.forbidden_intervals(next(iter(profiles.values())), intervals, classes),
+            ),
+            transfers=CutTransfers(
+                classes,
+                self.links,
+                _min_at_boundaries([chain.send_bytes for chain in chains], intervals),
+                _min_at_boundaries([chain.grad_bytes for chain in chains], intervals),
+            ),
+            deadline=self.deadline,
+        )
+
+    def _recomputation(self, intervals: IntervalIndex, size: int) -> Recomputation:
+        bounds = {
+            kind: RecomputationBound(intervals, profile, size, self.deadline) for kind, profile in self.profiles.items()
+        }
+        return Recomputation(bounds=bounds, choice=LayerChoice(self.profiles, size, self.deadline))
+
+
+def _runs_forwards_first(schedule: str) -> bool:
+    """Whether a schedule with one stage per device runs all F of a device before its first backward, as GPipe does."""
+    if schedule not in SCHEDULES:
+        return False
+    return all(map(runs_forwards_first, SCHEDULES[schedule](PROBE_STAGES, PROBE_MICROBATCHES).order))
+
+
+def _min_work_ns(profiles: Mapping[str, ModelProfile], size: int) -> int:
+    """F and B, or I and W, of all layers, each on the kind of device that is fastest for it at speed 1."""
+    rows = [
+        [m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns) for m in profile.at(size)]
+        for profile in profiles.values()
+    ]
+    return sum(min(times) for times in zip(*rows, strict=True))
+
+
+def _chains(profiles: Mapping[str, ModelProfile], classes: Sequence[DeviceClass], size: int) -> list[Chain]:
+    """The chain as each class runs it; classes of one kind and speed share it. [classes]"""
+    at_speed_1 = {kind: Chain(profiles[kind], size, 1.0) for kind in {cls.device.kind for cls in classes}}
+    keys = dict.fromkeys((cls.device.kind, cls.device.speed) for cls in classes)
+    chains = {(kind, speed): at_speed_1[kind].at_speed(speed) for kind, speed in keys}
+    return [chains[cls.device.kind, cls.device.speed] for cls in classes]
+
+
+def _max_at_cuts(chains: Sequence[Chain]) -> tuple[list[int], list[int]]:
+    """The maximum over the chains of the activations and of the gradients before every layer. [layers + 1]"""
+    return (
+        [max(values) for values in zip(*(chain.send_bytes for chain in chains), strict=True)],
+        [max(values) for values in zip(*(chain.grad_bytes for chain in chains), strict=True)],
+    )
+
+
+def _min_at_boundaries(cut_bytes: Sequence[Sequence[int]], intervals: IntervalIndex) -> IntArray:
+    """The minimum over the chains of the bytes at every boundary. [chains, layers + 1] -> [boundaries]"""
+    return np.array([min(values[cut] for values in cut_bytes) for cut in intervals.cuts], dtype=np.int64)
