@@ -12,7 +12,7 @@ from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Score, climb
 
-MAX_STAGES, MAX_WORSE = 40_000, 600
+MAX_STAGES, MAX_WORSE = 120_000, 1_800
 """A climb ends after estimates of so many stages, and after so many neighbours in a row without a better one."""
 
 MAX_ERROR = 1e-3
@@ -27,6 +27,7 @@ class Climbs:
         self._time, self._num_doublings = time, num_doublings
         self._estimates: dict[tuple[DeviceLine, str, int], StepEstimate] = {}
         self._done: set[tuple[DeviceLine, LinePlan]] = set()
+        self._seed = num_doublings
 
     def estimate_ns(self, line: DeviceLine, plan: LinePlan) -> float:
         """Estimates the step time of a plan, infinite if it does not fit; other schedules are taken for 1F1B."""
@@ -50,10 +51,11 @@ class Climbs:
     def from_plans(self, plans: Sequence[TimedPlan], deadline: Deadline, is_over: Callable[[], bool]) -> None:
         """Climbs from each of some plans, in an equal share of the time that is left; `is_over` ends simulations."""
         for num_left, timed in zip(range(len(plans), 0, -1), plans, strict=True):
-            self._from_plan(timed, deadline.share(num_left), is_over)
+            self.from_plan(timed, deadline.share(num_left), is_over)
 
-    def _from_plan(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
-        line = timed.line
+    def from_plan(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
+        """Climbs from a plan, each time by other moves."""
+        line, self._seed = timed.line, self._seed + 1
         self._done.add((line, timed.plan))
         estimate = self._estimate(line, timed.plan)
         if estimate is not None:
@@ -70,8 +72,7 @@ class Climbs:
         self._climb(timed, self._simulated(line), lambda: not (deadline.is_over or is_over()))
 
     def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
-        doublings = self._num_doublings
-        return climb(timed.line, timed.plan, score, MAX_WORSE << doublings, may_go_on, seed=doublings)
+        return climb(timed.line, timed.plan, score, MAX_WORSE << self._num_doublings, may_go_on, seed=self._seed)
 
     def _simulated(self, line: DeviceLine) -> Score:
         def score(plan: LinePlan, _: float) -> float:

@@ -72,32 +72,73 @@ class _Stage:
 
     Attributes:
         order: of its actions.
-        before, after: the time of the actions of a replica before each one, and with it. [2 n, replicas]
+        forward, backward: of one micro-batch.
         hosts: the host of each device.
-        backward: of one micro-batch.
         after_last: what follows the last B of a replica, all-reduces and update; the replica of the first of the last
             micro-batches comes first.
     """
 
     order: _Order
-    before: Floats
-    after: Floats
-    hosts: IntArray
+    forward: Floats
     backward: Floats
+    hosts: IntArray
     after_last: Floats
 
     @cached_property
-    def work(self) -> float:
-        """The time of all actions of the busiest replica."""
-        return float(self.after[-1].max())
+    def times(self) -> Floats:
+        """The time of each action of a replica. [2 n, replicas]"""
+        order, count = self.order, self.backward.size
+        times = np.empty((2 * order.forward.size, count))
+        times[order.forward], times[order.backward] = self.forward, self.backward
+        if order.num_absent:
+            absent = slice(count - order.num_absent, count)
+            times[order.forward[-1], absent] = times[order.backward[-1], absent] = 0.0
+        return times
 
     @cached_property
-    def least_forward(self) -> float:
-        return float(self.after[0].min())
+    def after(self) -> Floats:
+        """The time of the actions of a replica up to each one. [2 n, replicas]"""
+        after: Floats = np.cumsum(self.times, axis=0)
+        return after
 
     @cached_property
-    def least_backward(self) -> float:
-        return float(self.backward.min())
+    def before(self) -> Floats:
+        """The time of the actions of a replica before each one. [2 n, replicas]"""
+        return self.after - self.times
+
+    @cached_property
+    def least(self) -> "_Least":
+        counts = np.full(self.backward.size, self.order.forward.size)
+        counts[counts.size - self.order.num_absent :] -= 1
+        return _Least(
+            num_replicas=counts.size,
+            count=int(counts[0]),
+            in_flight=int(self.order.backward[0]),
+            forward=float(self.forward.min()),
+            backward=float(self.backward.min()),
+            work=float((counts * (self.forward + self.backward)).max()),
+            after_last=float(self.after_last.min()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Least:
+    """What every replica of a stage takes at least, in ns.
+
+    Attributes:
+        count: the most micro-batches of a replica.
+        in_flight: the forwards before its first backward.
+        work: of the busiest replica.
+        after_last: what follows its last B.
+    """
+
+    num_replicas: int
+    count: int
+    in_flight: int
+    forward: float
+    backward: float
+    work: float
+    after_last: float
 
 
 class StepEstimate:
@@ -169,14 +210,34 @@ class StepEstimate:
         return stages
 
     def _least_ns(self, stages: list[_Stage], cuts: tuple[int, ...]) -> float:
-        """A score that a plan does not beat: the work of each stage, between the way there and the way back."""
-        there = back = latest = total = 0.0
-        for stage, cut in zip(stages, cuts, strict=False):
-            if cut:
-                there, back = there + self._least_ways[0][cut], back + self._least_ways[1][cut]
-            total += there + stage.work
-            latest = max(latest, there + stage.work + back)
-            there, back = there + stage.least_forward, back + stage.least_backward
+        """A score that a plan does not beat, by the bounds of stages and by what follows in the stages before them.
+
+        The last B of a stage comes no earlier than its work, or the round trip of its first micro-batch, says. Then
+        that micro-batch goes back through the stages before it, as `ring_bound.py` has it: behind others of the last
+        micro-batches on the same replica, and before the all-reduce.
+        """
+        num, all_least = self.num_microbatches, [stage.least for stage in stages]
+        there, back = [0.0], [0.0]
+        for each, cut in zip(all_least, cuts[1:], strict=True):
+            there.append(there[-1] + each.forward + self._least_ways[0][cut])
+            back.append(back[-1] + each.backward + self._least_ways[1][cut])
+        round_trip = there[-1] + back[-1] - self._least_ways[0][cuts[-1]] - self._least_ways[1][cuts[-1]]
+        # When the last micro-batches of later stages are back at the first, if none were before them, and how many
+        # others end with them. More of both stand for less.
+        ends: list[tuple[float, int]] = []
+        latest = total = 0.0
+        for least, way_there, way_back in zip(all_least[::-1], there[-2::-1], back[-2::-1], strict=True):
+            apart = least.count - least.in_flight
+            if self.schedule == "gpipe":
+                apart = max(0, (num - all_least[-1].num_replicas) // least.num_replicas)
+            around = round_trip + (least.count - 1) * least.backward + apart * least.forward
+            end = max(way_there + least.work + way_back, around)
+            own = max((e + y // least.num_replicas * least.backward for e, y in ends), default=end)
+            done = max(end, own) - way_back + least.after_last
+            others = num - 1 - (least.count - 1) * least.num_replicas
+            if not any(e >= end and y >= others for e, y in ends):
+                ends = [(e, y) for e, y in ends if e > end or y > others] + [(end, others)]
+            latest, total = max(latest, done, end), total + done
         return latest + SMOOTHING * total / len(stages)
 
     def _passes(self, stages: list[_Stage], cuts: tuple[int, ...]) -> Iterator[list[float]]:
@@ -203,17 +264,11 @@ class StepEstimate:
             return None
         if recomputes:
             backward, ready = backward + forward, ready + forward
-        times = np.empty((2 * order.forward.size, count))
-        times[order.forward], times[order.backward] = forward, backward
-        if order.num_absent:
-            absent = slice(count - order.num_absent, count)
-            times[order.forward[-1], absent] = times[order.backward[-1], absent] = 0.0
-        after = np.cumsum(times, axis=0)
         # All devices update when the last ring is done. The longest of [buckets] for each replica.
         update = (self._update[end] - self._update[begin]) / speeds
         summed = (ready - backward + rings[:, None]).max(axis=0, initial=-inf) + update.max()
         after_last = np.roll(np.maximum(summed, update), -(self.num_microbatches % count))
-        return _Stage(order, after - times, after, self._hosts[ranks], backward, after_last)
+        return _Stage(order, forward, backward, self._hosts[ranks], after_last)
 
     def _buckets(self, begin: int, end: int, ranks: IntArray) -> tuple[Floats, Floats]:
         """When each bucket is full after the start of the last B, and its ring and those behind it."""

@@ -26,7 +26,7 @@ CUT_STEPS, DEVICE_STEPS = (1, 2, 3), (1, 1, 2, 3, 5, 8, 15)
 MANY_BOUNDARIES = 200
 """In longer chains cuts are also moved by so many times as much as there are so many boundaries."""
 
-FIRST_THRESHOLD, HALVED_AFTER = 5e-4, 300
+FIRST_THRESHOLD, HALVED_AFTER = 5e-4, 900
 """By which part a score may be worse than the one before it at first, and after how many neighbours by half of that."""
 
 

@@ -28,6 +28,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.prefixes import Prefixes
 from bapipe.planner.device_line.replica_classes import Groups, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
@@ -66,7 +67,7 @@ class PrefixBound(LayerSums):
         self.bound_ns = 0
         self._rounded_stages = num_devices if self.is_rounded else 0
         self.has_whole_backward = not splits_backwards(schedule)
-        self._are_forwards_first = schedule in FORWARDS_FIRST
+        self.are_forwards_first = schedule in FORWARDS_FIRST
         self.step_share = 0.5 if schedule in IN_PAIRS else 1.0  # of F + r, that from one F or r to the next one takes
         self._depths = None  # the micro-batches in flight from each position on, on one device. [devices]
         if schedule in IN_FLIGHT:
@@ -92,7 +93,7 @@ class PrefixBound(LayerSums):
     def parts_by_last_stage(self) -> list["PrefixBound"]:
         """Returns, of GPipe, problems for ranges of the replicas of the last stage, on which its bound depends."""
         most = int(self.groups.most[-1])
-        if not self._are_forwards_first or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
+        if not self.are_forwards_first or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
             return []
         powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
         parts = [copy(self) for _ in powers]
@@ -116,8 +117,8 @@ class PrefixBound(LayerSums):
         self._class_of = np.repeat(np.arange(fewest.size), sizes)
         self._numbers = np.arange(self._class_of.size) - self._first_targets[self._class_of] + fewest[self._class_of]
 
-    def _numbers_within(self, most: int) -> tuple[IntArray, IntArray]:
-        """The numbers of devices of a stage up to this one, and their classes."""
+    def numbers_within(self, most: int) -> tuple[IntArray, IntArray]:
+        """Returns the numbers of devices of a stage up to this one, and their classes."""
         numbers = self._numbers[: np.searchsorted(self._numbers, most, side="right")]
         return numbers, np.arange(self._class_of[numbers.size - 1] + 1 if numbers.size else 0)
 
@@ -137,7 +138,7 @@ class PrefixBound(LayerSums):
         last, num = len(self.line.cuts) - 1, self.num_devices
         fewest_cuts, max_cuts = self.num_cuts[0], self.num_cuts[1] + 1
         limit = limit_ns * (1 + 1e-12)
-        first = self._first_begins(limit)
+        first = self.first_begins(limit, np.array([fewest_cuts]), np.array([self.last_replicas[1]]))[0]
         furthest = np.full((num + 1, max_cuts + 1), -1, dtype=np.int64)  # the last column: cuts of a whole plan
         furthest[0, 0] = 0
         before = np.full_like(furthest, -1)  # the first device of the last stage
@@ -155,6 +156,8 @@ class PrefixBound(LayerSums):
             if self._has_one_speed:  # devices may stay idle
                 idle = cuts[row[cuts] > furthest[position + 1, cuts]]
                 furthest[position + 1, idle], before[position + 1, idle] = row[idle], before[position, idle]
+                if position:
+                    cuts = cuts[row[cuts] > furthest[position - 1, cuts]]  # one device less does not reach as far
             cuts = cuts[cuts < max_cuts]
             if cuts.size:
                 self._extend(furthest, before, first, position, cuts, limit)
@@ -165,7 +168,7 @@ class PrefixBound(LayerSums):
         self, furthest: IntArray, before: IntArray, first: IntArray, position: int, cuts: IntArray, limit: float
     ) -> None:
         """Adds a stage to the prefixes with some numbers of cuts, where it ends behind all that is known."""
-        numbers, groups = self._numbers_within(self.num_devices - position)
+        numbers, groups = self.numbers_within(self.num_devices - position)
         if groups.size == 0:
             return
         begins = furthest[position, cuts]
@@ -173,7 +176,14 @@ class PrefixBound(LayerSums):
         known = furthest[rows, cuts + 1]
         wanted = np.maximum(np.maximum(known, begins) + 1, first[rows])  # [numbers, cuts]
         at_least = np.minimum.reduceat(wanted, self._first_targets[groups], axis=0).T
-        ends = self.last_ends(position, cuts, begins, groups, limit, at_least=at_least)
+        prefixes = Prefixes(
+            begins=begins,
+            cuts=cuts,
+            fewest_cuts=np.full_like(cuts, self.num_cuts[0]),
+            last_fewest=np.full_like(cuts, self.last_replicas[0]),
+            last_most=np.full_like(cuts, self.last_replicas[1]),
+        )
+        ends = self.last_ends(position, prefixes, groups, limit, at_least=at_least)
         ends = ends[:, self._class_of[: numbers.size]].T
         if not self._has_one_speed or cuts[0] < self.num_cuts[0]:
             # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
@@ -183,21 +193,25 @@ class PrefixBound(LayerSums):
         into = position + numbers[number], cuts[cut] + 1
         furthest[into], before[into] = ends[number, cut], position
 
-    def _first_begins(self, limit: float) -> IntArray:
-        """The first boundaries behind which the devices from each position on can do all work. [positions + 1]
+    def first_begins(self, limit: float, fewest_cuts: IntArray, last_most: IntArray) -> IntArray:
+        """The first boundaries behind which the devices from each position on can do all work. [plans, positions + 1]
 
         As `path` backwards, without transfers, rings and memory: the stages behind begin as early as they can.
+
+        Args:
+            fewest_cuts: of several kinds of plans. [plans]
+            last_most: the replicas that the last stage of those has at most. [plans]
         """
         w, num, last = self.weights, self.num_devices, len(self.line.cuts) - 1
         trip, arrival = self.least.trip, 1 / self.max_speed
-        whole_trip = trip[-1] * arrival + self._both_ways[self.num_cuts[0]]
+        whole_trip = trip[-1] * arrival + self._both_ways[fewest_cuts][:, None]
         slack = self.slack(np.arange(num)[:, None], np.arange(self.groups.fewest.size)[None, :])
-        first = np.full(num + 1, last)
+        first = np.full((fewest_cuts.size, num + 1), last)
         for p in range(num - 1, -1, -1):
-            numbers, g = self._numbers_within(num - p)
+            numbers, g = self.numbers_within(num - p)
             if g.size == 0:
                 continue
-            ends = np.minimum.reduceat(first[p + numbers], self._first_targets[g])
+            ends = np.minimum.reduceat(first[:, p + numbers], self._first_targets[g], axis=1)
             ends = np.minimum(ends, last)  # behind those that cannot
             n, v, q, busiest = w.counts[p, g], w.speed[p, g], w.forward_speed[p, g], w.busiest[p, g]
             room, before = limit + slack[p, g], arrival * trip[ends]
@@ -212,20 +226,21 @@ class PrefixBound(LayerSums):
                 of_trip = np.where(has_rounds, np.minimum(of_trip, passed / np.maximum(between, 1e-9)), of_trip)
                 y = trip[ends] - passed / np.maximum(here + between - arrival, 1e-9)
                 begins = np.where(has_rounds, np.maximum(begins, np.searchsorted(trip, y * (1 - 1e-9))), begins)
-            apart_f, apart_r = self.forwards_apart(p, g) / q, (n - 1) / v
+            apart_f = np.broadcast_to(self.forwards_apart(p, g, last_most[:, None]) / q, ends.shape)
+            apart_r = (n - 1) / v
             for sums, columns in self._kinds_of_stages.sums(p, g):
-                own, e = sums.own, ends[columns]
+                own, e = sums.own, ends[:, columns]
                 share_f, share_r = own.least_shares
-                apart = apart_r[columns] * share_r + apart_f[columns] * share_f
+                apart = apart_r[columns] * share_r + apart_f[:, columns] * share_f
                 of_work = np.maximum(room[columns] - whole_trip, 0) / np.maximum(apart, 1e-9)
                 of_work = np.minimum(of_work, room[columns] / busiest[columns])
-                x, y = own.work[e] - of_work, own.trip[e] - of_trip[columns]
+                x, y = own.work[e] - of_work, own.trip[e] - of_trip[:, columns]
                 by_trip = np.minimum(np.searchsorted(own.trip, y * (1 - 1e-9)), e)
                 of_own = np.maximum(np.searchsorted(own.work, x * (1 - 1e-9)), by_trip)
-                begins[columns] = np.maximum(begins[columns], of_own)
-            first[p] = min(last, int(begins.min()))
+                begins[:, columns] = np.maximum(begins[:, columns], of_own)
+            first[:, p] = np.minimum(last, begins.min(axis=1))
             if self._has_one_speed:
-                first[p] = min(first[p], first[p + 1])
+                first[:, p] = np.minimum(first[:, p], first[:, p + 1])
         return first
 
     def rounds(self, position: int, groups: IntArray, counts: IntArray) -> list[tuple[IntArray, IntArray]]:
@@ -253,30 +268,33 @@ class PrefixBound(LayerSums):
     def last_ends(
         self,
         position: int,
-        cuts: IntArray,
-        begins: IntArray,
+        prefixes: Prefixes,
         groups: IntArray,
         limit: float,
-        most_last: IntArray | int | None = None,
+        *,
         at_least: IntArray | None = None,
+        delays: FloatArray | None = None,
     ) -> IntArray:
-        """The last end of a stage within the limits, per state and group; the begin if there is none. [cuts, groups]
+        """The last end of a stage within the limits, per prefix and group; the begin if there is none.
+
+        [prefixes, groups]
 
         Args:
-            most_last: replicas that the last stage has at most. [cuts, 1]
-            at_least: smaller ends are of no use, and may be reported as smaller than they are. [cuts, groups]
+            at_least: smaller ends are of no use, and may be reported as smaller than they are. [prefixes, groups]
+            delays: what follows behind the way back of the stage's last micro-batch. [prefixes, groups]
         """
-        i, last = begins[:, None], len(self.line.cuts) - 1
+        i, last = prefixes.begins[:, None], len(self.line.cuts) - 1
         most, few = self.groups.most[groups], self.groups.fewest[groups]
-        may_end = (few <= self.last_replicas[1]) & (most >= self.last_replicas[0])
-        highest = np.broadcast_to(np.where(may_end, last, last - 1), (i.size, groups.size))
+        may_end = (few <= prefixes.last_most[:, None]) & (most >= prefixes.last_fewest[:, None])
+        highest = np.where(may_end, last, last - 1)
         lowest = np.broadcast_to(i + 1, highest.shape) if at_least is None else np.maximum(at_least, i + 1)
         ends = np.broadcast_to(i, highest.shape).copy()
         for sums, columns in self._kinds_of_stages.sums(position, groups):
-            stages = StageLimits(self, sums, position, cuts, begins, groups[columns], limit, most_last)
+            of_columns = None if delays is None else delays[:, columns]
+            stages = StageLimits(self, sums, position, prefixes, groups[columns], limit, of_columns)
             high, low = np.minimum(stages.highest_ends(), highest[:, columns]), lowest[:, columns]
             s, g = np.nonzero(high >= low)
-            ends[s, columns[g]] = np.maximum(stages.last_within(s, g, low[s, g], high[s, g]), begins[s])
+            ends[s, columns[g]] = np.maximum(stages.last_within(s, g, low[s, g], high[s, g]), prefixes.begins[s])
         return ends
 
     def transfers_before(self, position: int, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -285,78 +303,35 @@ class PrefixBound(LayerSums):
         one_way = self._one_way[cuts] + forced * self._extra_one_way
         return one_way, self._both_ways[cuts] + forced * self._extra_both
 
-    def transfers_behind(self, cuts: IntArray) -> FloatArray:
-        """The transfers both ways over the cuts that are still to come behind some, at least. [cuts]"""
-        behind: FloatArray = self._both_ways[np.maximum(0, self.num_cuts[0] - cuts)]
+    def forced_transfers(self, position: int, cuts: IntArray) -> FloatArray:
+        """What `transfers_before` counts, both ways, for boundaries between hosts. [cuts]"""
+        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
+        extra: FloatArray = forced * self._extra_both
+        return extra
+
+    def transfers_behind(self, prefixes: Prefixes) -> FloatArray:
+        """The transfers both ways over the cuts that are still to come behind prefixes, at least. [prefixes]"""
+        behind: FloatArray = self._both_ways[np.maximum(0, prefixes.fewest_cuts - prefixes.cuts)]
         return behind
 
-    def forwards_apart(
-        self, position: int | IntArray, groups: IntArray, most_last: IntArray | int | None = None
-    ) -> IntArray:
+    def forwards_apart(self, position: int, groups: IntArray, last_most: IntArray) -> IntArray:
         """F of a replica that do not run during the round trip of its micro-batch whose backward is first.
 
         Args:
-            groups: the classes of devices of stages; `position`, their first devices, and `most_last`, the replicas
-                that the last stage has at most, fit them.
+            groups: the classes of devices of stages.
+            last_most: the replicas that the last stage has at most; fits `groups`.
         """
-        n = self.weights.counts[np.minimum(position, self.num_devices - 1), groups]
-        most, few = self.groups.most[groups], self.groups.fewest[groups]
-        left = self.num_devices - position
-        if self._are_forwards_first:
+        n, most, few = self.weights.counts[position, groups], self.groups.most[groups], self.groups.fewest[groups]
+        if self.are_forwards_first:
             # The last stage is this one, or has devices behind it.
-            most_last = self.last_replicas[1] if most_last is None else np.minimum(most_last, self.last_replicas[1])
-            last = np.minimum(np.maximum(most_last, few), np.maximum(most, left - few))
+            left = self.num_devices - position
+            last = np.minimum(np.maximum(last_most, few), np.maximum(most, left - few))
             apart: IntArray = np.maximum(0, (self.num_microbatches - last) // most)
+        elif self._depths is None:
+            apart = np.zeros_like(n)
         else:
-            at = np.minimum(position, self.num_devices - 1)
-            apart = np.zeros_like(n) if self._depths is None else np.maximum(0, n - self.replica_in_flight(at, groups))
+            apart = np.maximum(0, n - self.replica_in_flight(position, groups))
         return apart
-
-    def delayed_ends(
-        self,
-        position: int,
-        cuts: IntArray,
-        begins: IntArray,
-        groups: IntArray,
-        limit: float,
-        delays: FloatArray,
-        most_last: IntArray | int | None = None,
-    ) -> IntArray:
-        """The last end of a stage of alike devices that leaves room for a delay behind its last backwards.
-
-        By the bounds return, round trip, and rounds and work, without the transfers back. [cuts, groups]
-
-        Args:
-            delays: of each state or group. [cuts or 1, groups or 1]
-            most_last: replicas that the last stage has at most. [cuts, 1]
-        """
-        i, g = begins[:, None], groups[None, :]
-        n, v = self.counts[g], self.max_speed
-        transfers = self.transfers_before(position, cuts)[0][:, None]
-        u = self.forwards_apart(position, g, most_last)
-        forward, critical, trip = self.least.forward, self.least.critical, self.least.trip
-        from_here = (trip[-1] - trip[i]) / v
-        w = self.num_microbatches if self._depths is None else self.replica_in_flight(position, g)
-        k = 1 + (n - 1) // w
-        steps = n - 1 - (k - 1) * w
-        room = limit + self.slack(position, g) - delays - transfers
-        apart = room - trip[-1] / v
-        passed = room - trip[i] / v
-        in_rounds = np.where(k >= 2, passed - k * from_here, np.inf)
-
-        def is_within(j: IntArray) -> "NDArray[np.bool_]":
-            f, r = forward[j] - forward[i], critical[j] - critical[i]
-            within: NDArray[np.bool_] = ((n - 1) * r + u * f <= apart * v) & (n * (f + r) <= passed * v)
-            within &= steps * (f + r) <= in_rounds * v
-            return within
-
-        low = np.broadcast_to(i, (i.size, groups.size)).copy()
-        high = np.full_like(low, len(self.line.cuts) - 1)
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            within = is_within(middle)
-            low, high = np.where(within, middle, low), np.where(within, high, middle - 1)
-        return low
 
     def num_rounds(self, position: int, groups: IntArray) -> IntArray:
         """How many micro-batches make a round trip to the last stage one after another, at least. [groups]"""

@@ -2,14 +2,16 @@
 
     1. first plans       naive ones, equal groups of devices, cut evenly; where memory is tight, with cuts moved so that
                          they fit; and stages that grow from the first to the last, so that their sums end at one time
-    2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
+    2. climb             the best plans change their cuts and their numbers of devices for as long as that helps, and
+                         then the best of them again
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
                          without replicas, step 6, and the stages that its relaxation chooses are timed
     5. climb             from the best of the plans found since
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them; with replicas
                          and long transfers also instead of steps 3 and 4
-    7. raise_by_pivots   alike devices: a bound that also counts what the largest stage brings about in earlier ones
+    7. raise_by_rings    alike devices, instead of step 6: bisection by ranges of the number of cuts and of the replicas
+                         of the last stage, with the rings of early stages behind the backwards of later ones
     8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
 
 If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
@@ -31,8 +33,8 @@ from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.growing_stages import growing_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.pivot_bound import LEVELS_OF_STEP, PivotBound
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.solution import Rival
 from bapipe.progress import SearchProgress
@@ -64,11 +66,11 @@ MIN_TRANSFERS, LONG_TRANSFERS = 0.01, 0.1
 """... which are raised where the transfers of a micro-batch take this part of the best step; and alone where they take
 that part."""
 
-PIVOT_GAPS = (5, 6.5, 8, 10)
-"""The gaps, in percent, that the bound of pivots is asked for, one after another."""
+OTHER_GAP = 1.05
+"""The bisection is coarse if it can leave no smaller gap than this, and other bounds follow."""
 
-PIVOT_REACH = 1.2
-"""It is not asked for at all where the best step is so many times the bound."""
+MAX_RINGS_WORK = 80 * 512**2
+"""Budget of the bounds by rings, without a time limit, in the same unit."""
 
 MAX_ESTIMATED = 400
 """So many naive plans are estimated to begin with the best ones."""
@@ -96,7 +98,7 @@ SINGLE_PRECISION = 50
 MAX_USELESS, USEFUL = 2, 0.999
 """Climbs end for good after so many rounds in a row that do not bring the step to this part of it."""
 
-NUM_CLIMBED = 3
+NUM_CLIMBED = 2
 """The number of plans whose cuts and devices are changed."""
 
 
@@ -141,6 +143,7 @@ class LineSearch:
         self.bound_ns = bound_ns
         self._climbs = Climbs(self._time)
         self._cut_ranges: CutRanges | None = None
+        self._ring_ranges: RingRanges | None = None
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
         self._num_actions = self._num_slow_paths = 0
         self._has_replicas = lines[0].options.replicas
@@ -161,38 +164,45 @@ class LineSearch:
             if self.rival is None:
                 self._climb(self.deadline.share(3), may_simulate=False)
             problems = list(self._problems())
+            is_alike = all(isinstance(problem, PrefixBound) and problem.is_alike for problem in problems)
             # Several orders have too many ranges for that.
             is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
             starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
+            raise_further = self._raise_by_rings if is_alike else self._raise_by_cuts
             if starts_with_cuts:
-                self._raise_by_cuts(problems, self.deadline.share(2))
+                raise_further(problems, self.deadline.share(2))
+                parts = problems
             else:
-                problems = self._raise_bound(problems, self.deadline.share(2))
+                parts = self._raise_bound(problems, self.deadline.share(4 if is_alike else 2))
             if self.rival is not None:
-                self._raise_by_pivots(problems, self.deadline.share(2))
+                if is_alike:
+                    self._raise_by_rings(problems, self.deadline.share(2))
                 if self.bound_ns >= self.rival.lower_bound_ns:
                     return
             self._num_slow_paths = 0
             with suppress(OutOfTime):
                 if not self._has_replicas:
-                    self._raise_by_cuts(problems, self.deadline.share(4))
+                    self._raise_by_cuts(parts, self.deadline.share(4))
                 elif not starts_with_cuts:
                     self._equal_groups(self.deadline.share(8))
             self._climb(self.deadline.share(4))
             if self.rival is None:
-                # A bound from pivots is a few percent higher at most.
-                is_near = self.best is not None and self.best.step_ns < PIVOT_REACH * self.bound_ns
-                self._raise_by_cuts(
-                    problems, self.deadline.share(2) if is_near or self._may_climb_on else self.deadline
-                )
-                if is_near:
-                    self._raise_by_pivots(problems, self.deadline)
+                raise_further(problems if is_alike else parts, self.deadline.share(2 if self._may_climb_on else 1))
                 self._climb_on()
 
     def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
-        """Steps 2 and 5: changes the cuts and the devices of the best plans from which it has not been done yet."""
+        """Steps 2 and 5: changes the cuts and the devices of the best plans from which it has not been done yet.
+
+        For half of the time; then goes on from the best one.
+        """
+
+        def is_over() -> bool:
+            return self._is_over or not may_simulate
+
         starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.has(timed)]
-        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline, lambda: self._is_over or not may_simulate)
+        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline.share(2), is_over)
+        if self.best is not None:
+            self._climbs.from_plan(self.best, deadline, is_over)
 
     def _climb_on(self) -> None:
         """Step 8: for as long as the time limit allows and that helps, climbs again, each time for twice as long."""
@@ -318,7 +328,7 @@ class LineSearch:
                 high = min(*high_ns.values(), self.best.step_ns)
                 # Where the relaxation leaves a large gap at best, other bounds go on.
                 has_others = lowest.is_alike or self._has_long_transfers(lowest)
-                is_coarse = has_others and high * (1 + PIVOT_GAPS[0] / 100) < self.best.step_ns
+                is_coarse = has_others and high * OTHER_GAP < self.best.step_ns
                 precision = COARSE_PRECISION if is_coarse else BOUND_PRECISION
                 if high - low_ns <= low_ns // precision or low_ns >= enough_ns:
                     break
@@ -370,28 +380,23 @@ class LineSearch:
             return self.best is not None
         return problem.round_trip_ns(len(self.best.plan.counts) - 1) > min_share * self.best.step_ns
 
-    def _raise_by_pivots(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
-        """Step 7: of alike devices, whether any plan leaves only a small gap, with what the largest stage brings about.
-
-        A problem for which the bound of another one is too high a goal has the next lower one, and so have all others.
-        """
-        alike = [problem for problem in problems if isinstance(problem, PrefixBound) and problem.is_alike]
-        if self.best is None or len(alike) < len(problems):
+    def _raise_by_rings(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
+        """Step 7: of alike devices, also with the rings of early stages behind the backwards of later ones."""
+        if self.best is None:
             return
-        best_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.objective_ns)
-        goals_ns = [goal for goal in (int(best_ns / (1 + gap / 100)) for gap in PIVOT_GAPS) if goal > self.bound_ns]
-        if self.rival is not None:
-            goals_ns = sorted({min(goal, self.rival.lower_bound_ns - 1) for goal in goals_ns}, reverse=True)
+        asked = iter(range(MAX_RINGS_WORK // self._num_devices**2))
+
+        def may_go_on() -> bool:
+            return self.deadline.is_given or next(asked, None) is not None
+
+        if self._ring_ranges is None:
+            prefixes = [problem for problem in problems if isinstance(problem, PrefixBound)]
+            self._ring_ranges = RingRanges(prefixes, self.best.step_ns)
+        high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):
-            for problem in sorted(alike, key=lambda each: each.bound_ns):
-                if not goals_ns or problem.bound_ns > goals_ns[0]:
-                    continue
-                bound = PivotBound(problem, best_ns / LEVELS_OF_STEP, deadline)
-                while goals_ns and problem.bound_ns <= goals_ns[0] and bound.is_feasible(goals_ns[0], deadline):
-                    goals_ns.pop(0)
-                if goals_ns:
-                    problem.bound_ns = max(problem.bound_ns, goals_ns[0] + 1)
-        self.bound_ns = max(self.bound_ns, min(problem.bound_ns for problem in problems))
+            if self.rival is None or not self._ring_ranges.is_refuted(high_ns - 1, deadline, may_go_on):
+                self._ring_ranges.raise_bound(high_ns, deadline, may_go_on)
+        self.bound_ns = max(self.bound_ns, self._ring_ranges.bound_ns)
 
     def _problems(self) -> Iterator[Relaxation]:
         """The relaxations, one for each order of the devices, schedule and micro-batch size."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.prefixes import Prefixes
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.stage_kinds import StageSums
 
@@ -20,37 +21,38 @@ class StageLimits:
         bound: "PrefixBound",
         sums: StageSums,
         position: int,
-        cuts: IntArray,
-        begins: IntArray,
+        prefixes: Prefixes,
         groups: IntArray,
         limit: float,
-        most_last: IntArray | int | None,
+        delays: FloatArray | None,
     ) -> None:
-        """`cuts` and `begins` are of each state; see `PrefixBound.last_ends`."""
-        self.bound, self.begins, self.groups, self.position = bound, begins, groups, position
+        """See `PrefixBound.last_ends`."""
+        self.bound, self.begins, self.groups, self.position = bound, prefixes.begins, groups, position
         self._own, self._layers_before, self._layers_behind = sums.own, sums.before, sums.behind
-        weights, every = bound.weights, groups[None, :]
+        weights, cuts = bound.weights, prefixes.cuts
         self._n, self._v = weights.counts[position, groups], weights.speed[position, groups]
         self._forward_v, self._busiest = weights.forward_speed[position, groups], weights.busiest[position, groups]
         self._before, self._behind = weights.before[position, groups], weights.behind[position, groups]
-        self._apart = np.broadcast_to(
-            bound.forwards_apart(position, every, most_last), (begins.size, groups.size)
-        )  # [states, groups]
+        apart = bound.forwards_apart(position, groups, prefixes.last_most[:, None])
+        self._apart = np.broadcast_to(apart, (cuts.size, groups.size))  # [prefixes, groups]
         self._one_way, self._both_ways = bound.transfers_before(position, cuts)
-        self._ways_behind = bound.transfers_behind(cuts)  # [states]
+        self._ways_behind = bound.transfers_behind(prefixes)  # [prefixes]
         self._room = limit + bound.slack(position, groups)
+        self._delays = delays
         self._rounds = bound.rounds(position, groups, self._n)
         self._last_ring = bound.rings.last_ns(position, groups)
         self._limit_bytes = bound.limit_bytes[position, groups]
 
     def highest_ends(self) -> IntArray:
-        """Ends that no stage exceeds, by the limits that are sums over its layers. [states, groups]"""
+        """Ends that no stage exceeds, by the limits that are sums over its layers. [prefixes, groups]"""
         bound, i, own_sums = self.bound, self.begins[:, None], self._own
         n, v, q, behind = self._n, self._v, self._forward_v, self._behind
         share_f, share_r = own_sums.least_shares
         trip_before, trip_behind = self._layers_before.trip, self._layers_behind.trip
         arrival = trip_before[i] * self._before + self._both_ways[:, None]
-        room = self._room - arrival  # [states, groups]
+        room = self._room - arrival  # [prefixes, groups]
+        if self._delays is not None:
+            room = room - self._delays
         of_trip = room / self._busiest
         from_here = (trip_behind[-1] - trip_behind[i]) * behind + self._ways_behind[:, None]
         for k, steps in self._rounds:
@@ -119,16 +121,19 @@ class StageLimits:
         first_full = np.minimum(with_gradients, own.first_bucket[j])
         # From the start of the last B on: the first bucket is full, all rings follow, then the update.
         after = arrival + first_full / v + ring + update
-        longest = np.maximum(np.maximum(work, returned), np.maximum(trip, after + (n * f + (n - 1) * b) / v))
+        work = np.maximum(work, after + (n * f + (n - 1) * b) / v)
         after -= b / v
         if bound.has_whole_backward:
-            longest = np.maximum(longest, np.where(n >= 2, after + around + (n - 1) * b / v + u * f / q, 0.0))
+            work = np.maximum(work, np.where(n >= 2, after + around + (n - 1) * b / v + u * f / q, 0.0))
+        returned = np.maximum(returned, trip)
         for trips, between in self._rounds:
             k, steps = trips[groups], between[groups]
             passed = k * around + bound.step_share * steps * (f + r) / v
-            longest = np.maximum(longest, np.where((k >= 2) & (steps >= 0), return_ns + passed, 0.0))
+            returned = np.maximum(returned, np.where((k >= 2) & (steps >= 0), return_ns + passed, 0.0))
             if bound.has_whole_backward:
-                longest = np.maximum(longest, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
+                work = np.maximum(work, np.where((k >= 2) & (steps >= 1), after + passed, 0.0))
+        if self._delays is not None:
+            returned = returned + self._delays[states, groups]
         fits = bound.held(i, j) <= self._limit_bytes[groups]
-        excess: FloatArray = np.where(fits, longest - self._room[groups], np.inf)
+        excess: FloatArray = np.where(fits, np.maximum(work, returned) - self._room[groups], np.inf)
         return excess

@@ -13,6 +13,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.prefixes import Prefixes
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
@@ -145,7 +146,9 @@ def test_no_gradient_is_sent_back_between_hosts_where_none_crosses_the_cut() -> 
     assert apart is not None
     assert apart.step_ns == 22 * 10**6 + 1
     bound = PrefixBound(line, "1f1b", 1, 2)
-    ends = bound.last_ends(1, np.array([1]), np.array([1]), np.array([0]), float(apart.step_ns))
+    one = np.array([1])
+    behind = Prefixes(begins=one, cuts=one, fewest_cuts=0 * one, last_fewest=one, last_most=2 * one)
+    ends = bound.last_ends(1, behind, np.array([0]), float(apart.step_ns))
     assert ends.tolist() == [[2]]
 
 

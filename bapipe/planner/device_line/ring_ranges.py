@@ -1,0 +1,137 @@
+"""Raises the bound of plans on alike devices by taking them apart: by cuts, by their last stage, and by delays.
+
+The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, many at once. A
+goal is asked of wide ranges first; of one in which the relaxation has a plan within it, narrow ones are asked, then
+with the delays of rings, which take the longest. What is proven of a range holds for lower goals.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.cut_ranges import raise_to_goals
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.ring_bound import PlanKinds, RingBound
+
+WIDTH = 1.25
+"""Wide ranges of numbers of cuts end at so many times their begin."""
+
+NARROW = 300
+"""The transfers of plans of a narrow range differ by one part in so many of the best step at most."""
+
+MIN_GOAL = 92
+"""No goal is below so many percent of what is not exceeded."""
+
+LAST_PARTS = 32
+"""GPipe: the replicas of the last stage are told apart by halves of the micro-batches, down to one part in so many."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Range:
+    """Plans of a problem.
+
+    Attributes:
+        cuts: the fewest and the most.
+        last_replicas: of the last stage, the fewest and the most.
+        depth: how often they were taken apart.
+        has_delays: whether the delays of rings count.
+        bound_ns: what is proven of them.
+    """
+
+    problem: RingBound
+    cuts: tuple[int, int]
+    last_replicas: tuple[int, int]
+    bound_ns: int
+    depth: int = 0
+    has_delays: bool = False
+
+
+class RingRanges:
+    """The plans of several problems, by ranges. No plan is faster than `bound_ns`.
+
+    Attributes:
+        ranges: each with its own bound.
+    """
+
+    def __init__(self, problems: Sequence[PrefixBound], best_ns: int) -> None:
+        self._best_ns = best_ns
+        self.ranges: list[Range] = []
+        for problem in problems:
+            trip_ns = float(problem.least.trip[-1]) / problem.max_speed
+            bound = RingBound(problem, max(best_ns - trip_ns, 1.0))
+            self.ranges += [
+                Range(problem=bound, cuts=cuts, last_replicas=problem.last_replicas, bound_ns=problem.bound_ns)
+                for cuts in _widths(*problem.num_cuts)
+            ]
+
+    @property
+    def bound_ns(self) -> int:
+        """What is proven of every plan."""
+        return min(each.bound_ns for each in self.ranges)
+
+    def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
+        """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
+        raise_to_goals(
+            self.bound_ns, high_ns, MIN_GOAL, lambda goal_ns: self.is_refuted(goal_ns, deadline, may_go_on), may_go_on
+        )
+
+    def is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
+        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope."""
+        while True:
+            left = [each for each in self.ranges if each.bound_ns <= goal_ns]
+            if not left:
+                return True
+            if not may_go_on():
+                return False
+            # Those that take the least time first.
+            first = min(left, key=lambda each: (each.has_delays, each.depth))
+            asked = [
+                each
+                for each in left
+                if (each.problem, each.has_delays, each.depth) == (first.problem, first.has_delays, first.depth)
+            ]
+            kinds = PlanKinds(
+                fewest_cuts=np.array([each.cuts[0] for each in asked]),
+                most_cuts=np.array([each.cuts[1] for each in asked]),
+                last_fewest=np.array([each.last_replicas[0] for each in asked]),
+                last_most=np.array([each.last_replicas[1] for each in asked]),
+            )
+            is_feasible = first.problem.feasible(
+                kinds, goal_ns, deadline, has_delays=first.has_delays, may_stop=first.has_delays
+            )
+            if first.has_delays and is_feasible.any():
+                return False
+            for each, is_within in zip(asked, is_feasible.tolist(), strict=True):
+                if is_within:
+                    self.ranges.remove(each)
+                    self.ranges += self._parts(each)
+                else:
+                    each.bound_ns = goal_ns + 1
+
+    def _parts(self, whole: Range) -> Iterator[Range]:
+        """The plans of a range, taken apart: by their cuts, then by their last stage, then with delays."""
+        problem = whole.problem.prefix
+        fewest, most = whole.cuts
+        low, high = whole.last_replicas
+        of_cuts = problem.round_trip_ns(most) - problem.round_trip_ns(fewest)
+        num_parts = min(most - fewest + 1, int(of_cuts * NARROW // self._best_ns) + 1)
+        if num_parts > 1:
+            ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
+            for before, end in zip(ends, ends[1:], strict=False):
+                yield replace(whole, cuts=(before + 1, end), depth=whole.depth + 1)
+        elif problem.are_forwards_first and (low, high) == problem.last_replicas:
+            most = max(1, problem.num_microbatches // LAST_PARTS)
+            while low <= high:
+                yield replace(whole, last_replicas=(low, min(high, most)), depth=whole.depth + 1)
+                low, most = most + 1, 2 * most
+        else:
+            yield replace(whole, has_delays=True, depth=0)
+
+
+def _widths(fewest: int, most: int) -> Iterator[tuple[int, int]]:
+    while fewest <= most:
+        end = min(most, max(fewest, int(fewest * WIDTH)))
+        yield fewest, end
+        fewest = end + 1

@@ -1,0 +1,136 @@
+"""Bounds with the rings of early stages: every plan on alike devices is feasible in them at its own step time."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.ring_bound import PlanKinds, RingBound
+from bapipe.planner.device_line.ring_ranges import RingRanges
+from bapipe.planner.options import PlanOptions
+from tests.builders import chain, devices
+from tests.planner.device_line.test_prefix_bound import plans, random_line
+
+
+def alike_line(seed: int, schedule: str, *, buckets: bool) -> DeviceLine:
+    """A random line whose devices all have one speed."""
+    line = random_line(seed, schedule, buckets=buckets)
+    alike = tuple(replace(device, speed=1.0) for device in line.cluster.devices)
+    return DeviceLine(line.profiles, replace(line.cluster, devices=alike), line.options)
+
+
+def growing_line() -> DeviceLine:
+    """Rings as long as layers, and few devices for them: stages grow."""
+    profile = chain([1] * 8, param_bytes=20 * 10**6, output_bytes=10**6)
+    return DeviceLine({"a": profile}, devices(12, bytes_per_s=5 * 10**9), PlanOptions(minibatch_size=24))
+
+
+def kinds_of(*each: tuple[int, int, int, int]) -> PlanKinds:
+    """Kinds of plans by their fewest and most cuts, and the fewest and most replicas of their last stage."""
+    fewest_cuts, most_cuts, last_fewest, last_most = (np.array(column) for column in zip(*each, strict=True))
+    return PlanKinds(fewest_cuts=fewest_cuts, most_cuts=most_cuts, last_fewest=last_fewest, last_most=last_most)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("buckets", [False, True])
+def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(schedule: str, buckets: bool) -> None:
+    infeasible = checked = 0
+    for seed in range(6):
+        line = alike_line(seed, schedule, buckets=buckets)
+        num_devices = len(line.cluster.devices)
+        prefix = PrefixBound(line, schedule, 1, num_devices)
+        timed = [each for each in map(line.time, plans(line, schedule)) if each is not None]
+        best_ns = min(each.step_ns for each in timed)
+        bound = RingBound(prefix, best_ns / 4)
+        every = kinds_of((*prefix.num_cuts, *prefix.last_replicas))
+        for each in timed:
+            cuts, last = len(each.plan.counts) - 1, each.plan.counts[-1]
+            like_it = kinds_of((cuts, cuts, last, last), (max(0, cuts - 1), cuts, 1, last), (0, cuts, last, 12))
+            for has_delays in (False, True):
+                is_within = bound.feasible(like_it, each.step_ns, UNLIMITED, has_delays=has_delays, may_stop=False)
+                assert is_within.all(), (seed, each.plan, has_delays)
+                assert bound.feasible(every, each.step_ns, UNLIMITED, has_delays=has_delays, may_stop=True).all()
+        checked += len(timed)
+        infeasible += not bound.feasible(every, best_ns * 3 // 4, UNLIMITED, has_delays=True, may_stop=False).any()
+    assert checked > 60
+    assert infeasible >= 3
+
+
+def test_rings_behind_the_backwards_of_later_stages_raise_the_bound() -> None:
+    """Kinds of plans within some time if only their own rings count, but not with those of the stages before."""
+    line = growing_line()
+    timed = [each for each in map(line.time, plans_of_few_stages(line)) if each is not None]
+    best = min(timed, key=lambda each: each.step_ns)
+    prefix = PrefixBound(line, "1f1b", 1, 12)
+    bound = RingBound(prefix, best.step_ns / 2)
+    num_cuts = len(best.plan.counts) - 1
+    like_best = kinds_of((num_cuts, num_cuts, 1, 12))
+    limits_ns = [best.step_ns * part // 200 for part in range(170, 201)]
+
+    def number_within(*, has_delays: bool) -> int:
+        return sum(
+            bool(bound.feasible(like_best, limit_ns, UNLIMITED, has_delays=has_delays, may_stop=False).all())
+            for limit_ns in limits_ns
+        )
+
+    assert 0 < number_within(has_delays=True) < number_within(has_delays=False)
+
+
+def plans_of_few_stages(line: DeviceLine) -> list[LinePlan]:
+    """Plans of two and three stages on all devices of the growing line."""
+    two = [((0, i, 8), (r, 12 - r)) for i in range(1, 8) for r in range(1, 12)]
+    three = [
+        ((0, i, j, 8), (r, q, 12 - r - q))
+        for i in range(1, 7)
+        for j in range(i + 1, 8)
+        for r in range(1, 11)
+        for q in range(1, 12 - r)
+    ]
+    return [LinePlan(cuts=cuts, counts=counts, schedule="1f1b", microbatch_size=1) for cuts, counts in [*two, *three]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str) -> None:
+    profile = chain([3, 1, 2, 2, 3, 1, 2], param_bytes=8 * 10**7, output_bytes=4 * 10**7)
+    cluster = devices(7, bytes_per_s=10**10, memory_bytes=10**12)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=7))
+    best_ns = min(timed.step_ns for timed in map(line.time, plans(line, schedule)) if timed)
+    problem = PrefixBound(line, schedule, 1, 7)
+    low_ns, high_ns = 0, best_ns
+    while high_ns - low_ns > 1:
+        middle_ns = (low_ns + high_ns) // 2
+        has_path = problem.path(middle_ns, UNLIMITED) is not None
+        low_ns, high_ns = (low_ns, middle_ns) if has_path else (middle_ns, high_ns)
+    ranges = RingRanges([problem], best_ns)
+    ranges.raise_bound(best_ns, UNLIMITED, lambda: True)
+    assert 1.05 * low_ns < ranges.bound_ns <= best_ns
+
+
+def test_ranges_contain_every_number_of_cuts_and_of_last_replicas_once() -> None:
+    line = DeviceLine({"a": chain([1] * 60, output_bytes=10**7)}, devices(32), PlanOptions(minibatch_size=16))
+    problem = PrefixBound(line, "gpipe", 1, 32, last_replicas=(1, 16))
+    ranges = RingRanges([problem], 10**9)
+    asked = iter(range(4))
+    assert not ranges.is_refuted(10**12, UNLIMITED, lambda: next(asked, None) is not None)
+    of_kinds = Counter(
+        (cuts, replicas)
+        for each in ranges.ranges
+        for cuts in range(each.cuts[0], each.cuts[1] + 1)
+        for replicas in range(each.last_replicas[0], each.last_replicas[1] + 1)
+    )
+    assert set(of_kinds.values()) == {1}
+    assert len(of_kinds) == 32 * 16
+    assert len({each.last_replicas for each in ranges.ranges}) > 3
+
+
+def test_it_ends_at_the_deadline() -> None:
+    line = alike_line(0, "1f1b", buckets=False)
+    prefix = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
+    with pytest.raises(OutOfTime):
+        RingBound(prefix, 1e6).feasible(
+            kinds_of((0, 1, 1, 2)), 10**9, Deadline(0.0), has_delays=True, may_stop=False
+        )
