@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.device_line import climb as climb_module
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
@@ -114,10 +115,13 @@ def test_longer_climbs_by_other_moves_end_lower_from_some_plans() -> None:
     assert any(longer == shorter for shorter, longer in steps_ns)
 
 
-def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_more() -> None:
-    """Time is counted in looks at the clock; nothing is left of it for this search if another one follows."""
+def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first climbs are short. Time is counted in looks at the clock; nothing is left if another search follows."""
+    monkeypatch.setattr(climb_module, "MAX_STAGES", 300)
     steps_ns, looks = {}, {}
-    line, _ = uneven(2)
+    line, _ = uneven(5)
     for is_last in (False, True):
         ticks = count()
         deadline = Deadline(10**7, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
