@@ -21,7 +21,6 @@ from copy import copy
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline

@@ -1,4 +1,4 @@
-"""Decides whether any plan can be within a step time, with the rings of early stages behind the backwards of later ones.
+"""Decides whether any plan can be within a step time, with the rings of early stages behind backwards of later ones.
 
 The bounds of a stage in `prefix_bound.py` end with its own rings, or with the way back of its last micro-batch. But
 every earlier stage has the last micro-batches of a later one on their way back before it, several of them on one
@@ -57,7 +57,7 @@ class RingBound:
         # As many micro-batches but one are each the last one of a replica that has the most.
         most, num = prefix.groups.most, prefix.num_microbatches
         self.left = np.minimum(num - 1 - (-(-num // most) - 1) * most, (num - 1) // 2)  # [groups]
-        self._delays = _Delays(prefix, self.left, self.density_ns, longest_ns)
+        self.delays = _Delays(prefix, self.left, self.density_ns, longest_ns)
 
     def feasible(
         self, kinds: PlanKinds, limit_ns: int, deadline: Deadline, *, has_delays: bool, may_stop: bool
@@ -77,13 +77,14 @@ class _Decision:
     def __init__(self, bound: RingBound, kinds: PlanKinds, limit: float, *, has_delays: bool) -> None:
         self._bound, self._prefix, self._kinds, self._limit = bound, bound.prefix, kinds, limit
         prefix = bound.prefix
-        self._delays = bound._delays if has_delays else None
+        self._delays = bound.delays if has_delays else None
         self._num_levels = NUM_LEVELS if has_delays else 1
         self._first = prefix.first_begins(limit, kinds.fewest_cuts, kinds.last_most)
         self._last = len(prefix.line.cuts) - 1
         shape = kinds.fewest_cuts.size, self._num_levels, prefix.num_devices + 1, int(kinds.most_cuts.max()) + 2
         self._furthest = np.full(shape, -1, dtype=np.int32)
         self._furthest[:, 0, 0, 0] = 0
+        self._reached = np.full(shape[:2] + shape[3:], -1, dtype=np.int32)  # with one device less, and no more delay
         self._is_feasible = np.zeros(kinds.fewest_cuts.size, dtype=bool)
 
     def run(self, deadline: Deadline, *, may_stop: bool) -> "NDArray[np.bool_]":
@@ -110,8 +111,7 @@ class _Decision:
         # One device less and as far, less delay, or fewer cuts with as few transfers to come.
         reached = np.maximum.accumulate(layer, axis=1)
         useful[:, 1:] &= layer[:, 1:] > reached[:, :-1]
-        if position:
-            useful &= layer > self._reached
+        useful &= layer > self._reached
         self._reached = reached
         reached = np.where(cuts >= kinds.fewest_cuts[:, None, None], reached, -1)
         useful[:, :, 1:] &= layer[:, :, 1:] > np.maximum.accumulate(reached, axis=2)[:, :, :-1]
@@ -224,4 +224,5 @@ class _Delays:
         flat = step + np.arange(num_cells)[:, None] * (num_steps + 1)
         of_step = np.bincount(flat.ravel(), minlength=num_cells * (num_steps + 1)).reshape(num_cells, -1)
         count = np.cumsum(of_step, axis=1) - of_step  # with fewer steps
-        return self._cells[np.maximum(count - 1, 0)]
+        last: IntArray = self._cells[np.maximum(count - 1, 0)]
+        return last

@@ -7,6 +7,7 @@ with the delays of rings, which take the longest. What is proven of a range hold
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -119,7 +120,7 @@ class RingRanges:
         num_parts = min(most - fewest + 1, int(of_cuts * NARROW // self._best_ns) + 1)
         if num_parts > 1:
             ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
-            for before, end in zip(ends, ends[1:], strict=False):
+            for before, end in pairwise(ends):
                 yield replace(whole, cuts=(before + 1, end), depth=whole.depth + 1)
         elif problem.are_forwards_first and (low, high) == problem.last_replicas:
             most = max(1, problem.num_microbatches // LAST_PARTS)

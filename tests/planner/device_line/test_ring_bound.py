@@ -131,6 +131,4 @@ def test_it_ends_at_the_deadline() -> None:
     line = alike_line(0, "1f1b", buckets=False)
     prefix = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
     with pytest.raises(OutOfTime):
-        RingBound(prefix, 1e6).feasible(
-            kinds_of((0, 1, 1, 2)), 10**9, Deadline(0.0), has_delays=True, may_stop=False
-        )
+        RingBound(prefix, 1e6).feasible(kinds_of((0, 1, 1, 2)), 10**9, Deadline(0.0), has_delays=True, may_stop=False)
