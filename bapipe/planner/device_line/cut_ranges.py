@@ -78,9 +78,14 @@ class CutRanges:
         Args:
             may_go_on: asked before each question to the relaxation.
         """
-        raise_to_goals(
-            self.bound_ns, high_ns, MIN_GOAL, lambda goal_ns: self._is_refuted(goal_ns, deadline, may_go_on), may_go_on
-        )
+        low_ns = self.bound_ns
+        while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
+            # A low goal needs fewer ranges; one that is too low is soon followed by the next.
+            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
+            if self._is_refuted(goal_ns, deadline, may_go_on):
+                low_ns = goal_ns
+            else:
+                high_ns = goal_ns
 
     def _is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
         """Asks of range after range, beginning near the best plan, whether it exceeds the goal, until one does not."""
@@ -120,20 +125,3 @@ class CutRanges:
         else:
             ends = [isqrt(fewest * most)]
         return [problem.with_num_cuts(before + 1, end) for before, end in pairwise([fewest - 1, *ends, most])]
-
-
-def raise_to_goals(
-    low_ns: int, high_ns: int, min_percent: int, is_refuted: Callable[[int], bool], may_go_on: Callable[[], bool]
-) -> None:
-    """Asks for goals between a bound and a time until they are near each other.
-
-    Args:
-        min_percent: no goal is below so many percent of what is not exceeded.
-    """
-    while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
-        # A low goal needs fewer ranges; one that is too low is soon followed by the next.
-        goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * min_percent // 100)
-        if is_refuted(goal_ns):
-            low_ns = goal_ns
-        else:
-            high_ns = goal_ns

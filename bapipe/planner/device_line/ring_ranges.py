@@ -2,7 +2,8 @@
 
 The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, many at once. A
 goal is asked of wide ranges first; of one in which the relaxation has a plan within it, narrow ones are asked, then
-with the delays of rings, which take the longest. What is proven of a range holds for lower goals.
+with the delays of rings, which take the longest. The range of the best plan comes first, and so do those with a plan
+within an earlier goal: a goal fails soon. What is proven of a range holds for lower goals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +13,17 @@ from itertools import pairwise
 import numpy as np
 
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.cut_ranges import raise_to_goals
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import PlanKinds, RingBound
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
 
-NARROW = 300
+NARROW = 200
 """The transfers of plans of a narrow range differ by one part in so many of the best step at most."""
+
+PRECISION = 150
+"""The goal that all ranges exceed is searched for to one part in so many."""
 
 MIN_GOAL = 92
 """No goal is below so many percent of what is not exceeded."""
@@ -38,6 +41,7 @@ class Range:
         last_replicas: of the last stage, the fewest and the most.
         depth: how often they were taken apart.
         has_delays: whether the delays of rings count.
+        is_likely: whether the best plan is among them, or the relaxation had a plan within a goal that failed.
         bound_ns: what is proven of them.
     """
 
@@ -47,6 +51,7 @@ class Range:
     bound_ns: int
     depth: int = 0
     has_delays: bool = False
+    is_likely: bool = False
 
 
 class RingRanges:
@@ -56,15 +61,22 @@ class RingRanges:
         ranges: each with its own bound.
     """
 
-    def __init__(self, problems: Sequence[PrefixBound], best_ns: int) -> None:
+    def __init__(self, problems: Sequence[PrefixBound], best_ns: int, num_cuts: int) -> None:
+        """`best_ns` is the step of the best plan, which has so many cuts."""
         self._best_ns = best_ns
         self.ranges: list[Range] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
             bound = RingBound(problem, max(best_ns - trip_ns, 1.0))
             self.ranges += [
-                Range(problem=bound, cuts=cuts, last_replicas=problem.last_replicas, bound_ns=problem.bound_ns)
-                for cuts in _widths(*problem.num_cuts)
+                Range(
+                    problem=bound,
+                    cuts=(fewest, most),
+                    last_replicas=problem.last_replicas,
+                    bound_ns=problem.bound_ns,
+                    is_likely=fewest <= num_cuts <= most,
+                )
+                for fewest, most in _widths(*problem.num_cuts)
             ]
 
     @property
@@ -74,9 +86,13 @@ class RingRanges:
 
     def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
-        raise_to_goals(
-            self.bound_ns, high_ns, MIN_GOAL, lambda goal_ns: self.is_refuted(goal_ns, deadline, may_go_on), may_go_on
-        )
+        low_ns = self.bound_ns
+        while high_ns - low_ns > low_ns // PRECISION and may_go_on():
+            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
+            if self.is_refuted(goal_ns, deadline, may_go_on):
+                low_ns = goal_ns
+            else:
+                high_ns = goal_ns
 
     def is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
         """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope."""
@@ -86,25 +102,20 @@ class RingRanges:
                 return True
             if not may_go_on():
                 return False
-            # Those that take the least time first.
-            first = min(left, key=lambda each: (each.has_delays, each.depth))
-            asked = [
-                each
-                for each in left
-                if (each.problem, each.has_delays, each.depth) == (first.problem, first.has_delays, first.depth)
-            ]
+            asked = _first_asked(left)
+            has_delays = asked[0].has_delays
             kinds = PlanKinds(
                 fewest_cuts=np.array([each.cuts[0] for each in asked]),
                 most_cuts=np.array([each.cuts[1] for each in asked]),
                 last_fewest=np.array([each.last_replicas[0] for each in asked]),
                 last_most=np.array([each.last_replicas[1] for each in asked]),
             )
-            is_feasible = first.problem.feasible(
-                kinds, goal_ns, deadline, has_delays=first.has_delays, may_stop=first.has_delays
-            )
-            if first.has_delays and is_feasible.any():
+            are_within = asked[0].problem.feasible(kinds, goal_ns, deadline, has_delays=has_delays, may_stop=has_delays)
+            if has_delays and are_within.any():
+                for each, is_within in zip(asked, are_within.tolist(), strict=True):
+                    each.is_likely |= is_within
                 return False
-            for each, is_within in zip(asked, is_feasible.tolist(), strict=True):
+            for each, is_within in zip(asked, are_within.tolist(), strict=True):
                 if is_within:
                     self.ranges.remove(each)
                     self.ranges += self._parts(each)
@@ -129,6 +140,13 @@ class RingRanges:
                 low, most = most + 1, 2 * most
         else:
             yield replace(whole, has_delays=True, depth=0)
+
+
+def _first_asked(ranges: Sequence[Range]) -> list[Range]:
+    """Ranges of one problem to ask at once: those likely within a goal, and of these those that take the least time."""
+    first = min(ranges, key=lambda each: (not each.is_likely, each.has_delays, each.depth))
+    key = first.problem, first.is_likely, first.has_delays, first.depth
+    return [each for each in ranges if (each.problem, each.is_likely, each.has_delays, each.depth) == key]
 
 
 def _widths(fewest: int, most: int) -> Iterator[tuple[int, int]]:

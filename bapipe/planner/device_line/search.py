@@ -69,6 +69,9 @@ that part."""
 OTHER_GAP = 1.05
 """The bisection is coarse if it can leave no smaller gap than this, and other bounds follow."""
 
+NEAR_BOUND = 1.01
+"""Bounds by rings are raised where the best step is more than so many times the bound."""
+
 MAX_RINGS_WORK = 80 * 512**2
 """Budget of the bounds by rings, without a time limit, in the same unit."""
 
@@ -382,7 +385,7 @@ class LineSearch:
 
     def _raise_by_rings(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
         """Step 7: of alike devices, also with the rings of early stages behind the backwards of later ones."""
-        if self.best is None:
+        if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
         asked = iter(range(MAX_RINGS_WORK // self._num_devices**2))
 
@@ -391,7 +394,7 @@ class LineSearch:
 
         if self._ring_ranges is None:
             prefixes = [problem for problem in problems if isinstance(problem, PrefixBound)]
-            self._ring_ranges = RingRanges(prefixes, self.best.step_ns)
+            self._ring_ranges = RingRanges(prefixes, self.best.step_ns, len(self.best.plan.counts) - 1)
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):
             if self.rival is None or not self._ring_ranges.is_refuted(high_ns - 1, deadline, may_go_on):
