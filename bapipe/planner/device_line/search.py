@@ -62,7 +62,7 @@ COARSE_PRECISION = 60
 MAX_CUTS_WORK = 80 * 512**2
 """Budget of the bounds by numbers of cuts, without a time limit, in the same unit, ..."""
 
-MIN_TRANSFERS, LONG_TRANSFERS = 0.01, 0.1
+MIN_TRANSFERS, LONG_TRANSFERS = 0.01, 0.05
 """... which are raised where the transfers of a micro-batch take this part of the best step; and alone where they take
 that part."""
 
