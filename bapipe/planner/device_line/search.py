@@ -63,8 +63,8 @@ MAX_CUTS_WORK = 80 * 512**2
 """Budget of the bounds by numbers of cuts, without a time limit, in the same unit, ..."""
 
 MIN_TRANSFERS, LONG_TRANSFERS = 0.01, 0.05
-"""... which are raised where the transfers of a micro-batch take this part of the best step; and alone where they take
-that part."""
+"""... which are raised where the transfers of a micro-batch take this part of the best step; and nearly alone where they
+take that part."""
 
 OTHER_GAP = 1.05
 """The bisection is coarse if it can leave no smaller gap than this, and other bounds follow."""
@@ -172,11 +172,10 @@ class LineSearch:
             is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
             starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
             raise_further = self._raise_by_rings if is_alike else self._raise_by_cuts
+            num_shares = 10 if starts_with_cuts else 4 if is_alike else 2
+            parts = self._raise_bound(problems, self.deadline.share(num_shares))
             if starts_with_cuts:
                 raise_further(problems, self.deadline.share(2))
-                parts = problems
-            else:
-                parts = self._raise_bound(problems, self.deadline.share(4 if is_alike else 2))
             if self.rival is not None:
                 if is_alike:
                     self._raise_by_rings(problems, self.deadline.share(2))
