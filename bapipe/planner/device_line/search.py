@@ -9,7 +9,7 @@
                          without replicas, step 6, and the stages that its relaxation chooses are timed
     5. climb             from the best of the plans found since
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them; with replicas
-                         and long transfers also instead of steps 3 and 4
+                         and long transfers also before step 5, and then step 3 is short and step 4 left out
     7. raise_by_rings    alike devices, instead of step 6: bisection by ranges of the number of cuts and of the replicas
                          of the last stage, with the rings of early stages behind the backwards of later ones
     8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
@@ -63,8 +63,8 @@ MAX_CUTS_WORK = 80 * 512**2
 """Budget of the bounds by numbers of cuts, without a time limit, in the same unit, ..."""
 
 MIN_TRANSFERS, LONG_TRANSFERS = 0.01, 0.05
-"""... which are raised where the transfers of a micro-batch take this part of the best step; and nearly alone where they
-take that part."""
+"""... which are raised where the transfers of a micro-batch take this part of the best step; and nearly alone from that
+part on."""
 
 OTHER_GAP = 1.05
 """The bisection is coarse if it can leave no smaller gap than this, and other bounds follow."""
