@@ -61,8 +61,8 @@ class RingRanges:
         ranges: each with its own bound.
     """
 
-    def __init__(self, problems: Sequence[PrefixBound], best_ns: int, num_cuts: int) -> None:
-        """`best_ns` is the step of the best plan, which has so many cuts."""
+    def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best_ns: int, num_cuts: int) -> None:
+        """No plan is faster than `bound_ns`; `best_ns` is the step of the best one, which has so many cuts."""
         self._best_ns = best_ns
         self.ranges: list[Range] = []
         for problem in problems:
@@ -73,7 +73,7 @@ class RingRanges:
                     problem=bound,
                     cuts=(fewest, most),
                     last_replicas=problem.last_replicas,
-                    bound_ns=problem.bound_ns,
+                    bound_ns=max(bound_ns, problem.bound_ns),
                     is_likely=fewest <= num_cuts <= most,
                 )
                 for fewest, most in _widths(*problem.num_cuts)
