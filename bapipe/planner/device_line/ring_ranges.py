@@ -9,6 +9,7 @@ within an earlier goal: a goal fails soon. What is proven of a range holds for l
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isqrt
 
 import numpy as np
 
@@ -24,6 +25,9 @@ NARROW = 200
 
 PRECISION = 150
 """The goal that all ranges exceed is searched for to one part in so many."""
+
+SMALL = 1.2
+"""With delays ranges of the replicas of the last stage are divided down to this."""
 
 MIN_GOAL = 92
 """No goal is below so many percent of what is not exceeded."""
@@ -67,7 +71,9 @@ class RingRanges:
         self.ranges: list[Range] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
-            bound = RingBound(problem, max(best_ns - trip_ns, 1.0))
+            # Some stage is busy for as long as all are on average.
+            busy_ns = trip_ns * max(1.0, problem.num_microbatches / problem.num_devices)
+            bound = RingBound(problem, max(best_ns - busy_ns, 1.0))
             self.ranges += [
                 Range(
                     problem=bound,
@@ -111,16 +117,17 @@ class RingRanges:
                 last_most=np.array([each.last_replicas[1] for each in asked]),
             )
             are_within = asked[0].problem.feasible(kinds, goal_ns, deadline, has_delays=has_delays, may_stop=has_delays)
-            if has_delays and are_within.any():
-                for each, is_within in zip(asked, are_within.tolist(), strict=True):
-                    each.is_likely |= is_within
-                return False
             for each, is_within in zip(asked, are_within.tolist(), strict=True):
-                if is_within:
-                    self.ranges.remove(each)
-                    self.ranges += self._parts(each)
-                else:
-                    each.bound_ns = goal_ns + 1
+                if not is_within:
+                    if not (has_delays and are_within.any()):  # else the question ended early
+                        each.bound_ns = goal_ns + 1
+                    continue
+                parts = list(self._refined(each) if has_delays else self._parts(each))
+                if not parts:
+                    each.is_likely = True
+                    return False
+                self.ranges.remove(each)
+                self.ranges += parts
 
     def _parts(self, whole: Range) -> Iterator[Range]:
         """The plans of a range, taken apart: by their cuts, then by their last stage, then with delays."""
@@ -140,6 +147,18 @@ class RingRanges:
                 low, most = most + 1, 2 * most
         else:
             yield replace(whole, has_delays=True, depth=0)
+
+    def _refined(self, whole: Range) -> Iterator[Range]:
+        """The plans of a range with delays in two halves, by their last stage or their cuts; none if it is small."""
+        (fewest, most), (low, high) = whole.cuts, whole.last_replicas
+        if whole.problem.prefix.are_forwards_first and high > SMALL * low:
+            middle = isqrt(low * high)
+            for replicas in ((low, middle), (middle + 1, high)):
+                yield replace(whole, last_replicas=replicas, is_likely=True)
+        elif fewest < most:
+            middle = (fewest + most) // 2
+            for cuts in ((fewest, middle), (middle + 1, most)):
+                yield replace(whole, cuts=cuts, is_likely=True)
 
 
 def _first_asked(ranges: Sequence[Range]) -> list[Range]:
