@@ -29,7 +29,7 @@ PRECISION = 150
 SMALL = 1.2
 """With delays ranges of the replicas of the last stage are divided down to this."""
 
-MIN_GOAL = 92
+MIN_GOAL = 80
 """No goal is below so many percent of what is not exceeded."""
 
 LAST_PARTS = 32
@@ -93,10 +93,10 @@ class RingRanges:
     def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
-        while high_ns - low_ns > low_ns // PRECISION and may_go_on():
+        while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
             goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
-                low_ns = goal_ns
+                low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
 
