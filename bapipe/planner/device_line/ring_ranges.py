@@ -2,8 +2,8 @@
 
 The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, many at once. A
 goal is asked of wide ranges first; of one in which the relaxation has a plan within it, narrow ones are asked, then
-with the delays of rings, which take the longest. The range of the best plan comes first, and so do those with a plan
-within an earlier goal: a goal fails soon. What is proven of a range holds for lower goals.
+with the delays of rings, which take the longest. A range with a plan within an earlier goal comes first, so that a goal
+that fails fails soon. What is proven of a range holds for lower goals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ class Range:
         last_replicas: of the last stage, the fewest and the most.
         depth: how often they were taken apart.
         has_delays: whether the delays of rings count.
-        is_likely: whether the best plan is among them, or the relaxation had a plan within a goal that failed.
+        is_likely: whether the relaxation had a plan within a goal that failed, or may have one soon.
         bound_ns: what is proven of them.
     """
 
@@ -65,8 +65,8 @@ class RingRanges:
         ranges: each with its own bound.
     """
 
-    def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best_ns: int, num_cuts: int) -> None:
-        """No plan is faster than `bound_ns`; `best_ns` is the step of the best one, which has so many cuts."""
+    def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best_ns: int) -> None:
+        """No plan is faster than `bound_ns`; `best_ns` is the step of the best one."""
         self._best_ns = best_ns
         self.ranges: list[Range] = []
         for problem in problems:
@@ -80,7 +80,6 @@ class RingRanges:
                     cuts=(fewest, most),
                     last_replicas=problem.last_replicas,
                     bound_ns=max(bound_ns, problem.bound_ns),
-                    is_likely=fewest <= num_cuts <= most,
                 )
                 for fewest, most in _widths(*problem.num_cuts)
             ]

@@ -393,8 +393,7 @@ class LineSearch:
 
         if self._ring_ranges is None:
             prefixes = [problem for problem in problems if isinstance(problem, PrefixBound)]
-            num_cuts = len(self.best.plan.counts) - 1
-            self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best.step_ns, num_cuts)
+            self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best.step_ns)
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):
             if self.rival is None or not self._ring_ranges.is_refuted(high_ns - 1, deadline, may_go_on):

@@ -105,7 +105,7 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
         middle_ns = (low_ns + high_ns) // 2
         has_path = problem.path(middle_ns, UNLIMITED) is not None
         low_ns, high_ns = (low_ns, middle_ns) if has_path else (middle_ns, high_ns)
-    ranges = RingRanges([problem], 0, best_ns, 2)
+    ranges = RingRanges([problem], 0, best_ns)
     ranges.raise_bound(best_ns, UNLIMITED, lambda: True)
     assert 1.05 * low_ns < ranges.bound_ns <= best_ns
 
@@ -113,7 +113,7 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
 def test_ranges_contain_every_number_of_cuts_and_of_last_replicas_once() -> None:
     line = DeviceLine({"a": chain([1] * 60, output_bytes=10**7)}, devices(32), PlanOptions(minibatch_size=16))
     problem = PrefixBound(line, "gpipe", 1, 32, last_replicas=(1, 16))
-    ranges = RingRanges([problem], 0, 10**9, 8)
+    ranges = RingRanges([problem], 0, 10**9)
     asked = iter(range(6))
     assert not ranges.is_refuted(10**12, UNLIMITED, lambda: next(asked, None) is not None)
     of_kinds = Counter(
