@@ -6,7 +6,7 @@ replica, and only then the rings of its own gradients: its *delay*, beyond the w
 dynamic programme over prefixes has levels: of what the longest delay so far is. A level is a range, of which the limits
 of later stages use the lower end (docs/algorithm.md, Many devices).
 
-Many kinds of plans are decided at once, as numpy takes no longer for a few more of them.
+Many kinds of plans are decided at once, as numpy takes hardly longer for many prefixes than for a few.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class RingBound:
     """The problem of a prefix bound on alike devices, with 1F1B or GPipe."""
 
     def __init__(self, prefix: PrefixBound, longest_ns: float) -> None:
-        """No delay above `longest_ns` is told apart from that."""
+        """Delays above `longest_ns` are not told apart."""
         self.prefix, speed = prefix, prefix.max_speed
         self.density_ns = DENSITY * float(prefix.least.backward[-1]) / speed / prefix.num_devices
         # As many micro-batches but one are each the last one of a replica that has the most.
@@ -108,13 +108,15 @@ class _Decision:
         cuts = np.arange(layer.shape[2])
         useful = (layer >= self._first[:, position, None, None]) & (cuts <= kinds.most_cuts[:, None, None])
         useful &= ~self._is_feasible[:, None, None]
-        # One device less and as far, less delay, or fewer cuts with as few transfers to come.
+        # One device less and as far, or less delay.
         reached = np.maximum.accumulate(layer, axis=1)
         useful[:, 1:] &= layer[:, 1:] > reached[:, :-1]
         useful &= layer > self._reached
         self._reached = reached
-        reached = np.where(cuts >= kinds.fewest_cuts[:, None, None], reached, -1)
-        useful[:, :, 1:] &= layer[:, :, 1:] > np.maximum.accumulate(reached, axis=2)[:, :, :-1]
+        if self._delays is None:
+            # Or fewer cuts, with as few transfers to come; from delays more cuts take more transfers.
+            reached = np.where(cuts >= kinds.fewest_cuts[:, None, None], reached, -1)
+            useful[:, :, 1:] &= layer[:, :, 1:] > np.maximum.accumulate(reached, axis=2)[:, :, :-1]
         kind, level, cut = np.nonzero(useful)
         numbers, groups = prefix.numbers_within(prefix.num_devices - position)
         if kind.size == 0 or groups.size == 0:
@@ -159,10 +161,10 @@ class _Decision:
 class _Delays:
     """How much longer than the way back a stage takes behind the last backward of any later one.
 
-    Let y micro-batches but one leave the later stage at the end, and R be the devices of the earlier one, with backward
-    b. The delay is at least e + floor(y / R) b, and e + floor(y / R) b >= (e + h) + y density, with the smallest h over
-    all y; e are the rings, and B of the first bucket, less B of all layers before and the transfers back over the cuts
-    before. Levels are of e + h, where e is 0 at least.
+    Let y + 1 micro-batches leave the later stage at the end, and R be the devices of the earlier one, with backward b.
+    The delay is at least e + floor(y / R) b, and that at least e + h + y density, with the smallest h over all y. Here e
+    is B of the first bucket and the rings, less B of all layers before the stage's end and the transfers back over the
+    cuts before it, but 0 at least. Levels are ranges of e + h.
     """
 
     def __init__(self, prefix: PrefixBound, left: IntArray, density_ns: float, longest_ns: float) -> None:
