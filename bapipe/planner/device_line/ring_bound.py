@@ -162,9 +162,9 @@ class _Delays:
     """How much longer than the way back a stage takes behind the last backward of any later one.
 
     Let y + 1 micro-batches leave the later stage at the end, and R be the devices of the earlier one, with backward b.
-    The delay is at least e + floor(y / R) b, and that at least e + h + y density, with the smallest h over all y. Here e
-    is B of the first bucket and the rings, less B of all layers before the stage's end and the transfers back over the
-    cuts before it, but 0 at least. Levels are ranges of e + h.
+    The delay is at least e + floor(y / R) b, and that at least e + h + y density, with the smallest h over all y. Here
+    e is B of the first bucket and the rings, less B of all layers before the stage's end and the transfers back over
+    the cuts before it, but 0 at least. Levels are ranges of e + h.
     """
 
     def __init__(self, prefix: PrefixBound, left: IntArray, density_ns: float, longest_ns: float) -> None:

@@ -93,7 +93,7 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
-            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
+            goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
