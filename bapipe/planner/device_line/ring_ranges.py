@@ -1,4 +1,4 @@
-"""Raises the bound of plans on alike devices by taking them apart: by cuts, by their last stage, and by delays.
+"""Raises the bound of plans on alike devices by taking them apart: by their last stage, by cuts, and by delays.
 
 The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, many at once. A
 goal is asked of wide ranges first; of one in which the relaxation has a plan within it, narrow ones are asked, then
@@ -129,21 +129,21 @@ class RingRanges:
                 self.ranges += parts
 
     def _parts(self, whole: Range) -> Iterator[Range]:
-        """The plans of a range, taken apart: by their cuts, then by their last stage, then with delays."""
+        """The plans of a range, taken apart: by their last stage, then by their cuts, then with delays."""
         problem = whole.problem.prefix
         fewest, most = whole.cuts
         low, high = whole.last_replicas
         of_cuts = problem.round_trip_ns(most) - problem.round_trip_ns(fewest)
         num_parts = min(most - fewest + 1, int(of_cuts * NARROW // self._best_ns) + 1)
-        if num_parts > 1:
-            ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
-            for before, end in pairwise(ends):
-                yield replace(whole, cuts=(before + 1, end), depth=whole.depth + 1)
-        elif problem.are_forwards_first and (low, high) == problem.last_replicas:
-            most = max(1, problem.num_microbatches // LAST_PARTS)
+        if problem.are_forwards_first and low < high and (low, high) == problem.last_replicas:
+            end = max(1, problem.num_microbatches // LAST_PARTS)
             while low <= high:
-                yield replace(whole, last_replicas=(low, min(high, most)), depth=whole.depth + 1)
-                low, most = most + 1, 2 * most
+                yield replace(whole, last_replicas=(low, min(high, end)), depth=whole.depth + 1)
+                low, end = end + 1, 2 * end
+        elif num_parts > 1:
+            ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
+            for before, after in pairwise(ends):
+                yield replace(whole, cuts=(before + 1, after), depth=whole.depth + 1)
         else:
             yield replace(whole, has_delays=True, depth=0)
 
