@@ -29,7 +29,7 @@ PRECISION = 150
 SMALL = 1.2
 """With delays ranges of the replicas of the last stage are divided down to this."""
 
-MIN_GOAL = 80
+MIN_GOAL = 65
 """No goal is below so many percent of what is not exceeded."""
 
 LAST_PARTS = 32

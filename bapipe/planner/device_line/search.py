@@ -172,8 +172,7 @@ class LineSearch:
             is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
             starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
             raise_further = self._raise_by_rings if is_alike else self._raise_by_cuts
-            num_shares = 6 if starts_with_cuts else 4 if is_alike else 2
-            parts = self._raise_bound(problems, self.deadline.share(num_shares))
+            parts = self._raise_bound(problems, self.deadline.share(8 if is_alike else 2))
             if starts_with_cuts:
                 raise_further(problems, self.deadline.share(2))
             if self.rival is not None:
