@@ -35,7 +35,7 @@ class Relaxation(Protocol):
     Attributes:
         num_cuts: the fewest and the most cuts between the stages of its plans.
         bound_ns: what is proven of every plan.
-        is_alike: whether a pivot says more.
+        is_alike: whether `ring_bound.py` knows more of them.
     """
 
     line: DeviceLine
@@ -83,7 +83,7 @@ class CutRanges:
             # A low goal needs fewer ranges; one that is too low is soon followed by the next.
             goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
             if self._is_refuted(goal_ns, deadline, may_go_on):
-                low_ns = goal_ns
+                low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
 

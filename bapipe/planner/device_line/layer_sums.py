@@ -54,6 +54,7 @@ class LayerSums:
         least: on all kinds of devices.
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
+        back_ns: what the gradient of one micro-batch takes over each inner cut, on the fastest link. [cuts]
         fastest_link: of the links the shortest latency and the highest rate, maybe of no two devices.
     """
 
@@ -161,10 +162,6 @@ class LayerSums:
         """Returns what one micro-batch's transfers over some cuts take at least, both ways."""
         return float(self._both_ways[min(num_cuts, self._both_ways.size - 1)])
 
-    def transfers_back(self) -> FloatArray:
-        """Returns what the gradient of one micro-batch takes over each inner cut, on the fastest link."""
-        return self._back
-
     def _transfers(self) -> None:
         """Lower bounds of the transfers of 0, 1, 2 ... cuts, one way and both ways; and host boundaries. [cuts]"""
         cluster, interior = self.line.cluster, self.line.cuts[1:-1]
@@ -180,7 +177,7 @@ class LayerSums:
         zero = [0.0]
         self._one_way = np.concatenate([zero, np.cumsum(np.sort(times(send)))])
         self._both_ways = np.concatenate([zero, np.cumsum(np.sort(times(send) + times(grad)))])
-        self._back = times(grad)
+        self.back_ns = times(grad)
         # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]

@@ -102,7 +102,7 @@ class PrefixBound(LayerSums):
 
     @property
     def is_alike(self) -> bool:
-        """Whether a pivot says more: 1F1B or GPipe, with replicas, on devices of one speed."""
+        """Whether `ring_bound.py` knows more: 1F1B or GPipe, with replicas, on devices of one speed."""
         return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas and self._has_one_speed
 
     def _list_targets(self) -> None:
@@ -298,15 +298,19 @@ class PrefixBound(LayerSums):
 
     def transfers_before(self, position: int, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
         """The transfers over some cuts on the devices before a position, one way and both ways. [cuts]"""
-        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
+        forced = self._forced_crossings(position, cuts)
         one_way = self._one_way[cuts] + forced * self._extra_one_way
         return one_way, self._both_ways[cuts] + forced * self._extra_both
 
     def forced_transfers(self, position: int, cuts: IntArray) -> FloatArray:
         """What `transfers_before` counts, both ways, for boundaries between hosts. [cuts]"""
-        forced = np.maximum(0, self._boundaries_before[position] - (position - cuts))
-        extra: FloatArray = forced * self._extra_both
+        extra: FloatArray = self._forced_crossings(position, cuts) * self._extra_both
         return extra
+
+    def _forced_crossings(self, position: int, cuts: IntArray) -> IntArray:
+        """The boundaries between hosts before a position that no stage spans, at least. [cuts]"""
+        forced: IntArray = np.maximum(0, self._boundaries_before[position] - (position - cuts))
+        return forced
 
     def transfers_behind(self, prefixes: Prefixes) -> FloatArray:
         """The transfers both ways over the cuts that are still to come behind prefixes, at least. [prefixes]"""

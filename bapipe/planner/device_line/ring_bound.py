@@ -179,7 +179,7 @@ class _Delays:
         tables = [self._tables(g) for g in range(prefix.groups.fewest.size)]
         self._by_filler = np.stack([table for table, _ in tables])  # [groups, cells, steps]
         self._by_rings = np.stack([table for _, table in tables])
-        back = np.cumsum(np.append(0.0, np.sort(prefix.transfers_back())[::-1]))
+        back = np.cumsum(np.append(0.0, np.sort(prefix.back_ns)[::-1]))
         self._steps_back = np.ceil(back / self._step).astype(np.int64)  # at most, over so many cuts
 
     def from_ns(self, levels: IntArray) -> FloatArray:

@@ -167,7 +167,7 @@ class LineSearch:
             if self.rival is None:
                 self._climb(self.deadline.share(3), may_simulate=False)
             problems = list(self._problems())
-            is_alike = all(isinstance(problem, PrefixBound) and problem.is_alike for problem in problems)
+            is_alike = all(problem.is_alike for problem in problems)
             # Several orders have too many ranges for that.
             is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
             starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
