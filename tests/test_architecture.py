@@ -52,6 +52,7 @@ TORCH = {
 }
 HEAVY = {
     "torch": TORCH,
+    "numba": {"planner"},
     "numpy": {"zoo", "planner", "simulator"},
     "PIL": {"zoo"},
     "sentencepiece": {"zoo"},
