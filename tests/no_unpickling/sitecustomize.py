@@ -17,6 +17,10 @@ NOT_FROM_FILES = ("/bapipe/processes.py", "/bapipe/runtime/checkpoint/old_index.
 """The first reads pipes and an unnamed file of its parent; the second imports nothing that a pickle names."""
 
 
+CODE_KEPT_BY_NUMBA = "/numba/core/caching.py"
+"""Reads what numba compiled and wrote beside the modules, as Python does with `.pyc` files."""
+
+
 class UnpickledFile(BaseException):
     """A file was about to be unpickled; not an Exception, so that nothing takes it for a damaged file."""
 
@@ -47,6 +51,8 @@ def _not_a_file(source: Any) -> Any:
 
 
 def _load_no_file(file: Any, **options: Any) -> Any:
+    if sys._getframe(1).f_code.co_filename.endswith(CODE_KEPT_BY_NUMBA):
+        return _load(file, **options)
     return _load(_not_a_file(file), **options)
 
 

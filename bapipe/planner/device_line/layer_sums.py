@@ -52,6 +52,7 @@ class LayerSums:
         speeds: of the devices. That of a kind is relative: no layer takes less at speed 1 than on the fastest kind for
             it, and one takes as long.
         least: on all kinds of devices.
+        held: the bytes of the state of the layers before each boundary, and of one micro-batch of theirs. [boundaries]
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
         back_ns: what the gradient of one micro-batch takes over each inner cut, on the fastest link. [cuts]
@@ -126,10 +127,11 @@ class LayerSums:
         def least(values: Sequence[Sequence[int]]) -> FloatArray:
             return prefix_sums(np.min(values, axis=0).tolist())[cuts].astype(float)
 
-        self._stash = least([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles])
-        self._static = least(
+        stash = least([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles])
+        static = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )
+        self.held = static + stash
         fastest = max(device.speed for device in self.line.cluster.devices)
         self.update = least([[layer.update_ns for layer in of_kind] for of_kind in layers]) / fastest
         gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
@@ -152,11 +154,6 @@ class LayerSums:
         self._first_gradients = has_gradients[np.searchsorted(has_gradients, np.minimum(ends, gradient_bytes.shape[1]))]
         self.min_bucket = int(gradient_bytes.min())
         self.max_bucket = BUCKET_BYTES + int(gradient_bytes.max())
-
-    def held(self, begins: IntArray, ends: IntArray) -> FloatArray:
-        """The bytes that stages hold at least: their state, and one micro-batch."""
-        both: FloatArray = self._static + self._stash
-        return both[ends] - both[begins]
 
     def round_trip_ns(self, num_cuts: int) -> float:
         """Returns what one micro-batch's transfers over some cuts take at least, both ways."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
-import numpy as np
-
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.device_line.ring_bound import PlanKinds, RingBound
+from bapipe.planner.device_line.ring_bound import RingBound
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
@@ -107,26 +106,18 @@ class RingRanges:
                 return True
             if not may_go_on():
                 return False
-            asked = _first_asked(left)
-            has_delays = asked[0].has_delays
-            kinds = PlanKinds(
-                fewest_cuts=np.array([each.cuts[0] for each in asked]),
-                most_cuts=np.array([each.cuts[1] for each in asked]),
-                last_fewest=np.array([each.last_replicas[0] for each in asked]),
-                last_most=np.array([each.last_replicas[1] for each in asked]),
-            )
-            are_within = asked[0].problem.feasible(kinds, goal_ns, deadline, has_delays=has_delays, may_stop=has_delays)
-            for each, is_within in zip(asked, are_within.tolist(), strict=True):
-                if not is_within:
-                    if not (has_delays and are_within.any()):  # else the question ended early
-                        each.bound_ns = goal_ns + 1
-                    continue
-                parts = list(self._refined(each) if has_delays else self._parts(each))
-                if not parts:
-                    each.is_likely = True
-                    return False
-                self.ranges.remove(each)
-                self.ranges += parts
+            # Those likely within the goal first, and of these those that take the least time.
+            asked = min(left, key=lambda each: (not each.is_likely, each.has_delays, each.depth))
+            kind = PlanKind(*asked.cuts, *asked.last_replicas)
+            if not asked.problem.is_feasible(kind, goal_ns, deadline, has_delays=asked.has_delays):
+                asked.bound_ns = goal_ns + 1
+                continue
+            parts = list(self._refined(asked) if asked.has_delays else self._parts(asked))
+            if not parts:
+                asked.is_likely = True
+                return False
+            self.ranges.remove(asked)
+            self.ranges += parts
 
     def _parts(self, whole: Range) -> Iterator[Range]:
         """The plans of a range, taken apart: by their last stage, then by their cuts, then with delays."""
@@ -158,13 +149,6 @@ class RingRanges:
             middle = (fewest + most) // 2
             for cuts in ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts, is_likely=True)
-
-
-def _first_asked(ranges: Sequence[Range]) -> list[Range]:
-    """Ranges of one problem to ask at once: those likely within a goal, and of these those that take the least time."""
-    first = min(ranges, key=lambda each: (not each.is_likely, each.has_delays, each.depth))
-    key = first.problem, first.is_likely, first.has_delays, first.depth
-    return [each for each in ranges if (each.problem, each.is_likely, each.has_delays, each.depth) == key]
 
 
 def _widths(fewest: int, most: int) -> Iterator[tuple[int, int]]:

@@ -9,12 +9,17 @@ from bapipe.planner.device_line.replica_weights import FloatArray
 
 
 class Rings:
-    """The rings of stages by the class of their numbers of devices, and by their first device. [positions, groups]"""
+    """The rings of stages by their first device and the class of their numbers of devices. [positions, groups]
+
+    Attributes:
+        latency, rate: of each bucket, in ns, and of its bytes, in ns per byte.
+        last_ns: the ring of a stage's last bucket, that nothing hides.
+    """
 
     def __init__(self, sums: LayerSums, fewest: IntArray, *, may_be_idle: bool) -> None:
         """`fewest` are the devices of the stages of each class; where some may be idle, no stage is on known hosts."""
         cluster, num_devices = sums.line.cluster, sums.num_devices
-        self._min_bucket, self._max_bucket = sums.min_bucket, sums.max_bucket
+        self._max_bucket = sums.max_bucket
         hosts = [device.host for device in cluster.devices[:num_devices]]
         per_host = max(hosts.count(host) for host in set(hosts))
         positions = np.arange(num_devices)[:, None]
@@ -24,25 +29,13 @@ class Rings:
         is_counted = cluster.intra_host_sum is UNSET and not cluster.links
         steps = 2 * (fewest - 1) * is_counted
         between, fastest = cluster.inter_host, sums.fastest_link
-        self._latency = np.where(leaves, between.latency_ns, fastest.latency_ns) * steps
-        self._rate = np.where(leaves, 1e9 / between.bytes_per_s, 1e9 / fastest.bytes_per_s) * steps / fewest
-        self._least_latency, self._least_rate = self._latency.min(axis=0), self._rate.min(axis=0)  # [groups]
-
-    def all_ns(self, position: int, groups: IntArray, gradient_bytes: FloatArray) -> FloatArray:
-        """Returns the least time of all rings of stages with some gradients."""
-        return self._all_ns(self._latency[position, groups], self._rate[position, groups], gradient_bytes)
+        self.latency = np.where(leaves, between.latency_ns, fastest.latency_ns) * steps
+        self.rate = np.where(leaves, 1e9 / between.bytes_per_s, 1e9 / fastest.bytes_per_s) * steps / fewest
+        self.last_ns = (self.latency + self.rate * sums.min_bucket) * (sums.min_bucket > 0)
+        self._least_latency, self._least_rate = self.latency.min(axis=0), self.rate.min(axis=0)  # [groups]
 
     def least_ns(self, group: int, gradient_bytes: FloatArray) -> FloatArray:
         """Returns the least time of all rings of stages of a class, wherever they begin."""
-        return self._all_ns(self._least_latency[group], self._least_rate[group], gradient_bytes)
-
-    def _all_ns(self, latency: FloatArray, rate: FloatArray, gradient_bytes: FloatArray) -> FloatArray:
-        rings: FloatArray = latency * np.ceil(gradient_bytes / self._max_bucket) + rate * gradient_bytes
+        num_buckets = np.ceil(gradient_bytes / self._max_bucket)
+        rings: FloatArray = self._least_latency[group] * num_buckets + self._least_rate[group] * gradient_bytes
         return rings
-
-    def last_ns(self, position: int, groups: IntArray) -> FloatArray:
-        """Returns the least time of the ring of a stage's last bucket, that nothing hides. [groups]"""
-        if not self._min_bucket:
-            return np.zeros(groups.size)
-        ring: FloatArray = self._latency[position, groups] + self._rate[position, groups] * self._min_bucket
-        return ring

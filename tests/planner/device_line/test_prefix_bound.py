@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from itertools import combinations
 from random import Random
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -13,7 +12,6 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.device_line.prefixes import Prefixes
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
@@ -134,10 +132,13 @@ def test_a_bucket_does_not_wait_for_first_layers_without_gradients() -> None:
 
 
 def test_no_gradient_is_sent_back_between_hosts_where_none_crosses_the_cut() -> None:
-    """F of both stages, 10 ms of latency in between, and B of both: 10 ms more there and back would be too much."""
-    profile = chain([2, 2], output_bytes=1)
+    """F of both stages, 10 ms of latency in between, and B of both: 10 ms more there and back would be too much.
+
+    A device has memory for one of the two layers.
+    """
+    profile = chain([2, 2], output_bytes=1, param_bytes=10**6)
     frozen = (replace(profile.layers[0], no_gradient=profile.layers[0].outputs), profile.layers[1])
-    two, slow = devices(2), Bandwidth(bytes_per_s=10**9, latency_ns=10**7)
+    two, slow = devices(2, memory_bytes=3 * 10**6), Bandwidth(bytes_per_s=10**9, latency_ns=10**7)
     hosts = tuple(replace(device, host=device.name) for device in two.devices)
     cluster = replace(two, devices=hosts, inter_host=slow)
     options = PlanOptions(minibatch_size=1)
@@ -145,11 +146,9 @@ def test_no_gradient_is_sent_back_between_hosts_where_none_crosses_the_cut() -> 
     apart = line.time(LinePlan(cuts=(0, 1, 2), counts=(1, 1), schedule="1f1b", microbatch_size=1))
     assert apart is not None
     assert apart.step_ns == 22 * 10**6 + 1
-    bound = PrefixBound(line, "1f1b", 1, 2)
-    one = np.array([1])
-    behind = Prefixes(begins=one, cuts=one, fewest_cuts=0 * one, last_fewest=one, last_most=2 * one)
-    ends = bound.last_ends(1, behind, np.array([0]), float(apart.step_ns))
-    assert ends.tolist() == [[2]]
+    path = PrefixBound(line, "1f1b", 1, 2).path(apart.step_ns, UNLIMITED)
+    assert path is not None
+    assert path.cuts == (0, 1, 2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

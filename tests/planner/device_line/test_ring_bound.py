@@ -1,15 +1,16 @@
 """Bounds with the rings of early stages: every plan on alike devices is feasible in them at its own step time."""
 
 from collections import Counter
+from itertools import product
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.device_line.ring_bound import PlanKinds, RingBound
+from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
@@ -29,12 +30,6 @@ def growing_line() -> DeviceLine:
     return DeviceLine({"a": profile}, devices(12, bytes_per_s=5 * 10**9), PlanOptions(minibatch_size=24))
 
 
-def kinds_of(*each: tuple[int, int, int, int]) -> PlanKinds:
-    """Kinds of plans by their fewest and most cuts, and the fewest and most replicas of their last stage."""
-    fewest_cuts, most_cuts, last_fewest, last_most = (np.array(column) for column in zip(*each, strict=True))
-    return PlanKinds(fewest_cuts=fewest_cuts, most_cuts=most_cuts, last_fewest=last_fewest, last_most=last_most)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("buckets", [False, True])
 def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(schedule: str, buckets: bool) -> None:
@@ -46,16 +41,14 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(schedule: s
         timed = [each for each in map(line.time, plans(line, schedule)) if each is not None]
         best_ns = min(each.step_ns for each in timed)
         bound = RingBound(prefix, best_ns / 4)
-        every = kinds_of((*prefix.num_cuts, *prefix.last_replicas))
         for each in timed:
             cuts, last = len(each.plan.counts) - 1, each.plan.counts[-1]
-            like_it = kinds_of((cuts, cuts, last, last), (max(0, cuts - 1), cuts, 1, last), (0, cuts, last, 12))
-            for has_delays in (False, True):
-                is_within = bound.feasible(like_it, each.step_ns, UNLIMITED, has_delays=has_delays, may_stop=False)
-                assert is_within.all(), (seed, each.plan, has_delays)
-                assert bound.feasible(every, each.step_ns, UNLIMITED, has_delays=has_delays, may_stop=True).all()
+            like_it = [(cuts, cuts, last, last), (max(0, cuts - 1), cuts, 1, last), (0, cuts, last, 12)]
+            for kind, has_delays in product([*map(PlanKind._make, like_it), prefix.kind], (False, True)):
+                is_within = bound.is_feasible(kind, each.step_ns, UNLIMITED, has_delays=has_delays)
+                assert is_within, (seed, each.plan, kind, has_delays)
         checked += len(timed)
-        infeasible += not bound.feasible(every, best_ns * 3 // 4, UNLIMITED, has_delays=True, may_stop=False).any()
+        infeasible += not bound.is_feasible(prefix.kind, best_ns * 3 // 4, UNLIMITED, has_delays=True)
     assert checked > 60
     assert infeasible >= 3
 
@@ -68,14 +61,11 @@ def test_rings_behind_the_backwards_of_later_stages_raise_the_bound() -> None:
     prefix = PrefixBound(line, "1f1b", 1, 12)
     bound = RingBound(prefix, best.step_ns / 2)
     num_cuts = len(best.plan.counts) - 1
-    like_best = kinds_of((num_cuts, num_cuts, 1, 12))
+    like_best = PlanKind(num_cuts, num_cuts, 1, 12)
     limits_ns = [best.step_ns * part // 200 for part in range(170, 201)]
 
     def number_within(*, has_delays: bool) -> int:
-        return sum(
-            bool(bound.feasible(like_best, limit_ns, UNLIMITED, has_delays=has_delays, may_stop=False).all())
-            for limit_ns in limits_ns
-        )
+        return sum(bound.is_feasible(like_best, limit_ns, UNLIMITED, has_delays=has_delays) for limit_ns in limits_ns)
 
     assert 0 < number_within(has_delays=True) < number_within(has_delays=False)
 
@@ -131,4 +121,4 @@ def test_it_ends_at_the_deadline() -> None:
     line = alike_line(0, "1f1b", buckets=False)
     prefix = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
     with pytest.raises(OutOfTime):
-        RingBound(prefix, 1e6).feasible(kinds_of((0, 1, 1, 2)), 10**9, Deadline(0.0), has_delays=True, may_stop=False)
+        RingBound(prefix, 1e6).is_feasible(PlanKind(0, 1, 1, 2), 10**9, Deadline(0.0), has_delays=True)

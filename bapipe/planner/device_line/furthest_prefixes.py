@@ -1,0 +1,58 @@
+"""Runs the compiled dynamic programme of `prefix_programme.py` for one kind of plans and one step time."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.plan_kind import PlanKind
+
+if TYPE_CHECKING:
+    from bapipe.planner.device_line.prefix_programme import Delays, Problem
+
+POSITIONS_AT_ONCE = 64
+"""Devices between two looks at the deadline."""
+
+
+class FurthestPrefixes:
+    """The furthest boundaries that prefixes of plans reach within a step time.
+
+    Attributes:
+        furthest: by level of delays, devices and cuts; -1 where nothing is known. [levels, devices + 1, cuts + 2]
+        origin: the devices before the last stage, where there is one level. [devices + 1, cuts + 2]
+    """
+
+    def __init__(self, problem: "Problem", kind: PlanKind, limit_ns: int, delays: "Delays | None" = None) -> None:
+        """Without `delays` what follows behind the way back of a stage does not count."""
+        from bapipe.planner.device_line.prefix_programme import first_begins, without_delays
+
+        self._problem, self._kind = problem, kind
+        self._limit = limit_ns * (1 + 1e-12)
+        self._delays = without_delays() if delays is None else delays
+        self._first = first_begins(problem, kind, self._limit)
+        shape = self._delays.from_ns.size, problem.num_devices + 1, kind.most_cuts + 2
+        self.furthest = np.full(shape, -1, dtype=np.int32)
+        self.furthest[0, 0, 0] = 0
+        self.origin = np.full(shape[1:], -1, dtype=np.int32)
+
+    def find(self, deadline: Deadline) -> int | None:
+        """Returns how many devices some prefix with all layers has, None if there is none."""
+        from bapipe.planner.device_line.prefix_programme import extend
+
+        num_devices = self._problem.num_devices
+        for begin in range(0, num_devices + 1, POSITIONS_AT_ONCE):
+            deadline.check()
+            position = extend(
+                self._problem,
+                self._kind,
+                self._delays,
+                self._limit,
+                self._first,
+                self.furthest,
+                self.origin,
+                begin,
+                min(begin + POSITIONS_AT_ONCE, num_devices + 1),
+            )
+            if position >= 0:
+                return position
+        return None
