@@ -30,16 +30,22 @@ class FurthestPrefixes:
         self._limit = limit_ns * (1 + 1e-12)
         self._delays = without_delays() if delays is None else delays
         self._first = first_begins(problem, kind, self._limit)
-        shape = self._delays.from_ns.size, problem.num_devices + 1, kind.most_cuts + 2
+        shape = self._delays.from_ns.size, problem.stages.shape[0] + 1, kind.most_cuts + 2
         self.furthest = np.full(shape, -1, dtype=np.int32)
         self.furthest[0, 0, 0] = 0
         self.origin = np.full(shape[1:], -1, dtype=np.int32)
+        self._num_tried = np.zeros(1, dtype=np.int64)
+
+    @property
+    def num_tried(self) -> int:
+        """How many classes of stages were tried behind prefixes: the work so far."""
+        return int(self._num_tried[0])
 
     def find(self, deadline: Deadline) -> int | None:
         """Returns how many devices some prefix with all layers has, None if there is none."""
         from bapipe.planner.device_line.prefix_programme import extend
 
-        num_devices = self._problem.num_devices
+        num_devices = self._problem.stages.shape[0]
         for begin in range(0, num_devices + 1, POSITIONS_AT_ONCE):
             deadline.check()
             position = extend(
@@ -52,6 +58,7 @@ class FurthestPrefixes:
                 self.origin,
                 begin,
                 min(begin + POSITIONS_AT_ONCE, num_devices + 1),
+                self._num_tried,
             )
             if position >= 0:
                 return position

@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
@@ -131,62 +132,70 @@ class PrefixBound(LayerSums):
     @cached_property
     def programme(self) -> "Problem":
         """The problem as the compiled programme takes it."""
-        from bapipe.planner.device_line.prefix_programme import OF_KINDS, Layers, Problem, Stages, Transfers
+        from bapipe.planner.device_line.prefix_programme import LAYER_SUMS, Problem
 
-        weights, rings, kinds = self.weights, self.rings, self._kinds_of_stages
-        in_flight, num_rounds = np.zeros_like(weights.counts), np.zeros_like(weights.counts)
-        if self._depths is not None:
-            in_flight = -(-self._depths[:, None] // self.groups.fewest)
-            num_rounds = np.stack([self._num_rounds(int(depth)) for depth in self._depths])
-
-        def floats(values: FloatArray | IntArray) -> FloatArray:
-            return np.ascontiguousarray(values, dtype=np.float64)  # the types that the programme is compiled for
-
+        kinds = self._kinds_of_stages
+        layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
+        for of_kinds, sums in zip(layers, kinds.sums, strict=True):
+            for name in LAYER_SUMS.names or ():
+                of_kinds[name] = getattr(sums if hasattr(sums, name) else self, name)
         return Problem(
-            layers=Layers(
-                **{name: floats(np.stack([getattr(sums, name) for sums in kinds.sums])) for name in OF_KINDS},
-                update=floats(self.update),
-                gradients=floats(self.gradients),
-                held=floats(self.held),
-            ),
-            stages=Stages(
-                own=kinds.own,
-                before=kinds.before,
-                behind=kinds.behind,
-                counts=weights.counts,
-                speed=floats(np.broadcast_to(weights.speed, weights.counts.shape)),
-                forward_speed=floats(np.broadcast_to(weights.forward_speed, weights.counts.shape)),
-                busiest=floats(np.broadcast_to(weights.busiest, weights.counts.shape)),
-                num_before=floats(np.broadcast_to(weights.before, weights.counts.shape)),
-                num_behind=floats(np.broadcast_to(weights.behind, weights.counts.shape)),
-                from_here=floats(weights.from_here),
-                in_flight=in_flight,
-                num_rounds=num_rounds,
-                slack=floats(self._slack(in_flight)),
-                last_ring=floats(rings.last_ns),
-                ring_latency=floats(rings.latency),
-                ring_rate=floats(rings.rate),
-                limit_bytes=floats(self.limit_bytes),
-                few=self.groups.fewest,
-                most=self.groups.most,
-            ),
-            transfers=Transfers(
-                one_way=floats(self._one_way),
-                both_ways=floats(self._both_ways),
-                boundaries_before=self._boundaries_before,
-                extra_one_way=float(self._extra_one_way),
-                extra_both=float(self._extra_both),
-            ),
-            num_devices=self.num_devices,
+            layers=layers,
+            stages=self._stages(),
+            one_way=np.asarray(self._one_way, dtype=float),
+            both_ways=np.asarray(self._both_ways, dtype=float),
+            boundaries_before=self._boundaries_before,
+            extra_one_way=float(self._extra_one_way),
+            extra_both=float(self._extra_both),
             num_microbatches=self.num_microbatches,
-            every=0,
             max_speed=self.max_speed,
             max_bucket=float(self.max_bucket),
-            step_share=0.5 if self.schedule in IN_PAIRS else 1.0,
             is_alike=self._has_one_speed,
             are_forwards_first=self.are_forwards_first,
             has_whole_backward=not splits_backwards(self.schedule),
         )
+
+    def _stages(self) -> "NDArray[np.void]":
+        """What is known of stages by their first device and class. [positions, groups]"""
+        from bapipe.planner.device_line.prefix_programme import STAGE
+
+        weights, rings, kinds = self.weights, self.rings, self._kinds_of_stages
+        n = weights.counts
+        in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n)
+        if self._depths is not None:
+            in_flight = -(-self._depths[:, None] // self.groups.fewest)
+            num_rounds = np.stack([self._num_rounds(int(depth)) for depth in self._depths])
+        columns = {
+            "own": kinds.own,
+            "before": kinds.before,
+            "behind": kinds.behind[:, None],
+            "few": self.groups.fewest,
+            "most": self.groups.most,
+            "in_flight": in_flight,
+            "num_rounds": num_rounds,
+            "count": n,
+            "forward": 1 / weights.forward_speed,
+            "backward": 1 / weights.speed,
+            "before_ns": weights.before,
+            "behind_ns": weights.behind,
+            "from_here": weights.from_here[:, None],
+            "busiest": weights.busiest,
+            "slack": self._slack(in_flight),
+            "last_ring": rings.last_ns,
+            "ring_latency": rings.latency,
+            "ring_rate": rings.rate,
+            "limit_bytes": self.limit_bytes,
+        }
+        stages = np.zeros(n.shape, dtype=STAGE)
+        for name, values in columns.items():
+            stages[name] = values
+        share = 0.5 if self.schedule in IN_PAIRS else 1.0  # of F + r, that from one F or r to the next one takes
+        for way, trips in enumerate((2 * np.ones_like(n), 1 + (n - 1) // np.maximum(in_flight, 1))):
+            steps = n - 1 - (trips - 1) * in_flight
+            has_rounds = (in_flight > 0) & (trips >= 2) & (steps >= 0)
+            stages["trips"][:, :, way] = np.where(has_rounds, trips, 0)
+            stages["steps"][:, :, way] = np.where(has_rounds, share * steps, 0.0)
+        return stages
 
     def _slack(self, in_flight: IntArray) -> FloatArray:
         """By how much a chain of actions may be shorter than the sums over its layers. [positions, groups]"""

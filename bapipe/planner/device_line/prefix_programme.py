@@ -5,7 +5,7 @@ boundary is known that the layers before it reach. A stage is tried only where i
 most are not within the limits even then, and one look says so.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,102 +17,70 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Boundaries = NDArray[np.int32]
 
+LAYER_SUMS = np.dtype(
+    [
+        (name, np.float64)
+        for name in (
+            # Those of `TimeSums`, which differ between sets of kinds of devices.
+            *("forward", "backward", "critical", "work", "trip", "first_bucket", "before_gradients"),
+            "update",
+            "gradients",  # bytes
+            "held",  # bytes, with one micro-batch
+        )
+    ]
+)
+"""Sums over the layers before a boundary."""
 
-class Layers(NamedTuple):
-    """Sums over the layers before each boundary: those of `TimeSums`, for several sets of kinds. [sets, boundaries]
-
-    Attributes:
-        update, gradients, held: the update, bytes of gradients, and what a stage holds with one micro-batch.
-            [boundaries]
-    """
-
-    forward: Floats
-    backward: Floats
-    critical: Floats
-    work: Floats
-    trip: Floats
-    first_bucket: Floats
-    before_gradients: Floats
-    update: Floats
-    gradients: Floats
-    held: Floats
-
-
-OF_KINDS = ("forward", "backward", "critical", "work", "trip", "first_bucket", "before_gradients")
-"""The sums that differ between kinds of devices."""
-
-
-class Stages(NamedTuple):
-    """What is known of stages by their first device and class of numbers of devices. [positions, groups]
-
-    Attributes:
-        own, before: the set of kinds of a stage, and with the devices before it.
-        behind: that of the devices from a position on. [positions]
-        num_before, num_behind: time of the work of 1 ns on the devices before a stage, and behind it.
-        from_here: the same of any devices from a position on. [positions]
-        in_flight: micro-batches in flight on one replica at most, 0 if the schedule has no limit.
-        num_rounds: micro-batches that make a round trip to the last stage one after another, at least.
-        slack: what a chain of actions may be shorter than the sums, in ns.
-        last_ring: of a stage's last bucket, in ns.
-        ring_latency, ring_rate: of each bucket, in ns and ns per byte.
-        limit_bytes: what each device may hold.
-        few, most: the devices of a class. [groups]
-    """
-
-    own: Ints
-    before: Ints
-    behind: Ints
-    counts: Ints
-    speed: Floats
-    forward_speed: Floats
-    busiest: Floats
-    num_before: Floats
-    num_behind: Floats
-    from_here: Floats
-    in_flight: Ints
-    num_rounds: Ints
-    slack: Floats
-    last_ring: Floats
-    ring_latency: Floats
-    ring_rate: Floats
-    limit_bytes: Floats
-    few: Ints
-    most: Ints
-
-
-class Transfers(NamedTuple):
-    """Transfers over cuts, in ns: of 0, 1, 2 ... cuts at least, one way and both ways. [cuts]
-
-    Attributes:
-        boundaries_before: the boundaries between hosts before each position. [positions + 1]
-        extra_one_way, extra_both: what a boundary that no stage spans adds.
-    """
-
-    one_way: Floats
-    both_ways: Floats
-    boundaries_before: Ints
-    extra_one_way: float
-    extra_both: float
+STAGE = np.dtype(
+    [
+        ("own", np.int64),  # the set of kinds of the stage,
+        ("before", np.int64),  # of the stage and the devices before it,
+        ("behind", np.int64),  # and from its first device on
+        ("few", np.int64),  # devices, at least
+        ("most", np.int64),
+        ("in_flight", np.int64),  # micro-batches on one replica at most, 0 if the schedule has no limit
+        ("num_rounds", np.int64),  # micro-batches that make a round trip to the last stage one after another, at least
+        ("count", np.float64),  # micro-batches of one replica
+        ("forward", np.float64),  # ns of the work of 1 ns on a replica,
+        ("backward", np.float64),
+        ("before_ns", np.float64),  # on the devices before,
+        ("behind_ns", np.float64),  # behind,
+        ("from_here", np.float64),  # and on any from the first one on
+        ("busiest", np.float64),  # the same of all micro-batches of the busiest replica
+        ("slack", np.float64),  # ns by which a chain of actions may be shorter than the sums
+        ("last_ring", np.float64),  # ns of the ring of the last bucket
+        ("ring_latency", np.float64),  # ns of each bucket
+        ("ring_rate", np.float64),  # ns per byte
+        ("limit_bytes", np.float64),  # of each device
+        ("trips", np.float64, 2),  # round trips one after another, 0 if there are none,
+        ("steps", np.float64, 2),  # and the F and r between them, in two ways
+    ]
+)
+"""What is known of stages by their first device and class of numbers of devices."""
 
 
 class Problem(NamedTuple):
     """What does not depend on the step time that is asked for.
 
     Attributes:
-        every: the set of all kinds.
-        step_share: the part of F + r that lies between one F or r and the next one.
+        layers: `LAYER_SUMS` on each set of kinds, the first one all. [sets, boundaries]
+        stages: `STAGE`. [positions, groups]
+        one_way, both_ways: transfers over 0, 1, 2 ... cuts at least, in ns. [cuts]
+        boundaries_before: the boundaries between hosts before each position. [positions + 1]
+        extra_one_way, extra_both: what a boundary between hosts that no stage spans adds, in ns.
         max_bucket: bytes that no bucket has.
     """
 
-    layers: Layers
-    stages: Stages
-    transfers: Transfers
-    num_devices: int
+    layers: NDArray[Any]
+    stages: NDArray[Any]
+    one_way: Floats
+    both_ways: Floats
+    boundaries_before: Ints
+    extra_one_way: float
+    extra_both: float
     num_microbatches: int
-    every: int
     max_speed: float
     max_bucket: float
-    step_share: float
     is_alike: bool
     are_forwards_first: bool
     has_whole_backward: bool
@@ -146,102 +114,94 @@ def without_delays() -> Delays:
     return Delays(np.zeros(1), no_ns, none, no_tables, no_tables, none, 1)
 
 
+class Start(NamedTuple):
+    """What is known of a stage before its end is.
+
+    Attributes:
+        room: the step time and the slack.
+        apart: F of a replica that do not run during the round trip of its micro-batch whose backward is first.
+        one_way, both_ways: the transfers before the stage, in ns.
+        behind: the transfers behind it, both ways.
+        delay: what follows behind the way back of the stage's last micro-batch.
+    """
+
+    room: float
+    apart: float
+    one_way: float
+    both_ways: float
+    behind: float
+    delay: float
+
+
 @compiled
 def _forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     """F of a replica that do not run during the round trip of its micro-batch whose backward is first."""
-    stages = problem.stages
+    stage = problem.stages[p, g]
     if problem.are_forwards_first:
         # The last stage is this one, or has devices behind it.
-        few, most = stages.few[g], stages.most[g]
-        last = min(max(last_most, few), max(most, problem.num_devices - p - few))
-        return int(max(0, (problem.num_microbatches - last) // most))
-    if stages.in_flight[p, g] == 0:
+        num_behind = problem.stages.shape[0] - p - stage.few
+        last = min(max(last_most, stage.few), max(stage.most, num_behind))
+        return int(max(0, (problem.num_microbatches - last) // stage.most))
+    if stage.in_flight == 0:
         return 0
-    return int(max(0, stages.counts[p, g] - stages.in_flight[p, g]))
+    return int(max(0, int(stage.count) - stage.in_flight))
 
 
 @compiled
 def _excess(
-    problem: Problem,
-    room: float,
-    apart: int,
-    one_way: float,
-    both_ways: float,
-    behind: float,
-    delay: float,
-    p: int,
-    g: int,
+    layers: NDArray[Any],
+    stage: Any,
+    max_bucket: float,
+    has_whole_backward: bool,
+    start: Start,
     i: int,
     j: int,
 ) -> float:
-    """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
-
-    Args:
-        room: the step time and the slack.
-        apart: see `_forwards_apart`.
-        one_way, both_ways: the transfers before the stage.
-        behind: the transfers behind it, both ways.
-        delay: what follows behind the way back of the stage's last micro-batch.
-    """
-    layers, s = problem.layers, problem.stages
-    if layers.held[j] - layers.held[i] > s.limit_bytes[p, g]:
+    """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all."""
+    begin, end, before, rest = layers[stage.own, i], layers[stage.own, j], layers[stage.before, i], layers[stage.behind]
+    if end.held - begin.held > stage.limit_bytes:
         return np.inf
-    own, here, rest = s.own[p, g], s.before[p, g], s.behind[p]
-    n, v, q, w = s.counts[p, g], s.speed[p, g], s.forward_speed[p, g], s.busiest[p, g]
-    f = layers.forward[own, j] - layers.forward[own, i]
-    r = layers.critical[own, j] - layers.critical[own, i]
-    b = layers.backward[own, j] - layers.backward[own, i]
-    arrival = layers.forward[here, i] * s.num_before[p, g] + one_way
-    return_ns = layers.trip[here, i] * s.num_before[p, g] + both_ways
-    update = layers.update[j] - layers.update[i]
-    work = arrival + w * (f + b) + s.last_ring[p, g] + update
-    around = f / q + r / v + (layers.trip[rest, -1] - layers.trip[rest, j]) * s.num_behind[p, g] + behind
-    returned = return_ns + max(w * (f + r), around + (n - 1) * r / v + apart * f / q)
-    gradients = layers.gradients[j] - layers.gradients[i]
-    ring = s.ring_latency[p, g] * np.ceil(gradients / problem.max_bucket) + s.ring_rate[p, g] * gradients
-    first_full = max(layers.backward[own, j] - layers.before_gradients[own, i], 0.0)
-    first_full = min(first_full, layers.first_bucket[own, j])
+    n = stage.count
+    # F and r of one micro-batch, and B, on the replica.
+    f, r = (end.forward - begin.forward) * stage.forward, (end.critical - begin.critical) * stage.backward
+    b = (end.backward - begin.backward) * stage.backward
+    arrival = before.forward * stage.before_ns + start.one_way
+    return_ns = before.trip * stage.before_ns + start.both_ways
+    update = end.update - begin.update
+    work = arrival + stage.busiest * (end.work - begin.work) + stage.last_ring + update
+    around = f + r + (rest[-1].trip - rest[j].trip) * stage.behind_ns + start.behind
+    returned = max(stage.busiest * (end.trip - begin.trip), around + (n - 1) * r + start.apart * f)
+    gradients = end.gradients - begin.gradients
+    ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
+    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.backward
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
-    after = arrival + first_full / v + ring + update
-    work = max(work, after + (n * f + (n - 1) * b) / v)
-    after -= b / v
-    if problem.has_whole_backward and n >= 2:
-        work = max(work, after + around + (n - 1) * b / v + apart * f / q)
-    in_flight = s.in_flight[p, g]
-    if in_flight > 0:
-        for k in (2, 1 + (n - 1) // in_flight):
-            steps = n - 1 - (k - 1) * in_flight
-            if k >= 2 and steps >= 0:
-                passed = k * around + problem.step_share * steps * (f + r) / v
-                returned = max(returned, return_ns + passed)
-                if problem.has_whole_backward and steps >= 1:
-                    work = max(work, after + passed)
-    return float(max(work, returned + delay) - room)
+    after = arrival + first_full + ring + update
+    own_f = (end.forward - begin.forward) * stage.backward
+    work = max(work, after + n * own_f + (n - 1) * b)
+    after -= b
+    if has_whole_backward and n >= 2:
+        work = max(work, after + around + (n - 1) * b + start.apart * f)
+    for way in range(2):
+        if stage.trips[way] > 0:
+            passed = stage.trips[way] * around + stage.steps[way] * (own_f + r)
+            returned = max(returned, passed)
+            if has_whole_backward and stage.steps[way] > 0:
+                work = max(work, after + passed)
+    return float(max(work, return_ns + returned + start.delay) - start.room)
 
 
 @compiled
-def _last_within(
-    problem: Problem,
-    room: float,
-    apart: int,
-    one_way: float,
-    both_ways: float,
-    behind: float,
-    delay: float,
-    p: int,
-    g: int,
-    i: int,
-    low: int,
-    high: int,
-) -> int:
+def _last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
     """The last end from `low` to `high` with which a stage keeps the limits, -1 if none is. Excess rises with it."""
-    if low > high or _excess(problem, room, apart, one_way, both_ways, behind, delay, p, g, i, low) > 0:
+    layers, stage = problem.layers, problem.stages[p, g]
+    max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
+    if low > high or _excess(layers, stage, max_bucket, is_whole, start, i, low) > 0:
         return -1
     # Invariant: `low` is within the limits, `beyond` is not.
     step, beyond = 1, high + 1
     while low + 1 < beyond:
         middle = min(low + step, (low + beyond + 1) // 2)
-        if _excess(problem, room, apart, one_way, both_ways, behind, delay, p, g, i, middle) > 0:
+        if _excess(layers, stage, max_bucket, is_whole, start, i, middle) > 0:
             beyond = middle
         else:
             low, step = middle, 2 * step
@@ -254,39 +214,40 @@ def first_begins(problem: Problem, kind: PlanKind, limit: float) -> Boundaries:
 
     As `extend` backwards, without rings, memory and transfers over known cuts: stages begin as early as they can.
     """
-    layers, s, num = problem.layers, problem.stages, problem.num_devices
-    trip = layers.trip[problem.every]
+    num, num_groups = problem.stages.shape
+    trip = problem.layers[0].trip
     last = trip.size - 1
     arrival = 1 / problem.max_speed
-    whole_trip = trip[last] * arrival + problem.transfers.both_ways[kind.fewest_cuts]
+    whole_trip = trip[last] * arrival + problem.both_ways[kind.fewest_cuts]
     first = np.full(num + 1, last, np.int32)
     for p in range(num - 1, -1, -1):
         best = first[p + 1] if problem.is_alike else last
-        for g in range(s.few.size):
-            if s.few[g] > num - p:
+        for g in range(num_groups):
+            stage = problem.stages[p, g]
+            if stage.few > num - p:
                 break
-            most = s.few[g] if problem.is_alike else min(s.most[g], num - p)
+            most = stage.few if problem.is_alike else min(stage.most, num - p)
             end = last
-            for number in range(s.few[g], most + 1):
+            for number in range(stage.few, most + 1):
                 end = min(end, first[p + number])
             apart = _forwards_apart(problem, kind.last_most, p, g)
-            room = limit + s.slack[p, g]
-            n, v, q, own = s.counts[p, g], s.speed[p, g], s.forward_speed[p, g], s.own[p, g]
+            room = (limit + stage.slack) * (1 + 1e-9)
+            own = problem.layers[stage.own]
             while best > 0:
                 i = best - 1
                 if i < end:
-                    before = arrival * trip[i]
-                    if layers.work[own, end] - layers.work[own, i] > room / s.busiest[p, g] * (1 + 1e-9):
+                    before, at_end, begin = arrival * trip[i], own[end], own[i]
+                    if stage.busiest * (at_end.work - begin.work) > room:
                         break
-                    if before + s.busiest[p, g] * (layers.trip[own, end] - layers.trip[own, i]) > room * (1 + 1e-9):
+                    if before + stage.busiest * (at_end.trip - begin.trip) > room:
                         break
-                    r = layers.critical[own, end] - layers.critical[own, i]
-                    f = layers.forward[own, end] - layers.forward[own, i]
-                    if whole_trip + (n - 1) * r / v + apart * f / q > room * (1 + 1e-9):
+                    r = (at_end.critical - begin.critical) * stage.backward
+                    f = (at_end.forward - begin.forward) * stage.forward
+                    if whole_trip + (stage.count - 1) * r + apart * f > room:
                         break
-                    if not _has_time_for_rounds(
-                        problem, room, before, trip[end] - trip[i], trip[last] - trip[end], p, g
-                    ):
+                    around = (trip[last] - trip[i]) * stage.from_here
+                    step = (trip[end] - trip[i]) * stage.backward
+                    if before + _longest_rounds(stage, around, step) > room:
                         break
                 best = i
         first[p] = best
@@ -294,21 +255,13 @@ def first_begins(problem: Problem, kind: PlanKind, limit: float) -> Boundaries:
 
 
 @compiled
-def _has_time_for_rounds(
-    problem: Problem, room: float, before: float, own: float, behind: float, p: int, g: int
-) -> bool:
-    """Whether micro-batches can make their round trips from a stage on, one after another, in the time there is."""
-    s = problem.stages
-    in_flight, n = s.in_flight[p, g], s.counts[p, g]
-    if in_flight == 0:
-        return True
-    for k in (2, 1 + (n - 1) // in_flight):
-        steps = n - 1 - (k - 1) * in_flight
-        if k >= 2 and steps >= 0:
-            passed = k * s.from_here[p] * (own + behind) + problem.step_share * steps * own / s.speed[p, g]
-            if before + passed > room * (1 + 1e-9):
-                return False
-    return True
+def _longest_rounds(stage: Any, around: float, step: float) -> float:
+    """Round trips of micro-batches from a stage on, one after another, and what lies between them, in ns."""
+    longest = 0.0
+    for way in range(2):
+        if stage.trips[way] > 0:
+            longest = max(longest, stage.trips[way] * around + stage.steps[way] * step)
+    return longest
 
 
 @compiled
@@ -322,6 +275,7 @@ def extend(
     origin: NDArray[np.int32],
     begin: int,
     end: int,
+    num_tried: Ints,
 ) -> int:
     """Adds a stage to all prefixes of `begin` to `end` devices; returns the devices of one with all layers, or -1.
 
@@ -329,8 +283,9 @@ def extend(
         first: from `first_begins`.
         furthest: -1 where nothing is known. [levels, devices + 1, cuts + 2]
         origin: the devices before the last stage, of the first level. [devices + 1, cuts + 2]
+        num_tried: counts classes of stages behind prefixes. [1]
     """
-    num, last = problem.num_devices, problem.layers.update.size - 1
+    num, last = problem.stages.shape[0], problem.layers.shape[1] - 1
     num_levels, num_cuts = furthest.shape[0], min(kind.most_cuts, furthest.shape[2] - 2)
     for p in range(begin, end):
         for level in range(num_levels):
@@ -352,7 +307,7 @@ def extend(
                     reached = max(reached, furthest[level, p - 1, c])
                 # Or without delays with fewer cuts; from delays more cuts take more transfers.
                 if i >= first[p] and i > reached and not (num_levels == 1 and i <= of_fewer):
-                    _add_stages(problem, kind, delays, limit, first, furthest, origin, level, p, c)
+                    num_tried[0] += _add_stages(problem, kind, delays, limit, first, furthest, origin, level, p, c)
                 reached = max(reached, i)
             if num_levels == 1 and c >= kind.fewest_cuts:
                 of_fewer = max(of_fewer, furthest[0, p, c])
@@ -371,54 +326,51 @@ def _add_stages(
     level: int,
     p: int,
     c: int,
-) -> None:
-    """Adds a stage of each class of devices to one prefix."""
-    layers, s, transfers = problem.layers, problem.stages, problem.transfers
-    num, last, i = problem.num_devices, layers.update.size - 1, furthest[level, p, c]
-    has_delays = furthest.shape[0] > 1
-    forced = max(0, transfers.boundaries_before[p] - (p - c))
-    one_way = transfers.one_way[c] + forced * transfers.extra_one_way
-    both_ways = transfers.both_ways[c] + forced * transfers.extra_both
-    behind = transfers.both_ways[max(0, kind.fewest_cuts - c)]
+) -> int:
+    """Adds a stage of each class of devices to one prefix; returns the number of classes."""
+    (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
+    i, has_delays = furthest[level, p, c], furthest.shape[0] > 1
+    forced = max(0, problem.boundaries_before[p] - (p - c))
+    one_way = problem.one_way[c] + forced * problem.extra_one_way
+    both_ways = problem.both_ways[c] + forced * problem.extra_both
+    behind = problem.both_ways[max(0, kind.fewest_cuts - c)]
     # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
     may_be_empty = c < kind.fewest_cuts or not problem.is_alike
-    trip, rest = layers.trip, s.behind[p]
-    from_here = (trip[rest, last] - trip[rest, i]) * s.from_here[p] + behind
-    arrived = trip[problem.every, i] / problem.max_speed + transfers.both_ways[c]
-    for g in range(s.few.size):
-        if s.few[g] > num - p:
-            break
-        room = limit + s.slack[p, g]
-        if s.num_rounds[p, g] > 0 and arrived + s.num_rounds[p, g] * from_here > room:
-            if not may_be_empty:
-                continue
+    stages, rest = problem.stages[p], problem.layers[problem.stages[p, 0].behind]
+    from_here = (rest[last].trip - rest[i].trip) * stages[0].from_here + behind
+    arrived = problem.layers[0, i].trip / problem.max_speed + problem.both_ways[c]
+    for g in range(num_groups):
+        stage = stages[g]
+        if stage.few > num - p:
+            return int(g)
+        room = limit + stage.slack
+        may_end = stage.few <= kind.last_most and stage.most >= kind.last_fewest
+        highest = last if may_end else last - 1
+        if stage.num_rounds > 0 and arrived + stage.num_rounds * from_here > room:
             highest = i
-        else:
-            may_end = s.few[g] <= kind.last_most and s.most[g] >= kind.last_fewest
-            highest = last if may_end else last - 1
-        most = s.few[g] if problem.is_alike else min(s.most[g], num - p)
+        most = stage.few if problem.is_alike else min(stage.most, num - p)
         lowest = last + 1
-        for number in range(s.few[g], most + 1):
+        for number in range(stage.few, most + 1):
             lowest = min(lowest, max(furthest[level, p + number, c + 1] + 1, first[p + number]))
         if lowest > highest:
             continue
         delay = 0.0
         if has_delays:
-            delay = max(0.0, delays.from_ns[level] + delays.left_ns[g] - forced * transfers.extra_both)
-        apart = _forwards_apart(problem, kind.last_most, p, g)
-        end = _last_within(
-            problem, room, apart, one_way, both_ways, behind, delay, p, g, i, max(lowest, i + 1), highest
-        )
+            delay = max(0.0, delays.from_ns[level] + delays.left_ns[g] - forced * problem.extra_both)
+        apart = float(_forwards_apart(problem, kind.last_most, p, g))
+        start = Start(room, apart, one_way, both_ways, behind, delay)
+        end = _last_within(problem, start, p, g, i, max(lowest, i + 1), highest)
         if end < 0:
             if not may_be_empty or i < lowest:
                 continue
             end = i
-        for number in range(s.few[g], most + 1):
+        for number in range(stage.few, most + 1):
             if has_delays:
                 _place(delays, furthest, may_be_empty, level, p + number, c, g, i, end, first[p + number])
             elif end >= first[p + number] and end > furthest[0, p + number, c + 1]:
                 furthest[0, p + number, c + 1] = end
                 origin[p + number, c + 1] = p
+    return int(num_groups)
 
 
 @compiled

@@ -31,17 +31,24 @@ MAX_CELLS = 201
 
 
 class RingBound:
-    """The problem of a prefix bound on alike devices, with 1F1B or GPipe."""
+    """The problem of a prefix bound on alike devices, with 1F1B or GPipe.
+
+    Attributes:
+        num_tried: the work so far, see `FurthestPrefixes`.
+    """
 
     def __init__(self, prefix: PrefixBound, longest_ns: float) -> None:
         """Delays above `longest_ns` are not told apart."""
-        self.prefix = prefix
+        self.prefix, self.num_tried = prefix, 0
         self._delays = _Delays(prefix, longest_ns).tables
 
     def is_feasible(self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, has_delays: bool) -> bool:
         """Returns whether the relaxation has a plan of a kind within a step time; `has_delays`: whether they count."""
         prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, self._delays if has_delays else None)
-        return prefixes.find(deadline) is not None
+        try:
+            return prefixes.find(deadline) is not None
+        finally:
+            self.num_tried += prefixes.num_tried
 
 
 class _Delays:

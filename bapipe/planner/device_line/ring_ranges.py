@@ -67,12 +67,14 @@ class RingRanges:
     def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best_ns: int) -> None:
         """No plan is faster than `bound_ns`; `best_ns` is the step of the best one."""
         self._best_ns = best_ns
+        self._problems: list[RingBound] = []
         self.ranges: list[Range] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
             # Some stage is busy for as long as all are on average.
             busy_ns = trip_ns * max(1.0, problem.num_microbatches / problem.num_devices)
             bound = RingBound(problem, max(best_ns - busy_ns, 1.0))
+            self._problems.append(bound)
             self.ranges += [
                 Range(
                     problem=bound,
@@ -82,6 +84,11 @@ class RingRanges:
                 )
                 for fewest, most in _widths(*problem.num_cuts)
             ]
+
+    @property
+    def num_tried(self) -> int:
+        """The work so far, see `FurthestPrefixes`."""
+        return sum(problem.num_tried for problem in self._problems)
 
     @property
     def bound_ns(self) -> int:

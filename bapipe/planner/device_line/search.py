@@ -72,8 +72,8 @@ OTHER_GAP = 1.05
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_RINGS_WORK = 80 * 512**2
-"""Budget of the bounds by rings, without a time limit, in the same unit."""
+MAX_TRIED = 400_000_000
+"""Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
 
 MAX_ESTIMATED = 400
 """So many naive plans are estimated to begin with the best ones."""
@@ -385,19 +385,19 @@ class LineSearch:
         """Step 7: of alike devices, also with the rings of early stages behind the backwards of later ones."""
         if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
-        asked = iter(range(MAX_RINGS_WORK // self._num_devices**2))
-
-        def may_go_on() -> bool:
-            return self.deadline.is_given or next(asked, None) is not None
-
         if self._ring_ranges is None:
             prefixes = [problem for problem in problems if isinstance(problem, PrefixBound)]
             self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best.step_ns)
+        ranges = self._ring_ranges
+
+        def may_go_on() -> bool:
+            return self.deadline.is_given or ranges.num_tried < MAX_TRIED
+
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):
-            if self.rival is None or not self._ring_ranges.is_refuted(high_ns - 1, deadline, may_go_on):
-                self._ring_ranges.raise_bound(high_ns, deadline, may_go_on)
-        self.bound_ns = max(self.bound_ns, self._ring_ranges.bound_ns)
+            if self.rival is None or not ranges.is_refuted(high_ns - 1, deadline, may_go_on):
+                ranges.raise_bound(high_ns, deadline, may_go_on)
+        self.bound_ns = max(self.bound_ns, ranges.bound_ns)
 
     def _problems(self) -> Iterator[Relaxation]:
         """The relaxations, one for each order of the devices, schedule and micro-batch size."""
