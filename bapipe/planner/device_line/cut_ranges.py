@@ -35,7 +35,7 @@ class Relaxation(Protocol):
     Attributes:
         num_cuts: the fewest and the most cuts between the stages of its plans.
         bound_ns: what is proven of every plan.
-        is_alike: whether `ring_bound.py` knows more of them.
+        has_rings: whether `ring_bound.py` knows more of them.
     """
 
     line: DeviceLine
@@ -43,7 +43,7 @@ class Relaxation(Protocol):
     bound_ns: int
 
     @property
-    def is_alike(self) -> bool: ...
+    def has_rings(self) -> bool: ...
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""

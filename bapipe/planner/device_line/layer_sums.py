@@ -51,6 +51,7 @@ class LayerSums:
     Attributes:
         speeds: of the devices. That of a kind is relative: no layer takes less at speed 1 than on the fastest kind for
             it, and one takes as long.
+        has_one_speed: whether all are alike.
         least: on all kinds of devices.
         held: the bytes of the state of the layers before each boundary, and of one micro-batch of theirs. [boundaries]
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
@@ -81,7 +82,7 @@ class LayerSums:
         self.speeds = np.array([device.speed * relative[device.kind] for device in devices])
         self.max_speed = float(self.speeds.max())
         self.is_rounded = {device.speed for device in devices} != {1.0}
-        self._has_one_speed = len(set(self.speeds.tolist())) == len(self._kinds) == 1
+        self.has_one_speed = len(set(self.speeds.tolist())) == len(self._kinds) == 1
         scaled = times * np.array(of_kind)[:, None, None]
         if not splits_backwards(self.schedule):
             scaled[:, :, 2] = scaled[:, :, 1]

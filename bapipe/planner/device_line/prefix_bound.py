@@ -53,6 +53,7 @@ class PrefixBound(LayerSums):
     Attributes:
         num_cuts: the fewest and the most cuts between the stages of its plans.
         bound_ns: what is proven of every plan.
+        rounded_ns: what the rounding of times on devices of other speeds can add up to, in all stages.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PrefixBound(LayerSums):
         self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
         self.bound_ns = 0
         self._rounded_stages = num_devices if self.is_rounded else 0
+        self.rounded_ns = self._rounded_stages * (1 + 1 / float(self.speeds.min()))
         self.are_forwards_first = schedule in FORWARDS_FIRST
         self._depths = None  # the micro-batches in flight from each position on, on one device. [devices]
         if schedule in IN_FLIGHT:
@@ -79,10 +81,10 @@ class PrefixBound(LayerSums):
             self.groups = Groups(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
         else:
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
-            self.groups = replica_classes(every, self.num_microbatches, schedule, alike=self._has_one_speed)
+            self.groups = replica_classes(every, self.num_microbatches, schedule, alike=self.has_one_speed)
         self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.groups)
         self._kinds_of_stages = StageKinds(self, self.groups.most)
-        self.rings = Rings(self, self.groups.fewest, may_be_idle=self._has_one_speed)
+        self.rings = Rings(self, self.groups.fewest, may_be_idle=self.has_one_speed)
         self.limit_bytes = self._list_memory()
 
     def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
@@ -103,15 +105,15 @@ class PrefixBound(LayerSums):
         return parts
 
     @property
-    def is_alike(self) -> bool:
-        """Whether `ring_bound.py` knows more: 1F1B or GPipe, with replicas, on devices of one speed."""
-        return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas and self._has_one_speed
+    def has_rings(self) -> bool:
+        """Whether `ring_bound.py` knows more: 1F1B or GPipe, with replicas."""
+        return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas
 
     def _list_memory(self) -> FloatArray:
         """The bytes that the devices of a stage may hold, by its first device and its class. [positions, groups]"""
         limits = np.array(self.line.limits[: self.num_devices], dtype=float)
         limit_bytes = np.full((self.num_devices, self.groups.fewest.size), limits.max())
-        if not self._has_one_speed:
+        if not self.has_one_speed:
             for g, number in enumerate(self.groups.fewest.tolist()):
                 if number <= limits.size:
                     windows = np.lib.stride_tricks.sliding_window_view(limits, number).min(axis=1)
@@ -150,7 +152,8 @@ class PrefixBound(LayerSums):
             num_microbatches=self.num_microbatches,
             max_speed=self.max_speed,
             max_bucket=float(self.max_bucket),
-            is_alike=self._has_one_speed,
+            max_gradients=float(np.diff(self.gradients).max()),
+            is_alike=self.has_one_speed,
             are_forwards_first=self.are_forwards_first,
             has_whole_backward=not splits_backwards(self.schedule),
         )
@@ -174,6 +177,8 @@ class PrefixBound(LayerSums):
             "in_flight": in_flight,
             "num_rounds": num_rounds,
             "count": n,
+            "fastest": 1 / weights.fastest,
+            "until": 1 / weights.until,
             "forward": 1 / weights.forward_speed,
             "backward": 1 / weights.speed,
             "before_ns": weights.before,

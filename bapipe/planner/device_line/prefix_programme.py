@@ -41,9 +41,11 @@ STAGE = np.dtype(
         ("in_flight", np.int64),  # micro-batches on one replica at most, 0 if the schedule has no limit
         ("num_rounds", np.int64),  # micro-batches that make a round trip to the last stage one after another, at least
         ("count", np.float64),  # micro-batches of one replica
-        ("forward", np.float64),  # ns of the work of 1 ns on a replica,
+        ("fastest", np.float64),  # ns of the work of 1 ns on any replica, at least,
+        ("forward", np.float64),  # on the one with `count`,
         ("backward", np.float64),
-        ("before_ns", np.float64),  # on the devices before,
+        ("until", np.float64),  # on the devices up to the stage's last one,
+        ("before_ns", np.float64),  # before it, no more than on the replica,
         ("behind_ns", np.float64),  # behind,
         ("from_here", np.float64),  # and on any from the first one on
         ("busiest", np.float64),  # the same of all micro-batches of the busiest replica
@@ -69,6 +71,7 @@ class Problem(NamedTuple):
         boundaries_before: the boundaries between hosts before each position. [positions + 1]
         extra_one_way, extra_both: what a boundary between hosts that no stage spans adds, in ns.
         max_bucket: bytes that no bucket has.
+        max_gradients: bytes between two boundaries, at most.
     """
 
     layers: NDArray[Any]
@@ -81,37 +84,36 @@ class Problem(NamedTuple):
     num_microbatches: int
     max_speed: float
     max_bucket: float
+    max_gradients: float
     is_alike: bool
     are_forwards_first: bool
     has_whole_backward: bool
 
 
 class Delays(NamedTuple):
-    """What follows behind the way back of later stages, by level; see `ring_bound.py`.
+    """What follows behind the way back of later stages, by level; see `ring_bound.py`. In ns.
 
     Attributes:
         from_ns: the lower end of each level. [levels]
-        left_ns: what the micro-batches that end behind those of a stage add to it. [groups]
-        cell_of: the cell of each boundary in the tables. [boundaries]
-        by_filler, by_rings: the last ends of stages with less than so many steps of delay. [groups, cells, steps]
-        steps_back: of the transfers back over so many cuts, at most. [cuts]
-        steps_of_level: steps of a level.
+        least_ns, level_ns: the lower end of the first level, and the width of each.
+        left: what the micro-batches that end with the last one of a stage count, by density. [groups]
+        rounds: how many of the most such micro-batches each replica of an earlier stage has. [groups]
+        filler: the backwards of none, all but one, and all of the rounds count for so much less. [groups, 3]
+        back: the transfers back over so many cuts, at most. [cuts]
     """
 
     from_ns: Floats
-    left_ns: Floats
-    cell_of: Ints
-    by_filler: Ints
-    by_rings: Ints
-    steps_back: Ints
-    steps_of_level: int
+    least_ns: float
+    level_ns: float
+    left: Floats
+    rounds: Floats
+    filler: Floats
+    back: Floats
 
 
 def without_delays() -> Delays:
     """Delays of one level, in which nothing follows behind the way back of a stage."""
-    no_tables = np.zeros((0, 0, 1), dtype=np.int64)
-    none, no_ns = np.zeros(0, dtype=np.int64), np.zeros(0)
-    return Delays(np.zeros(1), no_ns, none, no_tables, no_tables, none, 1)
+    return Delays(np.zeros(1), 0.0, 1.0, np.zeros(0), np.zeros(0), np.zeros((0, 0)), np.zeros(0))
 
 
 class Start(NamedTuple):
@@ -356,7 +358,7 @@ def _add_stages(
             continue
         delay = 0.0
         if has_delays:
-            delay = max(0.0, delays.from_ns[level] + delays.left_ns[g] - forced * problem.extra_both)
+            delay = max(0.0, delays.from_ns[level] + delays.left[g] - forced * problem.extra_both)
         apart = float(_forwards_apart(problem, kind.last_most, p, g))
         start = Start(room, apart, one_way, both_ways, behind, delay)
         end = _last_within(problem, start, p, g, i, max(lowest, i + 1), highest)
@@ -364,39 +366,80 @@ def _add_stages(
             if not may_be_empty or i < lowest:
                 continue
             end = i
-        for number in range(stage.few, most + 1):
-            if has_delays:
-                _place(delays, furthest, may_be_empty, level, p + number, c, g, i, end, first[p + number])
-            elif end >= first[p + number] and end > furthest[0, p + number, c + 1]:
-                furthest[0, p + number, c + 1] = end
-                origin[p + number, c + 1] = p
+        if has_delays:
+            lowest = max(lowest, i if may_be_empty else i + 1)
+            _place(problem, delays, first, furthest, level, p, c, g, i, lowest, end)
+            continue
+        for to in range(p + stage.few, p + most + 1):
+            if end >= first[to] and end > furthest[0, to, c + 1]:
+                furthest[0, to, c + 1], origin[to, c + 1] = end, p
     return int(num_groups)
 
 
 @compiled
 def _place(
+    problem: Problem,
     delays: Delays,
+    first: Boundaries,
     furthest: NDArray[np.int32],
-    may_be_empty: bool,
     level: int,
     p: int,
     c: int,
     g: int,
     i: int,
+    lowest: int,
     end: int,
-    first: int,
 ) -> None:
-    """Notes the ends of a stage up to `end`, each in the level of the longest delay so far."""
-    num_levels, num_steps, cell = furthest.shape[0], delays.by_rings.shape[2] - 1, delays.cell_of[i]
-    back = delays.steps_back[min(c, delays.steps_back.size - 1)]
-    for to in range(level, num_levels):
-        steps = (to + 1) * delays.steps_of_level
-        within = end
-        if to < num_levels - 1 and steps + back <= num_steps:
-            within = min(end, min(delays.by_filler[g, cell, steps], delays.by_rings[g, cell, steps + back]))
-        if may_be_empty:
-            within = max(within, i)
-        if within >= first and within > furthest[to, p, c + 1] and (within > i or may_be_empty):
-            furthest[to, p, c + 1] = within
-        if within >= end:
-            break
+    """Notes the ends of a stage from `lowest` to `end`, of each level of the longest delay so far the last one."""
+    num, num_levels, stage = problem.stages.shape[0], furthest.shape[0], problem.stages[p, g]
+    most = stage.few if problem.is_alike else min(stage.most, num - p)
+    # How much shorter the rings of a stage with one boundary less are at most, but for one bucket's latency.
+    drop = problem.max_gradients * (stage.ring_latency / problem.max_bucket + stage.ring_rate)
+    shortest = _filler(problem.layers, stage, delays, g, i, lowest) - stage.ring_latency
+    above, j = num_levels, end
+    while j >= lowest:
+        at, skipped = level, 1
+        if j > i:
+            first_full, others = _delay(problem.layers, stage, problem.max_bucket, delays, c, i, j)
+            ns = max(0.0, first_full + others) + _filler(problem.layers, stage, delays, g, i, j)
+            at = max(level, min(num_levels - 1, int(max(0.0, (ns - delays.least_ns) / delays.level_ns))))
+            # Of no use are levels in which others reach as far. Shorter stages stay above a level for a while.
+            below = min(at, above)
+            while problem.is_alike and below > level + 1 and furthest[below - 1, p + most, c + 1] >= j - 1:
+                below -= 1
+            room = others + shortest - delays.least_ns - delays.level_ns * below
+            skipped = 1 if room <= 0 else 1 + int(min(room / max(drop, 1e-9), 1e6))
+        if at < above:
+            for to in range(p + stage.few, p + most + 1):
+                if j >= first[to] and j > furthest[at, to, c + 1]:
+                    furthest[at, to, c + 1] = j
+            above = at
+            if at == level:
+                return
+        j = max(j - skipped, lowest) if j > lowest else lowest - 1
+
+
+@compiled
+def _delay(
+    layers: NDArray[Any], stage: Any, max_bucket: float, delays: Delays, c: int, i: int, j: int
+) -> tuple[float, float]:
+    """What follows behind a backward before the stage of the layers [i, j) is done, less the way back from its end.
+
+    In ns at least: until the first bucket is full, and the rest.
+    """
+    begin, end = layers[stage.own, i], layers[stage.own, j]
+    gradients = end.gradients - begin.gradients
+    ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
+    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.fastest
+    way_back = layers[stage.before, j].backward * stage.until + delays.back[min(c, delays.back.size - 1)]
+    return float(first_full), float(ring - way_back)
+
+
+@compiled
+def _filler(layers: NDArray[Any], stage: Any, delays: Delays, g: int, i: int, j: int) -> float:
+    """The backwards of a stage in front of that, less what the micro-batches count for; it rises with the stage."""
+    b = (layers[stage.own, j].backward - layers[stage.own, i].backward) * stage.fastest
+    rounds, filler = delays.rounds[g], delays.filler[g]
+    if rounds < 1:
+        return float(filler[0])
+    return float(min(filler[0], min((rounds - 1) * b + filler[1], rounds * b + filler[2])))

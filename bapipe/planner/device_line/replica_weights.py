@@ -23,6 +23,8 @@ class ReplicaWeights:
         forward_speed: of the replica whose F come before the first backward of that one, at most: of GPipe it may be
             any, as a replica of the last stage runs all its F first.
         busiest: micro-batches per unit of speed of the busiest replica.
+        fastest: the largest speed of any replica.
+        until: of the devices up to a stage's last one.
         before, behind: time of the work of 1 ns on the devices before the stage, and behind it; no more than on these
             replicas.
         from_here: time of the work of 1 ns on any devices from a position on. [positions]
@@ -32,6 +34,8 @@ class ReplicaWeights:
     speed: FloatArray
     forward_speed: FloatArray
     busiest: FloatArray
+    fastest: FloatArray
+    until: FloatArray
     before: FloatArray
     behind: FloatArray
     from_here: FloatArray
@@ -62,6 +66,8 @@ def _weights(
         counts=counts,
         speed=speed,
         forward_speed=forward_speed,
+        fastest=fastest,
+        until=np.maximum.accumulate(v)[np.minimum(positions + few - 1, len(v) - 1)],
         busiest=np.maximum(busiest, num / total),
         before=1 / np.maximum(first, forward_speed),
         behind=1 / np.maximum(last[np.minimum(positions + few, len(v))], forward_speed),

@@ -167,16 +167,16 @@ class LineSearch:
             if self.rival is None:
                 self._climb(self.deadline.share(3), may_simulate=False)
             problems = list(self._problems())
-            is_alike = all(problem.is_alike for problem in problems)
+            has_rings = all(problem.has_rings for problem in problems)
             # Several orders have too many ranges for that.
             is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
             starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
-            raise_further = self._raise_by_rings if is_alike else self._raise_by_cuts
-            parts = self._raise_bound(problems, self.deadline.share(8 if is_alike else 2))
+            raise_further = self._raise_by_rings if has_rings else self._raise_by_cuts
+            parts = self._raise_bound(problems, self.deadline.share(8 if has_rings else 2))
             if starts_with_cuts:
                 raise_further(problems, self.deadline.share(2))
             if self.rival is not None:
-                if is_alike:
+                if has_rings:
                     self._raise_by_rings(problems, self.deadline.share(2))
                 if self.bound_ns >= self.rival.lower_bound_ns:
                     return
@@ -188,7 +188,7 @@ class LineSearch:
                     self._equal_groups(self.deadline.share(8))
             self._climb(self.deadline.share(4))
             if self.rival is None:
-                raise_further(problems if is_alike else parts, self.deadline.share(2 if self._may_climb_on else 1))
+                raise_further(problems if has_rings else parts, self.deadline.share(2 if self._may_climb_on else 1))
                 self._climb_on()
 
     def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
@@ -328,7 +328,7 @@ class LineSearch:
                 # The bound of all is no higher than a limit that any problem keeps.
                 high = min(*high_ns.values(), self.best.step_ns)
                 # Where the relaxation leaves a large gap at best, other bounds go on.
-                has_others = lowest.is_alike or self._has_long_transfers(lowest)
+                has_others = lowest.has_rings or self._has_long_transfers(lowest)
                 is_coarse = has_others and high * OTHER_GAP < self.best.step_ns
                 precision = COARSE_PRECISION if is_coarse else BOUND_PRECISION
                 if high - low_ns <= low_ns // precision or low_ns >= enough_ns:

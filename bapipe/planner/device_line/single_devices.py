@@ -48,7 +48,7 @@ class SingleDevices:
         bound_ns: what is proven of every plan.
     """
 
-    is_alike = False  # the bounds by rings are about replicas
+    has_rings = False  # the bounds by rings are about replicas
 
     def __init__(self, line: DeviceLine, schedule: str, size: int) -> None:
         self.line, self.schedule, self.bound_ns = line, schedule, 0
