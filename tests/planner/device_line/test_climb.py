@@ -12,7 +12,7 @@ from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.neighbourhood import neighbours
+from bapipe.planner.device_line.neighbourhood import Neighbourhood
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
@@ -70,9 +70,10 @@ def test_neighbours_are_plans_that_differ_in_cuts_and_devices(replicas: bool) ->
     line = DeviceLine({"a": profile}, line.cluster, PlanOptions(minibatch_size=8, replicas=replicas))
     num_devices = len(line.cluster.devices)
     plan = LinePlan(cuts=(0, 4, 12), counts=(1, 1), schedule="1f1b", microbatch_size=1)
-    source, found = neighbours(line, plan, Random(0)), set()
+    near, found = Neighbourhood(line, "1f1b", 1), set()
+    random = near.random(0)
     for _ in range(200):
-        other = next(source)
+        other = near.draw(plan, random)
         assert other.cuts[0] == 0
         assert other.cuts[-1] == 12
         assert list(other.cuts) == sorted(set(other.cuts))
@@ -119,7 +120,7 @@ def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first climbs are short. Time is counted in looks at the clock; nothing is left if another search follows."""
-    monkeypatch.setattr(climb_module, "MAX_STAGES", 300)
+    monkeypatch.setattr(climb_module, "MIN_ACTIONS", 100_000)
     steps_ns, looks = {}, {}
     line, _ = uneven(5)
     for is_last in (False, True):
