@@ -134,11 +134,12 @@ def _fill_replicas(costs: Costs, stage: Records, replicas: Records, recomputes: 
     update = costs.layers[stage.end].update - costs.layers[stage.begin].update
     stage.least_forward = stage.least_backward = stage.least_after = inf
     stage.busiest = 0.0
+    least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
     for r in range(count):
         replica = replicas[first + r]
         # All update when the last ring is done.
         replica.after = max(replica.after + update / slowest, update / costs.devices[replica.rank].speed)
-        num_each = (costs.num_microbatches - 1 - r) // count + 1
+        num_each = least_each + 1 if r < num_more else least_each
         stage.least_forward = min(stage.least_forward, replica.forward)
         stage.least_backward = min(stage.least_backward, replica.backward)
         stage.least_after = min(stage.least_after, replica.after)
@@ -272,14 +273,16 @@ def _advance(costs: Costs, notes: Notes, s: int) -> int:
     """
     stage, num_actions = notes.stages[s], 0
     count, in_flight = stage.count, stage.in_flight
+    least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
     before, behind = costs.layers[stage.begin], costs.layers[stage.end]
     inputs, outputs, hosts_behind = notes.sent[s], notes.sent[s + 1], notes.hosts[s + 2]
     gradients, returned, hosts_before = notes.returned[s + 1], notes.returned[s], notes.hosts[s]
+    are_near, were_near = behind.sent_inside == behind.sent_between, before.returned_inside == before.returned_between
     stage.done = 0.0
     for r in range(count):
         replica = notes.replicas[stage.first + r]
         forward, backward, host = replica.forward, replica.backward, costs.devices[replica.rank].host
-        num_each = (costs.num_microbatches - 1 - r) // count + 1
+        num_each = least_each + 1 if r < num_more else least_each
         num_forward, num_backward, time = replica.num_forward, replica.num_backward, replica.time
         while num_backward < num_each:
             if num_forward < num_each and num_forward - num_backward < in_flight:
@@ -287,14 +290,14 @@ def _advance(costs: Costs, notes: Notes, s: int) -> int:
                 if inputs[m] == inf:
                     break
                 time = max(time, inputs[m]) + forward
-                outputs[m] = time + (behind.sent_inside if hosts_behind[m] == host else behind.sent_between)
+                outputs[m] = time + (behind.sent_inside if are_near or hosts_behind[m] == host else behind.sent_between)
                 num_forward += 1
             else:
                 m = num_backward * count + r
                 if gradients[m] == inf:
                     break
                 time = max(time, gradients[m]) + backward
-                returned[m] = time + (before.returned_inside if hosts_before[m] == host else before.returned_between)
+                returned[m] = time + (before.returned_inside if were_near or hosts_before[m] == host else before.returned_between)
                 num_backward += 1
         num_actions += num_forward + num_backward - replica.num_forward - replica.num_backward
         replica.num_forward, replica.num_backward, replica.time = num_forward, num_backward, time
