@@ -20,7 +20,7 @@ from bapipe.simulator.stage_cost import BUCKET_BYTES
 ESTIMATED = ("1f1b", "gpipe")
 """The schedules whose steps are estimated."""
 
-FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.01, 0.0002
+FIRST_TEMPERATURE, LAST_TEMPERATURE = 5e-4, 3e-5
 """Of a walk, as parts of the step at its start."""
 
 CHUNK_ACTIONS = 1_000_000

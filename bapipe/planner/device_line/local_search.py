@@ -53,17 +53,14 @@ def estimate_ns(costs: Costs, plan: Plan, notes: Notes, highest_ns: float) -> tu
         return inf, inf, num_actions
     _start(costs, notes, num_stages)
     num_left = 2 * num_stages * costs.num_microbatches
+    first_turn, goes_back = 0, False
     while True:
-        before = num_left
-        for turn in range(2 * num_stages - 1):  # from the first stage to the last and back
-            s = turn if turn < num_stages else 2 * num_stages - 2 - turn
-            num_left -= _advance(costs, notes, s)
-        num_actions += before - num_left
-        step_ns, sum_ns = 0.0, 0.0
-        for stage in notes.stages[:num_stages]:
-            step_ns, sum_ns = max(step_ns, stage.done), sum_ns + stage.done
-        score_ns = step_ns + SMOOTHING * sum_ns / num_stages
-        if score_ns > highest_ns:  # ends only rise
+        for turn in range(first_turn, num_stages):
+            num_run = _advance(costs, notes, num_stages - 1 - turn if goes_back else turn)
+            num_left, num_actions = num_left - num_run, num_actions + num_run
+        first_turn, goes_back = 1, not goes_back
+        score_ns, step_ns = _so_far_ns(costs, notes, num_stages)
+        if score_ns > highest_ns:
             return inf, inf, num_actions
         if num_left == 0:
             return score_ns, step_ns, num_actions
@@ -265,44 +262,65 @@ def _start(costs: Costs, notes: Notes, num_stages: int) -> None:
     notes.sent[0], notes.returned[num_stages] = 0.0, 0.0
 
 
+@inlined
+def _so_far_ns(costs: Costs, notes: Notes, num_stages: int) -> tuple[float, float]:
+    """Returns the score and the step if nothing more is waited for than the gradients of each stage's last B.
+
+    Both only rise while stages advance, and are true when all actions have run.
+    """
+    step_ns = sum_ns = last_ns = 0.0
+    for s in range(num_stages - 1, -1, -1):
+        stage = notes.stages[s]
+        cut = costs.layers[stage.end]
+        back_ns = last_ns + min(cut.returned_inside, cut.returned_between) + stage.least_backward
+        last_ns = max(stage.last, back_ns if s < num_stages - 1 else 0.0)
+        done_ns = max(stage.done, last_ns + stage.least_after)
+        step_ns, sum_ns = max(step_ns, done_ns), sum_ns + done_ns
+    return step_ns + SMOOTHING * sum_ns / num_stages, step_ns
+
+
 @compiled
 def _advance(costs: Costs, notes: Notes, s: int) -> int:
     """Runs the replicas of a stage as far as what they wait for has arrived; returns how many actions have run.
 
-    Also notes when the stage is done if nothing more is waited for. What has an infinite time has not been sent yet.
+    Also notes when the last B ends and the stage is done if nothing more is waited for. What has an infinite time has
+    not been sent yet.
     """
     stage, num_actions = notes.stages[s], 0
     count, in_flight = stage.count, stage.in_flight
     least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
-    before, behind = costs.layers[stage.begin], costs.layers[stage.end]
+    # Copies, as what is read from an array has to be read again after each write to one.
+    send = costs.layers[stage.end].sent_inside, costs.layers[stage.end].sent_between
+    give = costs.layers[stage.begin].returned_inside, costs.layers[stage.begin].returned_between
     inputs, outputs, hosts_behind = notes.sent[s], notes.sent[s + 1], notes.hosts[s + 2]
     gradients, returned, hosts_before = notes.returned[s + 1], notes.returned[s], notes.hosts[s]
-    are_near, were_near = behind.sent_inside == behind.sent_between, before.returned_inside == before.returned_between
-    stage.done = 0.0
+    last_ns = done_ns = 0.0
     for r in range(count):
         replica = notes.replicas[stage.first + r]
         forward, backward, host = replica.forward, replica.backward, costs.devices[replica.rank].host
         num_each = least_each + 1 if r < num_more else least_each
         num_forward, num_backward, time = replica.num_forward, replica.num_backward, replica.time
+        num_actions -= num_forward + num_backward
         while num_backward < num_each:
             if num_forward < num_each and num_forward - num_backward < in_flight:
                 m = num_forward * count + r
                 if inputs[m] == inf:
                     break
                 time = max(time, inputs[m]) + forward
-                outputs[m] = time + (behind.sent_inside if are_near or hosts_behind[m] == host else behind.sent_between)
+                outputs[m] = time + (send[0] if send[0] == send[1] or hosts_behind[m] == host else send[1])
                 num_forward += 1
             else:
                 m = num_backward * count + r
                 if gradients[m] == inf:
                     break
                 time = max(time, gradients[m]) + backward
-                returned[m] = time + (before.returned_inside if were_near or hosts_before[m] == host else before.returned_between)
+                returned[m] = time + (give[0] if give[0] == give[1] or hosts_before[m] == host else give[1])
                 num_backward += 1
-        num_actions += num_forward + num_backward - replica.num_forward - replica.num_backward
+        num_actions += num_forward + num_backward
         replica.num_forward, replica.num_backward, replica.time = num_forward, num_backward, time
-        rest = (num_each - num_forward) * forward + (num_each - num_backward) * backward
-        stage.done = max(stage.done, time + rest + replica.after)
+        own_ns = time + (num_each - num_forward) * forward + (num_each - num_backward) * backward
+        last_ns, done_ns = max(last_ns, own_ns), max(done_ns, own_ns + replica.after)
+    stage.last, stage.done = last_ns, done_ns
     return num_actions
 
 

@@ -47,14 +47,14 @@ DEVICE = np.dtype(
 STAGE = np.dtype(
     [
         *((name, "i8") for name in ("begin", "end", "first", "count", "in_flight")),
-        *((name, "f8") for name in ("least_forward", "least_backward", "least_after", "busiest", "done")),
+        *((name, "f8") for name in ("least_forward", "least_backward", "least_after", "busiest", "last", "done")),
         ("back", "f8"),
         ("num_others", "i8"),
     ]
 )
 """The layers and devices of a stage, and its forwards before the first backward. What each replica takes at least for
-F, for B and after its last B; what the busiest one takes in all; when the stage is done at the earliest. `back` and
-`num_others` belong to `_least_ns` and not to this stage."""
+F, for B and after its last B; what the busiest one takes in all; when its last B ends and when it is done at the
+earliest. `back` and `num_others` belong to `_least_ns` and not to this stage."""
 
 REPLICA = np.dtype(
     [
