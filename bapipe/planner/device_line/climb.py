@@ -12,8 +12,8 @@ from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
 
-ACTIONS_OF_PAIR, MIN_ACTIONS = 600, 2_000_000
-"""A walk ends after estimates of so many actions for each pair of devices, or after these."""
+MIN_ACTIONS, MAX_ACTIONS = 8_000_000, 160_000_000
+"""A walk ends after estimates of as many actions as the third power of the devices, within these: up to 1.5 seconds."""
 
 MAX_TRIES, MAX_WORSE = 6_000, 1_800
 """Other climbs end after so many neighbours, and after so many in a row without a better one."""
@@ -83,8 +83,8 @@ class Climbs:
                 return 1.0
             return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
 
-        max_actions = max(MIN_ACTIONS, ACTIONS_OF_PAIR * len(line.cluster.devices) ** 2) << self._num_doublings
-        return estimate.walk(timed.plan, max_actions, part_done, self._seed)
+        max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, len(line.cluster.devices) ** 3))
+        return estimate.walk(timed.plan, max_actions << self._num_doublings, part_done, self._seed)
 
     def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
         near = Neighbourhood(timed.line, timed.plan.schedule, timed.plan.microbatch_size)

@@ -23,8 +23,9 @@ ESTIMATED = ("1f1b", "gpipe")
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 5e-4, 3e-5
 """Of a walk, as parts of the step at its start."""
 
-CHUNK_ACTIONS = 1_000_000
-"""Actions that are estimated at one temperature, between two looks at the clock: a few milliseconds."""
+MIN_TEMPERATURES, MAX_ACTIONS_OF_EACH = 200, 500_000
+"""A walk has so many temperatures at least, and so many actions are estimated at each at most, which takes a few
+milliseconds, before it looks at the clock again."""
 
 
 class StepEstimate:
@@ -66,13 +67,14 @@ class StepEstimate:
         plans = near.arrays(plan), near.arrays(plan), near.arrays(plan)
         random, scores = near.random(seed), np.array(self._estimate_ns(plan, inf))
         start_ns, num_actions = scores[1], 0
+        num_each = min(MAX_ACTIONS_OF_EACH, max_actions // MIN_TEMPERATURES)
         while True:
             part = max(num_actions / max_actions, part_done())
             if part >= 1 or start_ns == inf:
                 return near.plan(plans[1])
             temperature = start_ns * FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** part
             num_actions += self._search.walk(
-                self._costs, near.moves, self._notes, plans, scores, random, temperature, CHUNK_ACTIONS
+                self._costs, near.moves, self._notes, plans, scores, random, temperature, num_each
             )
 
 
