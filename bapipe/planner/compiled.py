@@ -14,8 +14,16 @@ Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
 
 def compiled(function: Compiled) -> Compiled:
-    """Marks a function as one to compile. It takes numbers, arrays and named tuples of those."""
+    """Marks a function as one to compile. It takes numbers, arrays and named tuples of those.
+
+    Divisions by zero are not looked for.
+    """
     try:
-        return cast(Compiled, njit(cache=True)(function))
+        return cast(Compiled, njit(cache=True, error_model="numpy")(function))
     except RuntimeError:  # no folder can be written to
-        return cast(Compiled, njit(function))
+        return cast(Compiled, njit(error_model="numpy")(function))
+
+
+def inlined(function: Compiled) -> Compiled:
+    """Marks a function as a part of the compiled ones that call it, which takes less time than to compile it alone."""
+    return cast(Compiled, njit(inline="always", error_model="numpy")(function))

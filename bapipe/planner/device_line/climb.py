@@ -10,10 +10,13 @@ from math import inf
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.planner.device_line.neighbourhood import Score, climb
+from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
 
-MAX_STAGES, MAX_WORSE = 120_000, 1_800
-"""A climb ends after estimates of so many stages, and after so many neighbours in a row without a better one."""
+MIN_ACTIONS, MAX_ACTIONS = 8_000_000, 160_000_000
+"""A walk ends after estimates of as many actions as the third power of the devices, within these: up to 1.5 seconds."""
+
+MAX_TRIES, MAX_WORSE = 6_000, 1_800
+"""Other climbs end after so many neighbours, and after so many in a row without a better one."""
 
 MAX_ERROR = 1e-3
 """Estimates that differ more from the simulator are not trusted alone."""
@@ -59,10 +62,7 @@ class Climbs:
         self._done.add((line, timed.plan))
         estimate = self._estimate(line, timed.plan)
         if estimate is not None:
-            tries = iter(range((MAX_STAGES << self._num_doublings) // len(timed.plan.counts)))
-            found = self._climb(
-                timed, estimate.score_ns, lambda: not deadline.is_over and next(tries, None) is not None
-            )
+            found = self._estimated(timed, estimate, deadline)
             self._done.add((line, found))
             other = self._time(line, found)
             if other is not None and other.step_ns < timed.step_ns:
@@ -71,8 +71,31 @@ class Climbs:
                 return
         self._climb(timed, self._simulated(line), lambda: not (deadline.is_over or is_over()))
 
+    def _estimated(self, timed: TimedPlan, estimate: StepEstimate, deadline: Deadline) -> LinePlan:
+        """Returns what a climb by estimates ends at."""
+        line, start_s = timed.line, deadline.remaining_s
+        if not line.allows_all:
+            return self._climb(timed, estimate.score_ns, lambda: not deadline.is_over)
+
+        def part_done() -> float:
+            """Time that the user did not choose does not change a walk, but for its end."""
+            if deadline.is_over:
+                return 1.0
+            return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
+
+        max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, len(line.cluster.devices) ** 3))
+        return estimate.walk(timed.plan, max_actions << self._num_doublings, part_done, self._seed)
+
     def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
-        return climb(timed.line, timed.plan, score, MAX_WORSE << self._num_doublings, may_go_on, seed=self._seed)
+        near = Neighbourhood(timed.line, timed.plan.schedule, timed.plan.microbatch_size)
+        tries = iter(range(MAX_TRIES << self._num_doublings))
+        return near.climb(
+            timed.plan,
+            score,
+            MAX_WORSE << self._num_doublings,
+            lambda: may_go_on() and next(tries, None) is not None,
+            seed=self._seed,
+        )
 
     def _simulated(self, line: DeviceLine) -> Score:
         def score(plan: LinePlan, _: float) -> float:

@@ -230,6 +230,13 @@ class DeviceLine:
         memory = rank_memory(order, stages, compiled)
         return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
 
+    @property
+    def allows_all(self) -> bool:
+        """Whether every plan with one stage per device keeps the constraints."""
+        has_rules = self.constraints.separate or self.constraints.on or self._without_replicas
+        are_alike = len({device.num_members for device in self.cluster.devices}) == 1
+        return self.options.num_stages is None and not has_rules and are_alike
+
     def allows(self, plan: LinePlan) -> bool:
         """Returns whether a plan with one stage per device keeps the constraints; it may lack memory."""
         return self._is_allowed(plan, self._groups(plan.counts))

@@ -1,200 +1,98 @@
-"""Moves from one plan on a line of devices to others like it, and a climb along those that make the step shorter.
+"""Plans on a line of devices like a given one, and a climb along those that make the step shorter.
 
-A move changes the cuts, the numbers of devices, or both: one cut, or all from one to another, by a few boundaries,
-alone or with the devices that these layers are worth; a few devices from one stage to another; as many as a stage needs
-for one micro-batch less on each; a stage is split, or merged with the next; devices that a stage does not need are left
-idle. One to three moves at a time are drawn at random, always with the same seed. They are kept if the score is no more
-than a little worse, by less and less (threshold accepting, Dueck and Scheuer 1990).
+The moves are compiled (`local_search.py`). Here they are made one at a time, for scores that are not: a neighbour is
+kept if its score is no more than a little worse, by less and less (threshold accepting, Dueck and Scheuer 1990).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from math import floor, inf
-from random import Random
+from collections.abc import Callable
+
+import numpy as np
 
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.search_arrays import Moves, Plan, Random
 from bapipe.simulator.interval_costs import prefix_sums
 
-NUM_MOVES = (1, 1, 1, 2, 3)
-"""How many moves are made at once."""
+WEIGHTS = (10, 6, 3, 4, 1, 1, 1)
+"""How often each move is made: cuts, cuts with devices, devices, for one micro-batch less, spare ones, split, merge."""
 
-CUT_STEPS, DEVICE_STEPS = (1, 2, 3), (1, 1, 2, 3, 5, 8, 15)
-"""By how many boundaries a cut is moved, and how many devices at once."""
-
-MANY_BOUNDARIES = 200
-"""In longer chains cuts are also moved by so many times as much as there are so many boundaries."""
+CUT_WEIGHTS = (1, 0, 0, 0, 0, 0, 0)
+"""The same without replicas."""
 
 FIRST_THRESHOLD, HALVED_AFTER = 5e-4, 900
 """By which part a score may be worse than the one before it at first, and after how many neighbours by half of that."""
-
 
 Score = Callable[[LinePlan, float], float]
 """The score of a plan, less being better; if it is above the second argument, any such number."""
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan while it is changed: the boundaries of its cuts, the devices of its stages, and of all.
+class Neighbourhood:
+    """Plans of a line with one schedule and micro-batch size, as arrays, and moves from one to another.
 
-    `devices_before` are those that the layers before each boundary are worth, if all layers share the devices equally.
-    Invariant: one boundary more than stages. Whether each stage has a layer and a device is checked at the end.
+    Attributes:
+        most_stages: that a plan may have.
     """
 
-    cuts: list[int]
-    counts: list[int]
-    num_devices: int
-    num_microbatches: int
-    devices_before: tuple[float, ...]
+    def __init__(self, line: DeviceLine, schedule: str, microbatch_size: int) -> None:
+        from bapipe.planner.device_line import local_search
 
-    @property
-    def last_boundary(self) -> int:
-        return len(self.devices_before) - 1
-
-    @property
-    def num_idle(self) -> int:
-        return self.num_devices - sum(self.counts)
-
-    @property
-    def is_plan(self) -> bool:
-        counts = self.counts
-        are_apart = all(a < b for a, b in pairwise(self.cuts))
-        return are_apart and self.num_idle >= 0 and 1 <= min(counts) <= max(counts) <= self.num_microbatches
-
-    def enough(self, num_each: int) -> int:
-        """Returns the fewest devices with no more than so many micro-batches each."""
-        return -(-self.num_microbatches // max(1, num_each))
-
-
-def neighbours(line: DeviceLine, plan: LinePlan, random: Random) -> Iterator[LinePlan]:
-    """Yields plans like one, at random and without end; some may not fit."""
-    index = {cut: boundary for boundary, cut in enumerate(line.cuts)}
-    num_microbatches = line.options.minibatch_size // plan.microbatch_size
-    moves = _MOVES if line.options.replicas else _CUT_MOVES
-    kinds, weights = [move for move, _ in moves], [weight for _, weight in moves]
-    while True:
-        draft = _Draft(
-            cuts=[index[cut] for cut in plan.cuts],
-            counts=list(plan.counts),
-            num_devices=len(line.cluster.devices),
-            num_microbatches=num_microbatches,
-            devices_before=_devices_before(line, plan.microbatch_size),
+        self._draw = local_search.draw
+        self._line, self._schedule, self._microbatch_size = line, schedule, microbatch_size
+        self._boundaries = {cut: boundary for boundary, cut in enumerate(line.cuts)}
+        num_devices = len(line.cluster.devices)
+        self.most_stages = min(num_devices, len(line.cuts) - 1)
+        profile = line.profiles[line.cluster.devices[0].kind]
+        work = prefix_sums([m.forward_ns + m.whole_backward_ns for m in profile.at(microbatch_size)])[line.cuts]
+        self.moves = Moves(
+            num_devices=num_devices,
+            num_microbatches=line.options.minibatch_size // microbatch_size,
+            weights=np.array(WEIGHTS if line.options.replicas else CUT_WEIGHTS),
+            devices_before=(work * (num_devices / max(1, int(work[-1])))).astype(np.float64),
         )
-        for move in random.choices(kinds, weights, k=random.choice(NUM_MOVES)):
-            move(draft, random)
-        if draft.is_plan:
-            yield LinePlan(
-                cuts=tuple(line.cuts[boundary] for boundary in draft.cuts),
-                counts=tuple(draft.counts),
-                schedule=plan.schedule,
-                microbatch_size=plan.microbatch_size,
-            )
 
+    def arrays(self, plan: LinePlan) -> Plan:
+        """Returns a plan as arrays with room for all stages that it may have."""
+        num_stages = len(plan.counts)
+        cuts, counts = (np.zeros(self.most_stages + extra, dtype=np.int64) for extra in (1, 0))
+        cuts[: num_stages + 1], counts[:num_stages] = [self._boundaries[cut] for cut in plan.cuts], plan.counts
+        return Plan(np.array([num_stages]), cuts, counts)
 
-def climb(
-    line: DeviceLine, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool], seed: int = 0
-) -> LinePlan:
-    """Returns the best of a row of plans, none of which has a score much higher than the one before it.
+    def plan(self, arrays: Plan) -> LinePlan:
+        """Returns the plan that arrays hold."""
+        num_stages = int(arrays.num_stages[0])
+        return LinePlan(
+            cuts=tuple(self._line.cuts[boundary] for boundary in arrays.cuts[: num_stages + 1].tolist()),
+            counts=tuple(arrays.counts[:num_stages].tolist()),
+            schedule=self._schedule,
+            microbatch_size=self._microbatch_size,
+        )
 
-    Args:
-        num_tries: ends it after so many neighbours without a lower score than any before.
-    """
-    random, score_ns, num_worse, threshold = Random(seed), score(plan, inf), 0, FIRST_THRESHOLD
-    best, best_ns = plan, score_ns
-    source = neighbours(line, plan, random)
-    while num_worse < num_tries and may_go_on():
-        other, highest_ns = next(source), score_ns * (1 + threshold)
-        other_ns = score(other, highest_ns)
-        num_worse, threshold = num_worse + 1, threshold * 0.5 ** (1 / HALVED_AFTER)
-        if other_ns <= highest_ns and line.allows(other):
-            plan, score_ns = other, other_ns
-            source = neighbours(line, plan, random)
-            if score_ns < best_ns:
-                best, best_ns, num_worse = plan, score_ns, 0
-    return best
+    def random(self, seed: int) -> Random:
+        """Returns a generator of random numbers; near seeds begin far apart."""
+        return np.array([(seed + 1) * 0x9E3779B97F4A7C15 % 2**64], dtype=np.uint64)
 
+    def draw(self, plan: LinePlan, random: Random) -> LinePlan:
+        """Returns a plan like one, at random; it may not fit."""
+        arrays, other = self.arrays(plan), self.arrays(plan)
+        while not self._draw(self.moves, arrays, other, random):
+            pass
+        return self.plan(other)
 
-@lru_cache(maxsize=8)
-def _devices_before(line: DeviceLine, size: int) -> tuple[float, ...]:
-    """The devices that the layers before each boundary are worth. [boundaries]"""
-    profile = line.profiles[line.cluster.devices[0].kind]
-    work = prefix_sums([m.forward_ns + m.whole_backward_ns for m in profile.at(size)])[line.cuts]
-    return tuple((work * (len(line.cluster.devices) / max(1, int(work[-1])))).tolist())
+    def climb(
+        self, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool], seed: int = 0
+    ) -> LinePlan:
+        """Returns the best of a row of plans, none of which has a score much higher than the one before it.
 
-
-Move = Callable[[_Draft, Random], None]
-
-
-def _shift_cuts(draft: _Draft, random: Random) -> None:
-    """Moves one cut, or all from one to another, by a few boundaries."""
-    stages = range(1, len(draft.counts))
-    if not stages:
-        return
-    first = random.choice(stages)
-    last = first if random.random() < 0.6 else random.choice(stages)
-    by = random.choice(CUT_STEPS) * random.choice((-1, 1))
-    by *= random.choice((1, max(1, draft.last_boundary // MANY_BOUNDARIES)))
-    for s in range(min(first, last), max(first, last) + 1):
-        draft.cuts[s] += by
-
-
-def _shift_with_devices(draft: _Draft, random: Random) -> None:
-    """The same, with the devices that these layers are worth, rounded up or down at random."""
-    before = list(draft.cuts)
-    _shift_cuts(draft, random)
-    for s, (old, new) in enumerate(zip(before, draft.cuts, strict=True)):
-        if old != new and min(old, new) >= 0 and max(old, new) <= draft.last_boundary:
-            num = floor(draft.devices_before[new] - draft.devices_before[old] + random.random())
-            draft.counts[s - 1] += num
-            draft.counts[s] -= num
-
-
-def _move_devices(draft: _Draft, random: Random) -> None:
-    """Moves some devices from one stage to another, idle ones first in half of the cases."""
-    source, target = (random.randrange(len(draft.counts)) for _ in range(2))
-    num = random.choice(DEVICE_STEPS)
-    draft.counts[target] += num
-    draft.counts[source] -= max(0, num - draft.num_idle) if random.random() < 0.5 else num
-
-
-def _move_round(draft: _Draft, random: Random) -> None:
-    """Gives a stage as many devices as it takes for one micro-batch less on each, from idle ones and another stage."""
-    source, target = (random.randrange(len(draft.counts)) for _ in range(2))
-    num_each = draft.enough(draft.counts[target])
-    if num_each > 1 and source != target:
-        draft.counts[target] = draft.enough(num_each - 1)
-        draft.counts[source] += min(0, draft.num_idle)
-
-
-def _spare_devices(draft: _Draft, random: Random) -> None:
-    """Leaves a stage the fewest devices with as many micro-batches each."""
-    s = random.randrange(len(draft.counts))
-    draft.counts[s] = draft.enough(draft.enough(draft.counts[s]))
-
-
-def _split(draft: _Draft, random: Random) -> None:
-    s = random.randrange(len(draft.counts))
-    if draft.cuts[s + 1] - draft.cuts[s] > 1 and draft.counts[s] > 1:
-        num = random.randrange(1, draft.counts[s])
-        draft.counts[s : s + 1] = [num, draft.counts[s] - num]
-        draft.cuts.insert(s + 1, random.randrange(draft.cuts[s] + 1, draft.cuts[s + 1]))
-
-
-def _merge(draft: _Draft, random: Random) -> None:
-    if len(draft.counts) > 1:
-        s = random.randrange(len(draft.counts) - 1)
-        draft.counts[s : s + 2] = [sum(draft.counts[s : s + 2])]
-        del draft.cuts[s + 1]
-
-
-_CUT_MOVES: tuple[tuple[Move, int], ...] = ((_shift_cuts, 10),)
-_MOVES = (
-    *_CUT_MOVES,
-    (_shift_with_devices, 6),
-    (_move_devices, 3),
-    (_move_round, 4),
-    (_spare_devices, 1),
-    (_split, 1),
-    (_merge, 1),
-)
+        Args:
+            num_tries: ends it after so many neighbours without a lower score than any before.
+        """
+        random, score_ns, num_worse, threshold = self.random(seed), score(plan, np.inf), 0, FIRST_THRESHOLD
+        best, best_ns = plan, score_ns
+        while num_worse < num_tries and may_go_on():
+            other, highest_ns = self.draw(plan, random), score_ns * (1 + threshold)
+            other_ns = score(other, highest_ns)
+            num_worse, threshold = num_worse + 1, threshold * 0.5 ** (1 / HALVED_AFTER)
+            if other_ns <= highest_ns and self._line.allows(other):
+                plan, score_ns = other, other_ns
+                if score_ns < best_ns:
+                    best, best_ns, num_worse = plan, score_ns, 0
+        return best

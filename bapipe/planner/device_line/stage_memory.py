@@ -17,9 +17,9 @@ class StageMemory:
         measured = profile.at(microbatch_size)
         state = [x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in profile.layers]
         # Sums over the layers before each one, and the bytes that pass each cut. [layers + 1]
-        self._static, self._stash = prefix_sums(state), prefix_sums([m.stash_bytes for m in measured])
+        self.static, self.stash = prefix_sums(state), prefix_sums([m.stash_bytes for m in measured])
         self.sent, self.returned = (np.asarray(of_cuts) for of_cuts in cut_bytes(profile, microbatch_size))
-        self._workspace = np.array([m.workspace_bytes for m in measured])
+        self.workspace = np.array([m.workspace_bytes for m in measured])
 
     def in_flight(self, schedule: str, num_behind: int, num_replicas: int) -> int:
         """Returns how many micro-batches a replica holds at most: under GPipe all, else as under 1F1B.
@@ -41,8 +41,8 @@ class StageMemory:
 
     def _held(self, begin: int, end: int, num_replicas: int, in_flight: int, *, recomputes: bool) -> int:
         """Bytes of a device: parameters, stashes, or inputs and one stash, and receive buffers."""
-        stash, received = int(self._stash[end] - self._stash[begin]), int(self.sent[begin]) if begin else 0
+        stash, received = int(self.stash[end] - self.stash[begin]), int(self.sent[begin]) if begin else 0
         kept = in_flight * received + stash if recomputes else in_flight * stash
-        returned = int(self.returned[end]) if end < self._stash.size - 1 else 0
-        held = int(self._static[end] - self._static[begin]) + int(self._workspace[begin:end].max())
+        returned = int(self.returned[end]) if end < self.stash.size - 1 else 0
+        held = int(self.static[end] - self.static[begin]) + int(self.workspace[begin:end].max())
         return held + kept + -(-self.num_microbatches // num_replicas) * (received + returned)

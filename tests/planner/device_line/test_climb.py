@@ -2,6 +2,7 @@
 
 from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.neighbourhood import neighbours
+from bapipe.planner.device_line.neighbourhood import Neighbourhood
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
@@ -70,9 +71,10 @@ def test_neighbours_are_plans_that_differ_in_cuts_and_devices(replicas: bool) ->
     line = DeviceLine({"a": profile}, line.cluster, PlanOptions(minibatch_size=8, replicas=replicas))
     num_devices = len(line.cluster.devices)
     plan = LinePlan(cuts=(0, 4, 12), counts=(1, 1), schedule="1f1b", microbatch_size=1)
-    source, found = neighbours(line, plan, Random(0)), set()
+    near, found = Neighbourhood(line, "1f1b", 1), set()
+    random = near.random(0)
     for _ in range(200):
-        other = next(source)
+        other = near.draw(plan, random)
         assert other.cuts[0] == 0
         assert other.cuts[-1] == 12
         assert list(other.cuts) == sorted(set(other.cuts))
@@ -106,7 +108,8 @@ def uneven(seed: int) -> tuple[DeviceLine, TimedPlan]:
     return line, start
 
 
-def test_longer_climbs_by_other_moves_end_lower_from_some_plans() -> None:
+def test_longer_climbs_by_other_moves_end_lower_from_some_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(climb_module, "MIN_ACTIONS", 100_000)
     steps_ns = []
     for seed in range(6):
         line, start = uneven(seed)
@@ -119,9 +122,9 @@ def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first climbs are short. Time is counted in looks at the clock; nothing is left if another search follows."""
-    monkeypatch.setattr(climb_module, "MAX_STAGES", 300)
+    monkeypatch.setattr(climb_module, "MIN_ACTIONS", 2_000)
     steps_ns, looks = {}, {}
-    line, _ = uneven(5)
+    line, _ = uneven(6)
     for is_last in (False, True):
         ticks = count()
         deadline = Deadline(10**7, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]
@@ -147,6 +150,44 @@ def _climbed_ns(line: DeviceLine, start: TimedPlan, num_doublings: int = 0) -> i
     climbs.from_plans([start], UNLIMITED, lambda: next(tries, None) is None)
     assert climbs.has(start)
     return min(steps_ns)
+
+
+def test_walks_end_with_their_time_and_differ_by_their_seeds() -> None:
+    line, start = uneven(2)
+    estimate = StepEstimate(line, "1f1b", 1)
+    parts = iter([0.0, 0.3, 1.0])
+    assert estimate.walk(start.plan, 10**6, lambda: 1.0, 0) == start.plan
+    assert estimate.walk(start.plan, 10**9, lambda: next(parts), 0) != start.plan
+    assert next(parts, None) is None
+    found = [estimate.walk(start.plan, 3000, lambda: 0.0, seed) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_stages": 4}, {"constraints": ["l3 without l4"]}, {"constraints": ["l9 on d0,d1"]}]
+)
+def test_climbs_keep_constraints(options: dict[str, Any]) -> None:
+    """Without any, other plans are faster."""
+    profiles = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])}
+    line = DeviceLine(profiles, devices(6), PlanOptions(minibatch_size=12, **options))
+    start = line.time(LinePlan(cuts=(0, 1, 2, 4, 10), counts=(1, 1, 1, 1), schedule="1f1b", microbatch_size=1))
+    if options == {"constraints": ["l9 on d0,d1"]}:
+        start = line.time(LinePlan(cuts=(0, 10), counts=(1,), schedule="1f1b", microbatch_size=1))
+    assert start is not None
+    assert line.allows_all == (not options)
+    timed: list[LinePlan] = []
+
+    def time(line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
+        timed.append(plan)
+        return line.time(plan)
+
+    Climbs(time).from_plan(start, UNLIMITED, lambda: True)
+    found = line.time(timed[0])
+    assert found is not None
+    assert found.step_ns < start.step_ns
+    free = DeviceLine(profiles, devices(6), PlanOptions(minibatch_size=12))
+    assert line.allows(timed[0])
+    assert found.step_ns >= _climbed_ns(free, start)
 
 
 def test_plans_that_break_a_constraint_are_left_out() -> None:

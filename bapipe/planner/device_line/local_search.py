@@ -1,0 +1,510 @@
+"""Compiled: the step of a plan on a line of devices, moves to plans like it, and a random walk along them.
+
+**The step.** A replica with n micro-batches of which w are in flight runs F of the first w, then B and F in turn, then
+B. Both orders that are estimated are of this form: 1F1B with w = ceil(devices from here on / replicas), and GPipe with
+w = n. Stages are visited there and back, and each replica runs for as long as what it waits for has arrived: the
+longest path, as in the simulator (`longest_path.py`), action by action.
+
+**Moves.** One cut, or all from one to another, by a few boundaries, alone or with the devices that these layers are
+worth; a few devices from one stage to another; as many as a stage needs for one micro-batch less on each; a stage is
+split, or merged with the next; devices that a stage does not need are left idle.
+
+**The walk.** One to three moves at a time. A plan that is better is always kept, one that is worse by x with
+probability exp(-x / temperature) (Metropolis et al. 1953; simulated annealing, Kirkpatrick et al. 1983).
+
+Everything is in one file as numba sees changes in that of a compiled function alone. Below, S are the stages of a plan,
+M the micro-batches, D the devices, L the layers and K the kinds of devices.
+"""
+
+from math import floor, inf, log
+
+import numpy as np
+
+from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.device_line.search_arrays import Costs, Floats, Moves, Notes, Plan, Random, Records
+
+SMOOTHING = 0.03
+"""The part of the mean end of the stages in a score."""
+
+NUM_MOVES = (1, 1, 1, 2, 3)
+"""How many moves are made at once."""
+
+CUT_STEPS, DEVICE_STEPS = (1, 2, 3), (1, 1, 2, 3, 5, 8, 15)
+"""By how many boundaries a cut is moved, and how many devices at once."""
+
+MANY_BOUNDARIES = 200
+"""In longer chains cuts are also moved by so many times as much as there are so many boundaries."""
+
+STAGE_ACTIONS = 20
+"""What a stage costs before its first action, in actions."""
+
+
+@compiled
+def estimate_ns(costs: Costs, plan: Plan, notes: Notes, highest_ns: float) -> tuple[float, float, int]:
+    """Returns the score of a plan, its step, and the actions that this has cost.
+
+    The score is the step and a small part of the mean end of the stages: of two plans with equal steps the one in which
+    other stages have more time left is nearer to a faster one. Both are infinite if the plan does not fit, or if its
+    score is above `highest_ns`.
+    """
+    num_stages = plan.num_stages[0]
+    num_actions = STAGE_ACTIONS * num_stages
+    if not _fill_stages(costs, plan, notes) or _least_ns(costs, notes, num_stages) > highest_ns:
+        return inf, inf, num_actions
+    _start(costs, notes, num_stages)
+    num_left = 2 * num_stages * costs.num_microbatches
+    first_turn, goes_back = 0, False
+    while True:
+        for turn in range(first_turn, num_stages):
+            num_run = _advance(costs, notes, num_stages - 1 - turn if goes_back else turn)
+            num_left, num_actions = num_left - num_run, num_actions + num_run
+        first_turn, goes_back = 1, not goes_back
+        score_ns, step_ns = _so_far_ns(costs, notes, num_stages)
+        if score_ns > highest_ns:
+            return inf, inf, num_actions
+        if num_left == 0:
+            return score_ns, step_ns, num_actions
+
+
+@inlined
+def _fill_stages(costs: Costs, plan: Plan, notes: Notes) -> bool:
+    """Notes what each stage takes; returns whether all fit."""
+    num_stages = plan.num_stages[0]
+    num_devices = plan.counts[:num_stages].sum()
+    num_behind = num_devices
+    for s in range(num_stages):
+        stage = notes.stages[s]
+        stage.begin, stage.end = costs.boundaries[plan.cuts[s]], costs.boundaries[plan.cuts[s + 1]]
+        stage.first, stage.count = num_devices - num_behind, plan.counts[s]
+        depth = costs.num_microbatches if costs.is_gpipe else min(num_behind, costs.num_microbatches)
+        stage.in_flight = (depth + stage.count - 1) // stage.count
+        num_behind -= stage.count
+        times_forward = _num_forward(costs, stage)
+        if times_forward == 0:
+            return False
+        _fill_replicas(costs, stage, notes.replicas, times_forward == 2)
+    return True
+
+
+@inlined
+def _num_forward(costs: Costs, stage: Records) -> int:
+    """Returns how often a stage has to run each F, 2 if it recomputes, and 0 if it does not fit even so.
+
+    On the device with the least memory, as in `stage_memory.py`.
+    """
+    limit, workspace = costs.devices[stage.first].limit_bytes, costs.workspace_bytes[stage.begin]
+    for p in range(stage.first + 1, stage.first + stage.count):
+        limit = min(limit, costs.devices[p].limit_bytes)
+    for layer in range(stage.begin + 1, stage.end):
+        workspace = max(workspace, costs.workspace_bytes[layer])
+    begin, end = costs.layers[stage.begin], costs.layers[stage.end]
+    stash = end.stash_bytes - begin.stash_bytes
+    received = begin.sent_bytes if stage.begin else 0
+    returned = end.returned_bytes if stage.end < costs.workspace_bytes.size else 0
+    num_each = (costs.num_microbatches + stage.count - 1) // stage.count
+    held = end.state_bytes - begin.state_bytes + workspace + num_each * (received + returned)
+    if held + stage.in_flight * stash <= limit:
+        return 1
+    return 2 if costs.may_recompute and held + stage.in_flight * received + stash <= limit else 0
+
+
+@compiled
+def _fill_replicas(costs: Costs, stage: Records, replicas: Records, recomputes: bool) -> None:
+    """Notes what each replica of a stage takes, and what all take at least."""
+    first, count = stage.first, stage.count
+    _sort_replicas(costs, replicas, first, count)
+    link = _slowest_link(costs, first, count)
+    kind, speed = -1, 0.0
+    forward = backward = summed = 0.0
+    slowest = inf
+    for p in range(first, first + count):
+        replica = replicas[p]
+        device = costs.devices[replica.rank]
+        if device.kind != kind or device.speed != speed:
+            kind, speed = device.kind, device.speed
+            forward = (costs.forward[kind, stage.end] - costs.forward[kind, stage.begin]) / speed
+            backward = (costs.backward[kind, stage.end] - costs.backward[kind, stage.begin]) / speed
+            summed = _summed_ns(costs, stage, kind, speed, link)
+            backward += forward if recomputes else 0.0
+            slowest = min(slowest, speed)
+        replica.forward, replica.backward, replica.after = forward, backward, summed
+    update = costs.layers[stage.end].update - costs.layers[stage.begin].update
+    stage.least_forward = stage.least_backward = stage.least_after = inf
+    stage.busiest = 0.0
+    least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
+    for r in range(count):
+        replica = replicas[first + r]
+        # All update when the last ring is done.
+        replica.after = max(replica.after + update / slowest, update / costs.devices[replica.rank].speed)
+        num_each = least_each + 1 if r < num_more else least_each
+        stage.least_forward = min(stage.least_forward, replica.forward)
+        stage.least_backward = min(stage.least_backward, replica.backward)
+        stage.least_after = min(stage.least_after, replica.after)
+        stage.busiest = max(stage.busiest, num_each * (replica.forward + replica.backward))
+
+
+@inlined
+def _sort_replicas(costs: Costs, replicas: Records, first: int, count: int) -> None:
+    """Orders the devices of a stage by class, as `DeviceLine.group` does; mostly they are in order."""
+    for p in range(first, first + count):
+        at, class_of = p, costs.devices[p].class_of
+        while at > first and costs.devices[replicas[at - 1].rank].class_of > class_of:
+            replicas[at].rank = replicas[at - 1].rank
+            at -= 1
+        replicas[at].rank = p
+
+
+@inlined
+def _slowest_link(costs: Costs, first: int, count: int) -> tuple[float, float, float, float]:
+    """Returns latency and ns per byte of messages of a ring within hosts and between them, 0 if there are none."""
+    num_hosts = 0
+    for p in range(first, first + count):
+        num_hosts += 1 if costs.devices[p].same_host < first else 0
+    inside, between = 1.0 if num_hosts < count else 0.0, 1.0 if num_hosts > 1 else 0.0
+    latency, ns_per_byte = costs.latency, costs.ns_per_byte
+    return inside * latency[0], inside * ns_per_byte[0], between * latency[1], between * ns_per_byte[1]
+
+
+@inlined
+def _summed_ns(costs: Costs, stage: Records, kind: int, speed: float, link: tuple[float, float, float, float]) -> float:
+    """Returns how long the rings of a stage end after the last B of a replica of some speed, if all are like it.
+
+    -inf without rings. Buckets fill from the last layer to the first, and each is summed behind the one before it.
+    """
+    summed, to = -inf, stage.end
+    begin, count, backward = stage.begin, stage.count, costs.backward[kind]
+    while count > 1 and costs.layers[to].gradient_bytes > costs.layers[begin].gradient_bytes:
+        at = costs.layers[to].bucket_begin
+        if at < begin:
+            at = costs.layers[begin].first_gradient
+        message = (costs.layers[to].gradient_bytes - costs.layers[at].gradient_bytes + count - 1) // count
+        ring = 2 * (count - 1) * max(link[0] + message * link[1], link[2] + message * link[3])
+        is_full = (backward[begin] - backward[at]) / speed  # before the end of B
+        summed, to = max(summed, is_full) + ring, at
+    return summed
+
+
+@inlined
+def _least_ns(costs: Costs, notes: Notes, num_stages: int) -> float:
+    """Returns a score that a plan does not beat, by the bounds of stages and what follows in the stages before them.
+
+    The last B of a stage comes no earlier than its work, or the round trip of its first micro-batch, says. Then that
+    micro-batch goes back through the stages before it, as `ring_bound.py` has it: behind others of the last
+    micro-batches on the same replica, and before the all-reduce.
+    """
+    num_microbatches, last_count = costs.num_microbatches, notes.stages[num_stages - 1].count
+    there = back = 0.0  # from the first stage to each, and back from it
+    for stage in notes.stages[:num_stages]:
+        cut = costs.layers[stage.begin]
+        there += stage.least_forward + min(cut.sent_inside, cut.sent_between)
+        back += stage.least_backward + min(cut.returned_inside, cut.returned_between)
+    round_trip = there + back
+    num_backs = 0
+    latest = total = 0.0
+    for s in range(num_stages - 1, -1, -1):
+        stage = notes.stages[s]
+        there, back = there - stage.least_forward, back - stage.least_backward
+        num_each = (num_microbatches + stage.count - 1) // stage.count
+        num_apart = num_each - stage.in_flight
+        if costs.is_gpipe:
+            num_apart = max(0, (num_microbatches - last_count) // stage.count)
+        around = round_trip + (num_each - 1) * stage.least_backward + num_apart * stage.least_forward
+        end = max(there + stage.busiest + back, around)
+        own = _behind_others(notes, num_backs, end, stage)
+        num_backs = _add_back(notes, num_backs, end, num_microbatches - 1 - (num_each - 1) * stage.count)
+        done = own - back + stage.least_after
+        latest, total = max(latest, done, end), total + done
+        cut = costs.layers[stage.begin]
+        there -= min(cut.sent_inside, cut.sent_between)
+        back -= min(cut.returned_inside, cut.returned_between)
+    return latest + SMOOTHING * total / num_stages
+
+
+@inlined
+def _behind_others(notes: Notes, num_backs: int, end: float, stage: Records) -> float:
+    """Returns when the last micro-batch of a stage is back at the first stage, also behind those of later stages."""
+    for other in notes.stages[:num_backs]:
+        end = max(end, other.back + other.num_others // stage.count * stage.least_backward)
+    return end
+
+
+@inlined
+def _add_back(notes: Notes, num_backs: int, end: float, num_others: int) -> int:
+    """Notes when the last micro-batches of a stage are back at the first, and how many others end with them.
+
+    If none were before them. More of both stand for less of both. Returns how many are left.
+    """
+    num_kept = 0
+    for other in notes.stages[:num_backs]:
+        if other.back >= end and other.num_others >= num_others:
+            return num_backs
+    for other in notes.stages[:num_backs]:
+        if other.back > end or other.num_others > num_others:
+            kept = notes.stages[num_kept]
+            kept.back, kept.num_others, num_kept = other.back, other.num_others, num_kept + 1
+    notes.stages[num_kept].back, notes.stages[num_kept].num_others = end, num_others
+    return num_kept + 1
+
+
+@inlined
+def _start(costs: Costs, notes: Notes, num_stages: int) -> None:
+    """Puts every replica before its first action: the inputs have arrived, and the last stage needs no gradients."""
+    for s in range(num_stages):
+        first, count = notes.stages[s].first, notes.stages[s].count
+        for replica in notes.replicas[first : first + count]:
+            replica.time, replica.num_forward, replica.num_backward = 0.0, 0, 0
+        hosts, r = notes.hosts[s + 1], 0
+        for m in range(costs.num_microbatches):
+            hosts[m] = costs.devices[notes.replicas[first + r].rank].host
+            r = r + 1 if r < count - 1 else 0
+    notes.sent[1 : num_stages + 1] = inf
+    notes.returned[:num_stages] = inf
+    notes.sent[0], notes.returned[num_stages] = 0.0, 0.0
+
+
+@inlined
+def _so_far_ns(costs: Costs, notes: Notes, num_stages: int) -> tuple[float, float]:
+    """Returns the score and the step if nothing more is waited for than the gradients of each stage's last B.
+
+    Both only rise while stages advance, and are true when all actions have run.
+    """
+    step_ns = sum_ns = last_ns = 0.0
+    for s in range(num_stages - 1, -1, -1):
+        stage = notes.stages[s]
+        cut = costs.layers[stage.end]
+        back_ns = last_ns + min(cut.returned_inside, cut.returned_between) + stage.least_backward
+        last_ns = max(stage.last, back_ns if s < num_stages - 1 else 0.0)
+        done_ns = max(stage.done, last_ns + stage.least_after)
+        step_ns, sum_ns = max(step_ns, done_ns), sum_ns + done_ns
+    return step_ns + SMOOTHING * sum_ns / num_stages, step_ns
+
+
+@compiled
+def _advance(costs: Costs, notes: Notes, s: int) -> int:
+    """Runs the replicas of a stage as far as what they wait for has arrived; returns how many actions have run.
+
+    Also notes when the last B ends and the stage is done if nothing more is waited for. What has an infinite time has
+    not been sent yet.
+    """
+    stage, num_actions = notes.stages[s], 0
+    count, in_flight = stage.count, stage.in_flight
+    least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
+    # Copies, as what is read from an array has to be read again after each write to one.
+    send = costs.layers[stage.end].sent_inside, costs.layers[stage.end].sent_between
+    give = costs.layers[stage.begin].returned_inside, costs.layers[stage.begin].returned_between
+    inputs, outputs, hosts_behind = notes.sent[s], notes.sent[s + 1], notes.hosts[s + 2]
+    gradients, returned, hosts_before = notes.returned[s + 1], notes.returned[s], notes.hosts[s]
+    last_ns = done_ns = 0.0
+    for r in range(count):
+        replica = notes.replicas[stage.first + r]
+        forward, backward, host = replica.forward, replica.backward, costs.devices[replica.rank].host
+        num_each = least_each + 1 if r < num_more else least_each
+        num_forward, num_backward, time = replica.num_forward, replica.num_backward, replica.time
+        num_actions -= num_forward + num_backward
+        while num_backward < num_each:
+            if num_forward < num_each and num_forward - num_backward < in_flight:
+                m = num_forward * count + r
+                if inputs[m] == inf:
+                    break
+                time = max(time, inputs[m]) + forward
+                outputs[m] = time + (send[0] if send[0] == send[1] or hosts_behind[m] == host else send[1])
+                num_forward += 1
+            else:
+                m = num_backward * count + r
+                if gradients[m] == inf:
+                    break
+                time = max(time, gradients[m]) + backward
+                returned[m] = time + (give[0] if give[0] == give[1] or hosts_before[m] == host else give[1])
+                num_backward += 1
+        num_actions += num_forward + num_backward
+        replica.num_forward, replica.num_backward, replica.time = num_forward, num_backward, time
+        own_ns = time + (num_each - num_forward) * forward + (num_each - num_backward) * backward
+        last_ns, done_ns = max(last_ns, own_ns), max(done_ns, own_ns + replica.after)
+    stage.last, stage.done = last_ns, done_ns
+    return num_actions
+
+
+@inlined
+def _next(random: Random) -> np.uint64:
+    """Returns 64 random bits: xorshift (Marsaglia 2003)."""
+    state: np.uint64 = random[0]
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    state ^= state << np.uint64(17)
+    random[0] = state
+    return state
+
+
+@compiled
+def _below(random: Random, limit: int) -> int:
+    """Returns one of 0, 1 ... limit - 1."""
+    return int((_next(random) >> np.uint64(11)) % np.uint64(limit))
+
+
+@compiled
+def _fraction(random: Random) -> float:
+    """Returns a number above 0 and up to 1."""
+    return float((_next(random) >> np.uint64(11)) + np.uint64(1)) / 2.0**53
+
+
+@compiled
+def draw(moves: Moves, plan: Plan, other: Plan, random: Random) -> bool:
+    """Changes `other` into a plan like one, by one to three moves; returns whether it is a plan."""
+    _copy(plan, other)
+    for _ in range(NUM_MOVES[_below(random, len(NUM_MOVES))]):
+        _move(moves, other, random)
+    num_devices = 0
+    for s in range(other.num_stages[0]):
+        num_devices += other.counts[s]
+        if other.cuts[s] >= other.cuts[s + 1] or not 1 <= other.counts[s] <= moves.num_microbatches:
+            return False
+    return num_devices <= moves.num_devices
+
+
+@inlined
+def _copy(plan: Plan, other: Plan) -> None:
+    num_stages = plan.num_stages[0]
+    other.num_stages[0] = num_stages
+    for s in range(num_stages):
+        other.cuts[s], other.counts[s] = plan.cuts[s], plan.counts[s]
+    other.cuts[num_stages] = plan.cuts[num_stages]
+
+
+@compiled
+def _move(moves: Moves, plan: Plan, random: Random) -> None:
+    """Makes a move of a kind drawn by its weight; not every one leaves a plan."""
+    kind, drawn = 0, _below(random, moves.weights.sum())
+    while drawn >= moves.weights[kind]:
+        drawn, kind = drawn - moves.weights[kind], kind + 1
+    if kind <= 1:
+        _shift_cuts(moves, plan, random, kind == 1)
+    elif kind == 2:
+        _move_devices(moves, plan, random)
+    elif kind == 3:
+        _move_round(moves, plan, random)
+    elif kind == 4:
+        s = _below(random, plan.num_stages[0])
+        plan.counts[s] = _enough(moves, _enough(moves, plan.counts[s]))
+    elif kind == 5:
+        _split(plan, random)
+    else:
+        _merge(plan, random)
+
+
+@inlined
+def _enough(moves: Moves, num: int) -> int:
+    """Returns the fewest devices with no more than so many micro-batches each, and the other way around."""
+    return (moves.num_microbatches + max(1, num) - 1) // max(1, num)
+
+
+@inlined
+def _num_idle(moves: Moves, plan: Plan) -> int:
+    return moves.num_devices - int(plan.counts[: plan.num_stages[0]].sum())
+
+
+@inlined
+def _shift_cuts(moves: Moves, plan: Plan, random: Random, with_devices: bool) -> None:
+    """Moves one cut, or all from one to another, by a few boundaries.
+
+    Maybe with the devices that these layers are worth, rounded up or down at random.
+    """
+    num_stages, last = plan.num_stages[0], moves.devices_before.size - 1
+    if num_stages < 2:
+        return
+    one = 1 + _below(random, num_stages - 1)
+    other = one if _fraction(random) < 0.6 else 1 + _below(random, num_stages - 1)
+    by = CUT_STEPS[_below(random, len(CUT_STEPS))] * (1 if _fraction(random) < 0.5 else -1)
+    by *= max(1, last // MANY_BOUNDARIES) if _fraction(random) < 0.5 else 1
+    for s in range(min(one, other), max(one, other) + 1):
+        old = plan.cuts[s]
+        plan.cuts[s] = new = old + by
+        if with_devices and 0 <= new <= last:
+            worth = moves.devices_before[new] - moves.devices_before[old]
+            num = floor(worth + _fraction(random))
+            plan.counts[s - 1] += num
+            plan.counts[s] -= num
+
+
+@inlined
+def _move_devices(moves: Moves, plan: Plan, random: Random) -> None:
+    """Moves some devices from one stage to another, idle ones first in half of the cases."""
+    source, target = _below(random, plan.num_stages[0]), _below(random, plan.num_stages[0])
+    num = DEVICE_STEPS[_below(random, len(DEVICE_STEPS))]
+    num_idle = _num_idle(moves, plan) if _fraction(random) < 0.5 else 0
+    plan.counts[target] += num
+    plan.counts[source] -= max(0, num - num_idle)
+
+
+@inlined
+def _move_round(moves: Moves, plan: Plan, random: Random) -> None:
+    """Gives a stage as many devices as it takes for one micro-batch less on each, from idle ones and another stage."""
+    source, target = _below(random, plan.num_stages[0]), _below(random, plan.num_stages[0])
+    num_each = _enough(moves, plan.counts[target])
+    if num_each > 1 and source != target:
+        plan.counts[target] = _enough(moves, num_each - 1)
+        plan.counts[source] += min(0, _num_idle(moves, plan))
+
+
+@inlined
+def _split(plan: Plan, random: Random) -> None:
+    num_stages = plan.num_stages[0]
+    s = _below(random, num_stages)
+    num_layers, num_devices = plan.cuts[s + 1] - plan.cuts[s], plan.counts[s]
+    if num_layers < 2 or num_devices < 2 or num_stages == plan.counts.size:
+        return
+    num, cut = 1 + _below(random, num_devices - 1), plan.cuts[s] + 1 + _below(random, num_layers - 1)
+    for later in range(num_stages, s, -1):
+        plan.counts[later], plan.cuts[later + 1] = plan.counts[later - 1], plan.cuts[later]
+    plan.counts[s], plan.counts[s + 1], plan.cuts[s + 1] = num, num_devices - num, cut
+    plan.num_stages[0] = num_stages + 1
+
+
+@inlined
+def _merge(plan: Plan, random: Random) -> None:
+    num_stages = plan.num_stages[0]
+    if num_stages < 2:
+        return
+    s = _below(random, num_stages - 1)
+    plan.counts[s] += plan.counts[s + 1]
+    for later in range(s + 1, num_stages - 1):
+        plan.counts[later], plan.cuts[later] = plan.counts[later + 1], plan.cuts[later + 1]
+    plan.cuts[num_stages - 1] = plan.cuts[num_stages]
+    plan.num_stages[0] = num_stages - 1
+
+
+@compiled
+def walk(
+    costs: Costs,
+    moves: Moves,
+    notes: Notes,
+    plans: tuple[Plan, Plan, Plan],
+    scores: Floats,
+    random: Random,
+    temperature: float,
+    max_actions: int,
+) -> int:
+    """Walks from the first of some plans to ones like it, and returns the actions that this has cost.
+
+    Args:
+        plans: where the walk is, the one with the shortest step so far, and one for drafts.
+        scores: the score of the first plan, and the step of the second. [2]
+        temperature: the probability to keep a plan whose score is worse by x is exp(-x / temperature). In ns.
+        max_actions: ends the walk when about so many actions have been estimated.
+    """
+    here, best, draft = plans
+    num_actions = 0
+    while num_actions < max_actions:
+        num_actions += STAGE_ACTIONS
+        if not draw(moves, here, draft, random):
+            continue
+        highest_ns = scores[0] - temperature * log(_fraction(random))
+        score_ns, step_ns, cost = estimate_ns(costs, draft, notes, highest_ns)
+        num_actions += cost
+        if score_ns > highest_ns:
+            continue
+        _copy(draft, here)
+        scores[0] = score_ns
+        if step_ns < scores[1]:
+            _copy(draft, best)
+            scores[1] = step_ns
+    return num_actions
