@@ -352,8 +352,9 @@ def _add_stages(
             highest = i
         most = stage.few if problem.is_alike else min(stage.most, num - p)
         lowest = last + 1
-        for number in range(stage.few, most + 1):
-            lowest = min(lowest, max(furthest[level, p + number, c + 1] + 1, first[p + number]))
+        for to in range(p + stage.few, p + most + 1):
+            lowest = min(lowest, max(furthest[level, to, c + 1] + 1, first[to]))
+        lowest = max(lowest, 1)  # the first stage of a plan has a layer
         if lowest > highest:
             continue
         delay = 0.0

@@ -9,8 +9,8 @@ of later stages use the lower end (docs/algorithm.md, Many devices).
 Let y + 1 micro-batches leave the later stage at the end, and R be the devices of the earlier one, with backward b. The
 delay is at least e + floor(y / R) b, and that at least e + h + y density, with the smallest h over all y. Here e is B
 of the first bucket and the rings, less B of all layers before the stage's end and the transfers back over the cuts
-before it, but 0 at least. Levels are ranges of e + h. On unlike devices y counts as 0: the last micro-batches of replicas that
-are not equally fast do not end together.
+before it, but 0 at least. Levels are ranges of e + h. On unlike devices y counts as 0: the last micro-batches of
+replicas that are not equally fast do not end together.
 """
 
 import numpy as np

@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import isqrt
 
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
@@ -64,9 +65,9 @@ class RingRanges:
         ranges: each with its own bound.
     """
 
-    def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best_ns: int) -> None:
-        """No plan is faster than `bound_ns`; `best_ns` is the step of the best one."""
-        self._best_ns = best_ns
+    def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best: TimedPlan) -> None:
+        """No plan is faster than `bound_ns`; `best` is the fastest one known, like which the relaxation's may be."""
+        self._best, best_ns = best, best.step_ns
         self._problems: list[RingBound] = []
         self.ranges: list[Range] = []
         for problem in problems:
@@ -114,7 +115,9 @@ class RingRanges:
             if not may_go_on():
                 return False
             # Those likely within the goal first, and of these those that take the least time.
-            asked = min(left, key=lambda each: (not each.is_likely, each.has_delays, each.depth))
+            asked = min(
+                left, key=lambda each: (not (each.is_likely or self._has_best(each)), each.has_delays, each.depth)
+            )
             kind = PlanKind(*asked.cuts, *asked.last_replicas)
             if not asked.problem.is_feasible(kind, goal_ns, deadline, has_delays=asked.has_delays):
                 asked.bound_ns = goal_ns + 1
@@ -126,13 +129,21 @@ class RingRanges:
             self.ranges.remove(asked)
             self.ranges += parts
 
+    def _has_best(self, each: Range) -> bool:
+        """Whether the fastest known plan is one of a range."""
+        best, problem = self._best.plan, each.problem.prefix
+        kind = self._best.line, best.schedule, best.microbatch_size
+        is_of_problem = (problem.line, problem.schedule, problem.size) == kind
+        has_replicas = each.last_replicas[0] <= best.counts[-1] <= each.last_replicas[1]
+        return is_of_problem and has_replicas and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
+
     def _parts(self, whole: Range) -> Iterator[Range]:
         """The plans of a range, taken apart: by their last stage, then by their cuts, then with delays."""
         problem = whole.problem.prefix
         fewest, most = whole.cuts
         low, high = whole.last_replicas
         of_cuts = problem.round_trip_ns(most) - problem.round_trip_ns(fewest)
-        num_parts = min(most - fewest + 1, int(of_cuts * NARROW // self._best_ns) + 1)
+        num_parts = min(most - fewest + 1, int(of_cuts * NARROW // self._best.step_ns) + 1)
         if problem.are_forwards_first and low < high and (low, high) == problem.last_replicas:
             end = max(1, problem.num_microbatches // LAST_PARTS)
             while low <= high:

@@ -387,7 +387,7 @@ class LineSearch:
             return
         if self._ring_ranges is None:
             prefixes = [problem for problem in problems if isinstance(problem, PrefixBound)]
-            self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best.step_ns)
+            self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best)
         ranges = self._ring_ranges
 
         def may_go_on() -> bool:

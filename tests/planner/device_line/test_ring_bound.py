@@ -88,22 +88,24 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
     profile = chain([3, 1, 2, 2, 3, 1, 2], param_bytes=8 * 10**7, output_bytes=4 * 10**7)
     cluster = devices(7, bytes_per_s=10**10, memory_bytes=10**12)
     line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=7))
-    best_ns = min(timed.step_ns for timed in map(line.time, plans(line, schedule)) if timed)
+    best = min((timed for timed in map(line.time, plans(line, schedule)) if timed), key=lambda timed: timed.step_ns)
     problem = PrefixBound(line, schedule, 1, 7)
-    low_ns, high_ns = 0, best_ns
+    low_ns, high_ns = 0, best.step_ns
     while high_ns - low_ns > 1:
         middle_ns = (low_ns + high_ns) // 2
         has_path = problem.path(middle_ns, UNLIMITED) is not None
         low_ns, high_ns = (low_ns, middle_ns) if has_path else (middle_ns, high_ns)
-    ranges = RingRanges([problem], 0, best_ns)
-    ranges.raise_bound(best_ns, UNLIMITED, lambda: True)
-    assert 1.05 * low_ns < ranges.bound_ns <= best_ns
+    ranges = RingRanges([problem], 0, best)
+    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: True)
+    assert 1.05 * low_ns < ranges.bound_ns <= best.step_ns
 
 
 def test_ranges_contain_every_number_of_cuts_and_of_last_replicas_once() -> None:
     line = DeviceLine({"a": chain([1] * 60, output_bytes=10**7)}, devices(32), PlanOptions(minibatch_size=16))
     problem = PrefixBound(line, "gpipe", 1, 32, last_replicas=(1, 16))
-    ranges = RingRanges([problem], 0, 10**9)
+    on_all = line.time(LinePlan(cuts=(0, 60), counts=(16,), schedule="gpipe", microbatch_size=1))
+    assert on_all is not None
+    ranges = RingRanges([problem], 0, on_all)
     asked = iter(range(6))
     assert not ranges.is_refuted(10**12, UNLIMITED, lambda: next(asked, None) is not None)
     of_kinds = Counter(
