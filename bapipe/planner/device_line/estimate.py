@@ -67,7 +67,7 @@ class StepEstimate:
         plans = near.arrays(plan), near.arrays(plan), near.arrays(plan)
         random, scores = near.random(seed), np.array(self._estimate_ns(plan, inf))
         start_ns, num_actions = scores[1], 0
-        num_each = min(MAX_ACTIONS_OF_EACH, max_actions // MIN_TEMPERATURES)
+        num_each = max(1, min(MAX_ACTIONS_OF_EACH, max_actions // MIN_TEMPERATURES))
         while True:
             part = max(num_actions / max_actions, part_done())
             if part >= 1 or start_ns == inf:
