@@ -16,7 +16,7 @@ GROUP_GROWTH = 1.03
 MAX_SPLIT = 16
 """GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
 
-MAX_PARTED, PARTS, WHOLE = 6, (1, 2, 4, 8, 10**9), (10**9,)
+MAX_PARTED, PARTS, WHOLE = 16, (1, 2, 4, 8, 10**9), (10**9,)
 """Replicas with at most so many micro-batches each are told apart at these parts of those that have as many."""
 
 

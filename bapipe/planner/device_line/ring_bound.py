@@ -21,11 +21,11 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import ROUNDING_NS, PrefixBound
 from bapipe.planner.device_line.prefix_programme import Delays
 
-DENSITY = 0.6
+DENSITY = 0.7
 """Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
 
-NUM_LEVELS = 64
-"""Levels of delays."""
+MIN_LEVELS, MAX_LEVELS, LEVELS_OF_BOUNDARIES = 48, 192, 25_600
+"""Levels of delays: the third divided by the boundaries, within the first two."""
 
 
 class RingBound:
@@ -62,8 +62,9 @@ def _delays(prefix: PrefixBound, longest_ns: float) -> Delays:
     counted = [-np.minimum(most - 1, most_left), 1 - rounds * most, np.full_like(most, -most_left)]
     rounding_ns = ROUNDING_NS * (most_left // few + 3) + prefix.rounded_ns
     least_ns = -most_left * density_ns
-    level_ns = (longest_ns - least_ns) / NUM_LEVELS
-    from_ns = least_ns + level_ns * np.arange(NUM_LEVELS, dtype=float)
+    num_levels = min(MAX_LEVELS, max(MIN_LEVELS, LEVELS_OF_BOUNDARIES // len(prefix.line.cuts)))
+    level_ns = (longest_ns - least_ns) / num_levels
+    from_ns = least_ns + level_ns * np.arange(num_levels, dtype=float)
     from_ns[0] = -np.inf
     return Delays(
         from_ns=from_ns,

@@ -23,10 +23,11 @@ WIDTH = 1.25
 NARROW = 200
 """The transfers of plans of a narrow range differ by one part in so many of the best step at most."""
 
-PRECISION = 150
-"""The goal that all ranges exceed is searched for to one part in so many."""
+PRECISION, PART_OF_GAP = 250, 10
+"""The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
+plan if that is more."""
 
-SMALL = 1.2
+SMALL = 1.1
 """With delays ranges of the replicas of the last stage are divided down to this."""
 
 MIN_GOAL = 65
@@ -45,7 +46,7 @@ class Range:
         last_replicas: of the last stage, the fewest and the most.
         depth: how often they were taken apart.
         has_delays: whether the delays of rings count.
-        is_likely: whether the relaxation had a plan within a goal that failed, or may have one soon.
+        is_likely: whether the relaxation may have a plan within a goal soon.
         bound_ns: what is proven of them.
     """
 
@@ -99,15 +100,25 @@ class RingRanges:
     def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
-        while high_ns - low_ns > 1 + low_ns // PRECISION and may_go_on():
+        while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
             goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
-            if self.is_refuted(goal_ns, deadline, may_go_on):
+            if self.is_refuted(goal_ns, deadline, may_go_on, high_ns):
                 low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
 
-    def is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
-        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope."""
+    def _precision_ns(self, low_ns: int) -> int:
+        return max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)
+
+    def is_refuted(
+        self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool], high_ns: int | None = None
+    ) -> bool:
+        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope.
+
+        Args:
+            high_ns: a later goal is not above it. Most ranges with delays have no plan within that, so that it is
+                the only question to them.
+        """
         while True:
             left = [each for each in self.ranges if each.bound_ns <= goal_ns]
             if not left:
@@ -115,12 +126,15 @@ class RingRanges:
             if not may_go_on():
                 return False
             # Those likely within the goal first, and of these those that take the least time.
-            asked = min(
-                left, key=lambda each: (not (each.is_likely or self._has_best(each)), each.has_delays, each.depth)
-            )
+            asked = min(left, key=lambda each: (not self._is_likely(each), each.has_delays, each.depth))
+            is_far = high_ns is not None and asked.has_delays and not self._is_likely(asked)
+            asked_ns = high_ns if high_ns is not None and is_far else goal_ns
             kind = PlanKind(*asked.cuts, *asked.last_replicas)
-            if not asked.problem.is_feasible(kind, goal_ns, deadline, has_delays=asked.has_delays):
-                asked.bound_ns = goal_ns + 1
+            if not asked.problem.is_feasible(kind, asked_ns, deadline, has_delays=asked.has_delays):
+                asked.bound_ns = asked_ns + 1
+                continue
+            if asked_ns > goal_ns:
+                asked.is_likely = True
                 continue
             parts = list(self._refined(asked) if asked.has_delays else self._parts(asked))
             if not parts:
@@ -128,6 +142,9 @@ class RingRanges:
                 return False
             self.ranges.remove(asked)
             self.ranges += parts
+
+    def _is_likely(self, each: Range) -> bool:
+        return each.is_likely or self._has_best(each)
 
     def _has_best(self, each: Range) -> bool:
         """Whether the fastest known plan is one of a range."""
@@ -147,14 +164,14 @@ class RingRanges:
         if problem.are_forwards_first and low < high and (low, high) == problem.last_replicas:
             end = max(1, problem.num_microbatches // LAST_PARTS)
             while low <= high:
-                yield replace(whole, last_replicas=(low, min(high, end)), depth=whole.depth + 1)
+                yield replace(whole, last_replicas=(low, min(high, end)), depth=whole.depth + 1, is_likely=False)
                 low, end = end + 1, 2 * end
         elif num_parts > 1:
             ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
             for before, after in pairwise(ends):
-                yield replace(whole, cuts=(before + 1, after), depth=whole.depth + 1)
+                yield replace(whole, cuts=(before + 1, after), depth=whole.depth + 1, is_likely=False)
         else:
-            yield replace(whole, has_delays=True, depth=0)
+            yield replace(whole, has_delays=True, depth=0, is_likely=False)
 
     def _refined(self, whole: Range) -> Iterator[Range]:
         """The plans of a range with delays in two halves, by their last stage or their cuts; none if it is small."""
