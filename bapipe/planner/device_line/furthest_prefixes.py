@@ -22,15 +22,28 @@ class FurthestPrefixes:
         origin: the devices before the last stage, where there is one level. [devices + 1, cuts + 2]
     """
 
-    def __init__(self, problem: "Problem", kind: PlanKind, limit_ns: int, delays: "Delays | None" = None) -> None:
-        """Without `delays` what follows behind the way back of a stage does not count."""
+    def __init__(
+        self,
+        problem: "Problem",
+        kind: PlanKind,
+        limit_ns: int,
+        delays: "Delays | None" = None,
+        *,
+        counts_cuts: bool = True,
+    ) -> None:
+        """Without `delays` what follows behind the way back of a stage does not count.
+
+        Args:
+            counts_cuts: whether prefixes with different numbers of cuts are told apart.
+        """
         from bapipe.planner.device_line.prefix_programme import first_begins, without_delays
 
         self._problem, self._kind = problem, kind
         self._limit = limit_ns * (1 + 1e-12)
         self._delays = without_delays() if delays is None else delays
         self._first = first_begins(problem, kind, self._limit)
-        shape = self._delays.from_ns.size, problem.stages.shape[0] + 1, kind.most_cuts + 2
+        num_columns = kind.most_cuts + 2 if counts_cuts else 1
+        shape = self._delays.from_ns.size, problem.stages.shape[0] + 1, num_columns
         self.furthest = np.full(shape, -1, dtype=np.int32)
         self.furthest[0, 0, 0] = 0
         self.origin = np.full(shape[1:], -1, dtype=np.int32)

@@ -53,7 +53,8 @@ class LayerSums:
             it, and one takes as long.
         has_one_speed: whether all are alike.
         least: on all kinds of devices.
-        held: the bytes of the state of the layers before each boundary, and of one micro-batch of theirs. [boundaries]
+        state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
+            what one micro-batch leaves for its backward. [boundaries]
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
         back_ns: what the gradient of one micro-batch takes over each inner cut, on the fastest link. [cuts]
@@ -128,11 +129,10 @@ class LayerSums:
         def least(values: Sequence[Sequence[int]]) -> FloatArray:
             return prefix_sums(np.min(values, axis=0).tolist())[cuts].astype(float)
 
-        stash = least([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles])
-        static = least(
+        self.stash = least([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles])
+        self.state = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )
-        self.held = static + stash
         fastest = max(device.speed for device in self.line.cluster.devices)
         self.update = least([[layer.update_ns for layer in of_kind] for of_kind in layers]) / fastest
         gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]

@@ -12,7 +12,8 @@ Many devices)
     rounds       D + k trips from here on + (n - 1 - (k - 1) w) (F + r) <= T, 1F1B with w micro-batches in flight
     all-reduce   the start of its last B + B of the layers of its first bucket + the rings of all its buckets
                  + its update <= T, where that start is bounded by the work, the round trip and the rounds
-    memory       parameters, gradients, optimizer state and the stash of one micro-batch fit
+    memory       parameters, gradients, optimizer state and the stash of one micro-batch fit; if not those of all that
+                 are in flight, the stage recomputes: F again with each B
 
 with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
 """
@@ -190,6 +191,8 @@ class PrefixBound(LayerSums):
             "ring_latency": rings.latency,
             "ring_rate": rings.rate,
             "limit_bytes": self.limit_bytes,
+            "num_stashes": self._num_stashes(),
+            "may_recompute": self.line.options.recompute,
         }
         stages = np.zeros(n.shape, dtype=STAGE)
         for name, values in columns.items():
@@ -201,6 +204,16 @@ class PrefixBound(LayerSums):
             stages["trips"][:, :, way] = np.where(has_rounds, trips, 0)
             stages["steps"][:, :, way] = np.where(has_rounds, share * steps, 0.0)
         return stages
+
+    def _num_stashes(self) -> IntArray | int:
+        """How many micro-batches some device of a stage holds at its end, at least. [groups]
+
+        Where all F come first, those of a replica: one that has the most, or of devices with unlike limits any.
+        """
+        if not self.are_forwards_first:
+            return 1
+        most = self.groups.most
+        return -(-self.num_microbatches // most) if self.has_one_speed else self.num_microbatches // most
 
     def _slack(self, in_flight: IntArray) -> FloatArray:
         """By how much a chain of actions may be shorter than the sums over its layers. [positions, groups]"""

@@ -25,7 +25,8 @@ LAYER_SUMS = np.dtype(
             *("forward", "backward", "critical", "work", "trip", "first_bucket", "before_gradients"),
             "update",
             "gradients",  # bytes
-            "held",  # bytes, with one micro-batch
+            "state",  # bytes of parameters, gradients, and of the optimizer
+            "stash",  # bytes of one micro-batch
         )
     ]
 )
@@ -54,6 +55,8 @@ STAGE = np.dtype(
         ("ring_latency", np.float64),  # ns of each bucket
         ("ring_rate", np.float64),  # ns per byte
         ("limit_bytes", np.float64),  # of each device
+        ("num_stashes", np.float64),  # that some device holds at least if the stage does not recompute
+        ("may_recompute", np.int64),
         ("trips", np.float64, 2),  # round trips one after another, 0 if there are none,
         ("steps", np.float64, 2),  # and the F and r between them, in two ways
     ]
@@ -124,6 +127,7 @@ class Start(NamedTuple):
         apart: F of a replica that do not run during the round trip of its micro-batch whose backward is first.
         one_way, both_ways: the transfers before the stage, in ns.
         behind: the transfers behind it, both ways.
+        once_one_way, once: transfers before it or behind it, where the cuts are not counted.
         delay: what follows behind the way back of the stage's last micro-batch.
     """
 
@@ -132,6 +136,8 @@ class Start(NamedTuple):
     one_way: float
     both_ways: float
     behind: float
+    once_one_way: float
+    once: float
     delay: float
 
 
@@ -161,34 +167,38 @@ def _excess(
 ) -> float:
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all."""
     begin, end, before, rest = layers[stage.own, i], layers[stage.own, j], layers[stage.before, i], layers[stage.behind]
-    if end.held - begin.held > stage.limit_bytes:
+    state, stash = end.state - begin.state, end.stash - begin.stash
+    recomputes = state + stage.num_stashes * stash > stage.limit_bytes
+    if state + stash > stage.limit_bytes or (recomputes and not stage.may_recompute):
         return np.inf
     n = stage.count
     # F and r of one micro-batch, and B, on the replica.
     f, r = (end.forward - begin.forward) * stage.forward, (end.critical - begin.critical) * stage.backward
     b = (end.backward - begin.backward) * stage.backward
+    own_f = (end.forward - begin.forward) * stage.backward
+    again = end.forward - begin.forward if recomputes else 0.0  # in front of each backward
+    r, b = r + again * stage.backward, b + again * stage.backward
     arrival = before.forward * stage.before_ns + start.one_way
     return_ns = before.trip * stage.before_ns + start.both_ways
     update = end.update - begin.update
-    work = arrival + stage.busiest * (end.work - begin.work) + stage.last_ring + update
+    work = arrival + stage.busiest * (end.work - begin.work + again) + stage.last_ring + update
     around = f + r + (rest[-1].trip - rest[j].trip) * stage.behind_ns + start.behind
-    returned = max(stage.busiest * (end.trip - begin.trip), around + (n - 1) * r + start.apart * f)
+    returned = max(stage.busiest * (end.trip - begin.trip + again), around + start.once + (n - 1) * r + start.apart * f)
     gradients = end.gradients - begin.gradients
     ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
     first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.backward
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
-    after = arrival + first_full + ring + update
-    own_f = (end.forward - begin.forward) * stage.backward
+    after = arrival + again * stage.backward + first_full + ring + update
     work = max(work, after + n * own_f + (n - 1) * b)
     after -= b
     if has_whole_backward and n >= 2:
-        work = max(work, after + around + (n - 1) * b + start.apart * f)
+        work = max(work, after + around + start.once_one_way + (n - 1) * b + start.apart * f)
     for way in range(2):
         if stage.trips[way] > 0:
             passed = stage.trips[way] * around + stage.steps[way] * (own_f + r)
-            returned = max(returned, passed)
+            returned = max(returned, passed + start.once)
             if has_whole_backward and stage.steps[way] > 0:
-                work = max(work, after + passed)
+                work = max(work, after + passed + start.once_one_way)
     return float(max(work, return_ns + returned + start.delay) - start.room)
 
 
@@ -283,15 +293,16 @@ def extend(
 
     Args:
         first: from `first_begins`.
-        furthest: -1 where nothing is known. [levels, devices + 1, cuts + 2]
+        furthest: -1 where nothing is known. If cuts are not counted, it has one column. [levels, devices + 1, cuts + 2]
         origin: the devices before the last stage, of the first level. [devices + 1, cuts + 2]
         num_tried: counts classes of stages behind prefixes. [1]
     """
     num, last = problem.stages.shape[0], problem.layers.shape[1] - 1
-    num_levels, num_cuts = furthest.shape[0], min(kind.most_cuts, furthest.shape[2] - 2)
+    num_levels, num_columns = furthest.shape[0], furthest.shape[2]
+    num_cuts = min(kind.most_cuts, max(0, num_columns - 2))
     for p in range(begin, end):
         for level in range(num_levels):
-            for c in range(num_cuts + 2):
+            for c in range(min(num_cuts + 2, num_columns)):
                 i = furthest[level, p, c]
                 if i == last:
                     return p
@@ -331,13 +342,16 @@ def _add_stages(
 ) -> int:
     """Adds a stage of each class of devices to one prefix; returns the number of classes."""
     (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
-    i, has_delays = furthest[level, p, c], furthest.shape[0] > 1
+    i, has_delays, counts_cuts = furthest[level, p, c], furthest.shape[0] > 1, furthest.shape[2] > 1
+    following = c + 1 if counts_cuts else 0
     forced = max(0, problem.boundaries_before[p] - (p - c))
     one_way = problem.one_way[c] + forced * problem.extra_one_way
     both_ways = problem.both_ways[c] + forced * problem.extra_both
-    behind = problem.both_ways[max(0, kind.fewest_cuts - c)]
+    behind, once_one_way, once = problem.both_ways[max(0, kind.fewest_cuts - c)], 0.0, 0.0
+    if not counts_cuts:
+        behind, once_one_way, once = 0.0, problem.one_way[kind.fewest_cuts], problem.both_ways[kind.fewest_cuts]
     # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
-    may_be_empty = c < kind.fewest_cuts or not problem.is_alike
+    may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike
     stages, rest = problem.stages[p], problem.layers[problem.stages[p, 0].behind]
     from_here = (rest[last].trip - rest[i].trip) * stages[0].from_here + behind
     arrived = problem.layers[0, i].trip / problem.max_speed + problem.both_ways[c]
@@ -353,7 +367,7 @@ def _add_stages(
         most = stage.few if problem.is_alike else min(stage.most, num - p)
         lowest = last + 1
         for to in range(p + stage.few, p + most + 1):
-            lowest = min(lowest, max(furthest[level, to, c + 1] + 1, first[to]))
+            lowest = min(lowest, max(furthest[level, to, following] + 1, first[to]))
         lowest = max(lowest, 1)  # the first stage of a plan has a layer
         if lowest > highest:
             continue
@@ -361,7 +375,7 @@ def _add_stages(
         if has_delays:
             delay = max(0.0, delays.from_ns[level] + delays.left[g] - forced * problem.extra_both)
         apart = float(_forwards_apart(problem, kind.last_most, p, g))
-        start = Start(room, apart, one_way, both_ways, behind, delay)
+        start = Start(room, apart, one_way, both_ways, behind, once_one_way, once, delay)
         end = _last_within(problem, start, p, g, i, max(lowest, i + 1), highest)
         if end < 0:
             if not may_be_empty or i < lowest:
@@ -369,11 +383,12 @@ def _add_stages(
             end = i
         if has_delays:
             lowest = max(lowest, i if may_be_empty else i + 1)
-            _place(problem, delays, first, furthest, level, p, c, g, i, lowest, end)
+            before = c if counts_cuts else kind.most_cuts
+            _place(problem, delays, first, furthest, level, p, following, before, g, i, lowest, end)
             continue
         for to in range(p + stage.few, p + most + 1):
-            if end >= first[to] and end > furthest[0, to, c + 1]:
-                furthest[0, to, c + 1], origin[to, c + 1] = end, p
+            if end >= first[to] and end > furthest[0, to, following]:
+                furthest[0, to, following], origin[to, following] = end, p
     return int(num_groups)
 
 
@@ -385,13 +400,18 @@ def _place(
     furthest: NDArray[np.int32],
     level: int,
     p: int,
-    c: int,
+    column: int,
+    num_cuts: int,
     g: int,
     i: int,
     lowest: int,
     end: int,
 ) -> None:
-    """Notes the ends of a stage from `lowest` to `end`, of each level of the longest delay so far the last one."""
+    """Notes the ends of a stage from `lowest` to `end`, of each level of the longest delay so far the last one.
+
+    Args:
+        num_cuts: before the stage, at most.
+    """
     num, num_levels, stage = problem.stages.shape[0], furthest.shape[0], problem.stages[p, g]
     most = stage.few if problem.is_alike else min(stage.most, num - p)
     # How much shorter the rings of a stage with one boundary less are at most, but for one bucket's latency.
@@ -401,19 +421,19 @@ def _place(
     while j >= lowest:
         at, skipped = level, 1
         if j > i:
-            first_full, others = _delay(problem.layers, stage, problem.max_bucket, delays, c, i, j)
+            first_full, others = _delay(problem.layers, stage, problem.max_bucket, delays, num_cuts, i, j)
             ns = max(0.0, first_full + others) + _filler(problem.layers, stage, delays, g, i, j)
             at = max(level, min(num_levels - 1, int(max(0.0, (ns - delays.least_ns) / delays.level_ns))))
             # Of no use are levels in which others reach as far. Shorter stages stay above a level for a while.
             below = min(at, above)
-            while problem.is_alike and below > level + 1 and furthest[below - 1, p + most, c + 1] >= j - 1:
+            while problem.is_alike and below > level + 1 and furthest[below - 1, p + most, column] >= j - 1:
                 below -= 1
             room = others + shortest - delays.least_ns - delays.level_ns * below
             skipped = 1 if room <= 0 else 1 + int(min(room / max(drop, 1e-9), 1e6))
         if at < above:
             for to in range(p + stage.few, p + most + 1):
-                if j >= first[to] and j > furthest[at, to, c + 1]:
-                    furthest[at, to, c + 1] = j
+                if j >= first[to] and j > furthest[at, to, column]:
+                    furthest[at, to, column] = j
             above = at
             if at == level:
                 return
@@ -422,7 +442,7 @@ def _place(
 
 @compiled
 def _delay(
-    layers: NDArray[Any], stage: Any, max_bucket: float, delays: Delays, c: int, i: int, j: int
+    layers: NDArray[Any], stage: Any, max_bucket: float, delays: Delays, num_cuts: int, i: int, j: int
 ) -> tuple[float, float]:
     """What follows behind a backward before the stage of the layers [i, j) is done, less the way back from its end.
 
@@ -432,7 +452,7 @@ def _delay(
     gradients = end.gradients - begin.gradients
     ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
     first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.fastest
-    way_back = layers[stage.before, j].backward * stage.until + delays.back[min(c, delays.back.size - 1)]
+    way_back = layers[stage.before, j].backward * stage.until + delays.back[min(num_cuts, delays.back.size - 1)]
     return float(first_full), float(ring - way_back)
 
 

@@ -40,9 +40,17 @@ class RingBound:
         self.prefix, self.num_tried = prefix, 0
         self._delays = _delays(prefix, longest_ns)
 
-    def is_feasible(self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, has_delays: bool) -> bool:
-        """Returns whether the relaxation has a plan of a kind within a step time; `has_delays`: whether they count."""
-        prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, self._delays if has_delays else None)
+    def is_feasible(
+        self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, has_delays: bool, counts_cuts: bool = True
+    ) -> bool:
+        """Returns whether the relaxation has a plan of a kind within a step time.
+
+        Args:
+            has_delays: whether delays count.
+            counts_cuts: whether prefixes with different numbers of cuts are told apart: that takes longer.
+        """
+        delays = self._delays if has_delays else None
+        prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, delays, counts_cuts=counts_cuts)
         try:
             return prefixes.find(deadline) is not None
         finally:

@@ -27,8 +27,9 @@ PRECISION, PART_OF_GAP = 250, 10
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
 plan if that is more."""
 
-SMALL = 1.1
-"""With delays ranges of the replicas of the last stage are divided down to this."""
+SMALL, FEW_REPLICAS = 1.1, 50
+"""With delays ranges of the replicas of the last stage are divided down to this, or to one part in so many of the
+micro-batches."""
 
 MIN_GOAL = 65
 """No goal is below so many percent of what is not exceeded."""
@@ -45,7 +46,8 @@ class Range:
         cuts: the fewest and the most.
         last_replicas: of the last stage, the fewest and the most.
         depth: how often they were taken apart.
-        has_delays: whether the delays of rings count.
+        has_delays: whether the delays of rings count; if so, ...
+        counts_cuts: ... whether prefixes with different numbers of cuts are told apart.
         is_likely: whether the relaxation may have a plan within a goal soon.
         bound_ns: what is proven of them.
     """
@@ -56,6 +58,7 @@ class Range:
     bound_ns: int
     depth: int = 0
     has_delays: bool = False
+    counts_cuts: bool = True
     is_likely: bool = False
 
 
@@ -125,21 +128,27 @@ class RingRanges:
                 return True
             if not may_go_on():
                 return False
-            # Those likely within the goal first, and of these those that take the least time.
-            asked = min(left, key=lambda each: (not self._is_likely(each), each.has_delays, each.depth))
+            # Those likely within the goal first, the parts of one before others; then those that take the least time.
+            likely = [each for each in left if self._is_likely(each)]
+            asked = (
+                likely[-1] if likely else min(left, key=lambda each: (each.has_delays, each.counts_cuts, each.depth))
+            )
             is_far = high_ns is not None and asked.has_delays and not self._is_likely(asked)
             asked_ns = high_ns if high_ns is not None and is_far else goal_ns
             kind = PlanKind(*asked.cuts, *asked.last_replicas)
-            if not asked.problem.is_feasible(kind, asked_ns, deadline, has_delays=asked.has_delays):
+            if not asked.problem.is_feasible(
+                kind, asked_ns, deadline, has_delays=asked.has_delays, counts_cuts=asked.counts_cuts
+            ):
                 asked.bound_ns = asked_ns + 1
                 continue
             if asked_ns > goal_ns:
                 asked.is_likely = True
                 continue
             parts = list(self._refined(asked) if asked.has_delays else self._parts(asked))
-            if not parts:
+            if not parts and asked.counts_cuts:
                 asked.is_likely = True
                 return False
+            parts = parts or [replace(asked, counts_cuts=True, is_likely=False)]
             self.ranges.remove(asked)
             self.ranges += parts
 
@@ -171,12 +180,14 @@ class RingRanges:
             for before, after in pairwise(ends):
                 yield replace(whole, cuts=(before + 1, after), depth=whole.depth + 1, is_likely=False)
         else:
-            yield replace(whole, has_delays=True, depth=0, is_likely=False)
+            yield replace(whole, has_delays=True, counts_cuts=False, depth=0, is_likely=False)
 
     def _refined(self, whole: Range) -> Iterator[Range]:
         """The plans of a range with delays in two halves, by their last stage or their cuts; none if it is small."""
         (fewest, most), (low, high) = whole.cuts, whole.last_replicas
-        if whole.problem.prefix.are_forwards_first and high > SMALL * low:
+        problem = whole.problem.prefix
+        is_wide = high > SMALL * low and (high - low) * FEW_REPLICAS > problem.num_microbatches
+        if problem.are_forwards_first and is_wide:
             middle = isqrt(low * high)
             for replicas in ((low, middle), (middle + 1, high)):
                 yield replace(whole, last_replicas=replicas, is_likely=True)
