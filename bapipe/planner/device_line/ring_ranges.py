@@ -145,10 +145,9 @@ class RingRanges:
                 asked.is_likely = True
                 continue
             parts = list(self._refined(asked) if asked.has_delays else self._parts(asked))
-            if not parts and asked.counts_cuts:
+            if not parts:
                 asked.is_likely = True
                 return False
-            parts = parts or [replace(asked, counts_cuts=True, is_likely=False)]
             self.ranges.remove(asked)
             self.ranges += parts
 
@@ -183,18 +182,22 @@ class RingRanges:
             yield replace(whole, has_delays=True, counts_cuts=False, depth=0, is_likely=False)
 
     def _refined(self, whole: Range) -> Iterator[Range]:
-        """The plans of a range with delays in two halves, by their last stage or their cuts; none if it is small."""
-        (fewest, most), (low, high) = whole.cuts, whole.last_replicas
-        problem = whole.problem.prefix
+        """The plans of a range with delays in two halves, by their cuts, then by their last stage; none if it is small.
+
+        Between the two cuts are counted.
+        """
+        (fewest, most), (low, high), problem = whole.cuts, whole.last_replicas, whole.problem.prefix
         is_wide = high > SMALL * low and (high - low) * FEW_REPLICAS > problem.num_microbatches
-        if problem.are_forwards_first and is_wide:
-            middle = isqrt(low * high)
-            for replicas in ((low, middle), (middle + 1, high)):
-                yield replace(whole, last_replicas=replicas, is_likely=True)
-        elif fewest < most:
+        if fewest < most:
             middle = (fewest + most) // 2
             for cuts in ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts, is_likely=True)
+        elif not whole.counts_cuts:
+            yield replace(whole, counts_cuts=True, is_likely=True)
+        elif problem.are_forwards_first and is_wide:
+            middle = isqrt(low * high)
+            for replicas in ((low, middle), (middle + 1, high)):
+                yield replace(whole, last_replicas=replicas, is_likely=True)
 
 
 def _widths(fewest: int, most: int) -> Iterator[tuple[int, int]]:
