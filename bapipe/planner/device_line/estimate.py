@@ -1,7 +1,7 @@
 """Estimates the step of a plan on a line of devices without a table of its actions, and walks along plans by estimates.
 
 Left out are rounding, links that carry several transfers at once, links of their own between two devices, sums that
-take compute, and tied weights. The loops are compiled (`local_search.py`).
+take compute, and tied weights. The loops are compiled (`step_programme.py`, `walk.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,10 @@ class StepEstimate:
     """Estimates the step times of plans with a schedule and a micro-batch size."""
 
     def __init__(self, line: DeviceLine, schedule: str, microbatch_size: int) -> None:
-        from bapipe.planner.device_line import local_search
+        from bapipe.planner.device_line.step_programme import estimate_ns
+        from bapipe.planner.device_line.walk import walk
 
-        self._search = local_search
+        self._run_estimate, self._run_walk = estimate_ns, walk
         self._neighbourhood = Neighbourhood(line, schedule, microbatch_size)
         costs = self._costs = _costs(line, schedule, microbatch_size)
         self._notes = _notes(self._neighbourhood.most_stages, costs.devices.size, costs.num_microbatches)
@@ -53,7 +54,7 @@ class StepEstimate:
 
     def _estimate_ns(self, plan: LinePlan, below_ns: float) -> tuple[float, float]:
         arrays = self._neighbourhood.arrays(plan)
-        score_ns, step_ns, _ = self._search.estimate_ns(self._costs, arrays, self._notes, below_ns)
+        score_ns, step_ns, _ = self._run_estimate(self._costs, arrays, self._notes, below_ns)
         return score_ns, step_ns
 
     def walk(self, plan: LinePlan, max_actions: int, part_done: Callable[[], float], seed: int) -> LinePlan:
@@ -73,7 +74,7 @@ class StepEstimate:
             if part >= 1 or start_ns == inf:
                 return near.plan(plans[1])
             temperature = start_ns * FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** part
-            num_actions += self._search.walk(
+            num_actions += self._run_walk(
                 self._costs, near.moves, self._notes, plans, scores, random, temperature, num_each
             )
 

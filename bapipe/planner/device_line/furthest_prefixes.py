@@ -8,7 +8,8 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.plan_kind import PlanKind
 
 if TYPE_CHECKING:
-    from bapipe.planner.device_line.prefix_programme import Delays, Problem
+    from bapipe.planner.device_line.stage_delays import Delays
+    from bapipe.planner.device_line.stage_limits import Problem
 
 POSITIONS_AT_ONCE = 64
 """Devices between two looks at the deadline."""
@@ -36,7 +37,8 @@ class FurthestPrefixes:
         Args:
             counts_cuts: whether prefixes with different numbers of cuts are told apart.
         """
-        from bapipe.planner.device_line.prefix_programme import first_begins, without_delays
+        from bapipe.planner.device_line.stage_delays import without_delays
+        from bapipe.planner.device_line.stage_limits import first_begins
 
         self._problem, self._kind = problem, kind
         self._limit = limit_ns * (1 + 1e-12)

@@ -1,6 +1,6 @@
 """Plans on a line of devices like a given one, and a climb along those that make the step shorter.
 
-The moves are compiled (`local_search.py`). Here they are made one at a time, for scores that are not: a neighbour is
+The moves are compiled (`moves.py`). Here they are made one at a time, for scores that are not: a neighbour is
 kept if its score is no more than a little worse, by less and less (threshold accepting, Dueck and Scheuer 1990).
 """
 
@@ -33,9 +33,9 @@ class Neighbourhood:
     """
 
     def __init__(self, line: DeviceLine, schedule: str, microbatch_size: int) -> None:
-        from bapipe.planner.device_line import local_search
+        from bapipe.planner.device_line.moves import draw
 
-        self._draw = local_search.draw
+        self._draw = draw
         self._line, self._schedule, self._microbatch_size = line, schedule, microbatch_size
         self._boundaries = {cut: boundary for boundary, cut in enumerate(line.cuts)}
         num_devices = len(line.cluster.devices)

@@ -39,7 +39,7 @@ from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.stage_kinds import StageKinds
 
 if TYPE_CHECKING:
-    from bapipe.planner.device_line.prefix_programme import Boundaries, Problem
+    from bapipe.planner.device_line.stage_limits import Boundaries, Problem
 
 LAST_STAGE_GROWTH = 4
 """GPipe: the replicas of the last stage are told apart by powers of this."""
@@ -135,7 +135,7 @@ class PrefixBound(LayerSums):
     @cached_property
     def programme(self) -> "Problem":
         """The problem as the compiled programme takes it."""
-        from bapipe.planner.device_line.prefix_programme import LAYER_SUMS, Problem
+        from bapipe.planner.device_line.stage_limits import LAYER_SUMS, Problem
 
         kinds = self._kinds_of_stages
         layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
@@ -161,7 +161,7 @@ class PrefixBound(LayerSums):
 
     def _stages(self) -> "NDArray[np.void]":
         """What is known of stages by their first device and class. [positions, groups]"""
-        from bapipe.planner.device_line.prefix_programme import STAGE
+        from bapipe.planner.device_line.stage_limits import STAGE
 
         weights, rings, kinds = self.weights, self.rings, self._kinds_of_stages
         n = weights.counts

@@ -13,13 +13,17 @@ before it, but 0 at least. Levels are ranges of e + h. On unlike devices y count
 replicas that are not equally fast do not end together.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import ROUNDING_NS, PrefixBound
-from bapipe.planner.device_line.prefix_programme import Delays
+
+if TYPE_CHECKING:
+    from bapipe.planner.device_line.stage_delays import Delays
 
 DENSITY = 0.7
 """Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
@@ -57,8 +61,10 @@ class RingBound:
             self.num_tried += prefixes.num_tried
 
 
-def _delays(prefix: PrefixBound, longest_ns: float) -> Delays:
+def _delays(prefix: PrefixBound, longest_ns: float) -> "Delays":
     """What the compiled programme needs to know of delays."""
+    from bapipe.planner.device_line.stage_delays import Delays
+
     few, most, num = prefix.groups.fewest, prefix.groups.most, prefix.num_microbatches
     left = np.zeros_like(most)
     if prefix.has_one_speed:

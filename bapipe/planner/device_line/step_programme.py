@@ -1,39 +1,18 @@
-"""Compiled: the step of a plan on a line of devices, moves to plans like it, and a random walk along them.
+"""Compiled: the step of a plan on a line of devices.
 
-**The step.** A replica with n micro-batches of which w are in flight runs F of the first w, then B and F in turn, then
-B. Both orders that are estimated are of this form: 1F1B with w = ceil(devices from here on / replicas), and GPipe with
-w = n. Stages are visited there and back, and each replica runs for as long as what it waits for has arrived: the
-longest path, as in the simulator (`longest_path.py`), action by action.
-
-**Moves.** One cut, or all from one to another, by a few boundaries, alone or with the devices that these layers are
-worth; a few devices from one stage to another; as many as a stage needs for one micro-batch less on each; a stage is
-split, or merged with the next; devices that a stage does not need are left idle.
-
-**The walk.** One to three moves at a time. A plan that is better is always kept, one that is worse by x with
-probability exp(-x / temperature) (Metropolis et al. 1953; simulated annealing, Kirkpatrick et al. 1983).
-
-Everything is in one file as numba sees changes in that of a compiled function alone. Below, S are the stages of a plan,
-M the micro-batches, D the devices, L the layers and K the kinds of devices.
+A replica with n micro-batches of which w are in flight runs F of the first w, then B and F in turn, then B. Both orders
+that are estimated are of this form: 1F1B with w = ceil(devices from here on / replicas), and GPipe with w = n. Stages
+are visited there and back, and each replica runs for as long as what it waits for has arrived: the longest path, as in
+the simulator (`longest_path.py`), action by action.
 """
 
-from math import floor, inf, log
-
-import numpy as np
+from math import inf
 
 from bapipe.planner.compiled import compiled, inlined
-from bapipe.planner.device_line.search_arrays import Costs, Floats, Moves, Notes, Plan, Random, Records
+from bapipe.planner.device_line.search_arrays import Costs, Notes, Plan, Records
 
 SMOOTHING = 0.03
 """The part of the mean end of the stages in a score."""
-
-NUM_MOVES = (1, 1, 1, 2, 3)
-"""How many moves are made at once."""
-
-CUT_STEPS, DEVICE_STEPS = (1, 2, 3), (1, 1, 2, 3, 5, 8, 15)
-"""By how many boundaries a cut is moved, and how many devices at once."""
-
-MANY_BOUNDARIES = 200
-"""In longer chains cuts are also moved by so many times as much as there are so many boundaries."""
 
 STAGE_ACTIONS = 20
 """What a stage costs before its first action, in actions."""
@@ -321,190 +300,4 @@ def _advance(costs: Costs, notes: Notes, s: int) -> int:
         own_ns = time + (num_each - num_forward) * forward + (num_each - num_backward) * backward
         last_ns, done_ns = max(last_ns, own_ns), max(done_ns, own_ns + replica.after)
     stage.last, stage.done = last_ns, done_ns
-    return num_actions
-
-
-@inlined
-def _next(random: Random) -> np.uint64:
-    """Returns 64 random bits: xorshift (Marsaglia 2003)."""
-    state: np.uint64 = random[0]
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    state ^= state << np.uint64(17)
-    random[0] = state
-    return state
-
-
-@compiled
-def _below(random: Random, limit: int) -> int:
-    """Returns one of 0, 1 ... limit - 1."""
-    return int((_next(random) >> np.uint64(11)) % np.uint64(limit))
-
-
-@compiled
-def _fraction(random: Random) -> float:
-    """Returns a number above 0 and up to 1."""
-    return float((_next(random) >> np.uint64(11)) + np.uint64(1)) / 2.0**53
-
-
-@compiled
-def draw(moves: Moves, plan: Plan, other: Plan, random: Random) -> bool:
-    """Changes `other` into a plan like one, by one to three moves; returns whether it is a plan."""
-    _copy(plan, other)
-    for _ in range(NUM_MOVES[_below(random, len(NUM_MOVES))]):
-        _move(moves, other, random)
-    num_devices = 0
-    for s in range(other.num_stages[0]):
-        num_devices += other.counts[s]
-        if other.cuts[s] >= other.cuts[s + 1] or not 1 <= other.counts[s] <= moves.num_microbatches:
-            return False
-    return num_devices <= moves.num_devices
-
-
-@inlined
-def _copy(plan: Plan, other: Plan) -> None:
-    num_stages = plan.num_stages[0]
-    other.num_stages[0] = num_stages
-    for s in range(num_stages):
-        other.cuts[s], other.counts[s] = plan.cuts[s], plan.counts[s]
-    other.cuts[num_stages] = plan.cuts[num_stages]
-
-
-@compiled
-def _move(moves: Moves, plan: Plan, random: Random) -> None:
-    """Makes a move of a kind drawn by its weight; not every one leaves a plan."""
-    kind, drawn = 0, _below(random, moves.weights.sum())
-    while drawn >= moves.weights[kind]:
-        drawn, kind = drawn - moves.weights[kind], kind + 1
-    if kind <= 1:
-        _shift_cuts(moves, plan, random, kind == 1)
-    elif kind == 2:
-        _move_devices(moves, plan, random)
-    elif kind == 3:
-        _move_round(moves, plan, random)
-    elif kind == 4:
-        s = _below(random, plan.num_stages[0])
-        plan.counts[s] = _enough(moves, _enough(moves, plan.counts[s]))
-    elif kind == 5:
-        _split(plan, random)
-    else:
-        _merge(plan, random)
-
-
-@inlined
-def _enough(moves: Moves, num: int) -> int:
-    """Returns the fewest devices with no more than so many micro-batches each, and the other way around."""
-    return (moves.num_microbatches + max(1, num) - 1) // max(1, num)
-
-
-@inlined
-def _num_idle(moves: Moves, plan: Plan) -> int:
-    return moves.num_devices - int(plan.counts[: plan.num_stages[0]].sum())
-
-
-@inlined
-def _shift_cuts(moves: Moves, plan: Plan, random: Random, with_devices: bool) -> None:
-    """Moves one cut, or all from one to another, by a few boundaries.
-
-    Maybe with the devices that these layers are worth, rounded up or down at random.
-    """
-    num_stages, last = plan.num_stages[0], moves.devices_before.size - 1
-    if num_stages < 2:
-        return
-    one = 1 + _below(random, num_stages - 1)
-    other = one if _fraction(random) < 0.6 else 1 + _below(random, num_stages - 1)
-    by = CUT_STEPS[_below(random, len(CUT_STEPS))] * (1 if _fraction(random) < 0.5 else -1)
-    by *= max(1, last // MANY_BOUNDARIES) if _fraction(random) < 0.5 else 1
-    for s in range(min(one, other), max(one, other) + 1):
-        old = plan.cuts[s]
-        plan.cuts[s] = new = old + by
-        if with_devices and 0 <= new <= last:
-            worth = moves.devices_before[new] - moves.devices_before[old]
-            num = floor(worth + _fraction(random))
-            plan.counts[s - 1] += num
-            plan.counts[s] -= num
-
-
-@inlined
-def _move_devices(moves: Moves, plan: Plan, random: Random) -> None:
-    """Moves some devices from one stage to another, idle ones first in half of the cases."""
-    source, target = _below(random, plan.num_stages[0]), _below(random, plan.num_stages[0])
-    num = DEVICE_STEPS[_below(random, len(DEVICE_STEPS))]
-    num_idle = _num_idle(moves, plan) if _fraction(random) < 0.5 else 0
-    plan.counts[target] += num
-    plan.counts[source] -= max(0, num - num_idle)
-
-
-@inlined
-def _move_round(moves: Moves, plan: Plan, random: Random) -> None:
-    """Gives a stage as many devices as it takes for one micro-batch less on each, from idle ones and another stage."""
-    source, target = _below(random, plan.num_stages[0]), _below(random, plan.num_stages[0])
-    num_each = _enough(moves, plan.counts[target])
-    if num_each > 1 and source != target:
-        plan.counts[target] = _enough(moves, num_each - 1)
-        plan.counts[source] += min(0, _num_idle(moves, plan))
-
-
-@inlined
-def _split(plan: Plan, random: Random) -> None:
-    num_stages = plan.num_stages[0]
-    s = _below(random, num_stages)
-    num_layers, num_devices = plan.cuts[s + 1] - plan.cuts[s], plan.counts[s]
-    if num_layers < 2 or num_devices < 2 or num_stages == plan.counts.size:
-        return
-    num, cut = 1 + _below(random, num_devices - 1), plan.cuts[s] + 1 + _below(random, num_layers - 1)
-    for later in range(num_stages, s, -1):
-        plan.counts[later], plan.cuts[later + 1] = plan.counts[later - 1], plan.cuts[later]
-    plan.counts[s], plan.counts[s + 1], plan.cuts[s + 1] = num, num_devices - num, cut
-    plan.num_stages[0] = num_stages + 1
-
-
-@inlined
-def _merge(plan: Plan, random: Random) -> None:
-    num_stages = plan.num_stages[0]
-    if num_stages < 2:
-        return
-    s = _below(random, num_stages - 1)
-    plan.counts[s] += plan.counts[s + 1]
-    for later in range(s + 1, num_stages - 1):
-        plan.counts[later], plan.cuts[later] = plan.counts[later + 1], plan.cuts[later + 1]
-    plan.cuts[num_stages - 1] = plan.cuts[num_stages]
-    plan.num_stages[0] = num_stages - 1
-
-
-@compiled
-def walk(
-    costs: Costs,
-    moves: Moves,
-    notes: Notes,
-    plans: tuple[Plan, Plan, Plan],
-    scores: Floats,
-    random: Random,
-    temperature: float,
-    max_actions: int,
-) -> int:
-    """Walks from the first of some plans to ones like it, and returns the actions that this has cost.
-
-    Args:
-        plans: where the walk is, the one with the shortest step so far, and one for drafts.
-        scores: the score of the first plan, and the step of the second. [2]
-        temperature: the probability to keep a plan whose score is worse by x is exp(-x / temperature). In ns.
-        max_actions: ends the walk when about so many actions have been estimated.
-    """
-    here, best, draft = plans
-    num_actions = 0
-    while num_actions < max_actions:
-        num_actions += STAGE_ACTIONS
-        if not draw(moves, here, draft, random):
-            continue
-        highest_ns = scores[0] - temperature * log(_fraction(random))
-        score_ns, step_ns, cost = estimate_ns(costs, draft, notes, highest_ns)
-        num_actions += cost
-        if score_ns > highest_ns:
-            continue
-        _copy(draft, here)
-        scores[0] = score_ns
-        if step_ns < scores[1]:
-            _copy(draft, best)
-            scores[1] = step_ns
     return num_actions

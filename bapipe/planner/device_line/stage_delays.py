@@ -1,0 +1,109 @@
+"""Compiled: the delays of `ring_bound.py`, behind the way back of later stages."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.stage_limits import Boundaries, Floats, Problem
+
+
+class Delays(NamedTuple):
+    """What follows behind the way back of later stages, by level; see `ring_bound.py`. In ns.
+
+    Attributes:
+        from_ns: the lower end of each level. [levels]
+        least_ns, level_ns: the lower end of the first level, and the width of each.
+        left: what the micro-batches that end with the last one of a stage count, by density. [groups]
+        rounds: how many of the most such micro-batches each replica of an earlier stage has. [groups]
+        filler: the backwards of none, all but one, and all of the rounds count for so much less. [groups, 3]
+        back: the transfers back over so many cuts, at most. [cuts]
+    """
+
+    from_ns: Floats
+    least_ns: float
+    level_ns: float
+    left: Floats
+    rounds: Floats
+    filler: Floats
+    back: Floats
+
+
+def without_delays() -> Delays:
+    """Delays of one level, in which nothing follows behind the way back of a stage."""
+    return Delays(np.zeros(1), 0.0, 1.0, np.zeros(0), np.zeros(0), np.zeros((0, 0)), np.zeros(0))
+
+
+@compiled
+def place(
+    problem: Problem,
+    delays: Delays,
+    first: Boundaries,
+    furthest: NDArray[np.int32],
+    level: int,
+    p: int,
+    column: int,
+    num_cuts: int,
+    g: int,
+    i: int,
+    lowest: int,
+    end: int,
+) -> None:
+    """Notes the ends of a stage from `lowest` to `end`, of each level of the longest delay so far the last one.
+
+    Args:
+        num_cuts: before the stage, at most.
+    """
+    num, num_levels, stage = problem.stages.shape[0], furthest.shape[0], problem.stages[p, g]
+    most = stage.few if problem.is_alike else min(stage.most, num - p)
+    # How much shorter the rings of a stage with one boundary less are at most, but for one bucket's latency.
+    drop = problem.max_gradients * (stage.ring_latency / problem.max_bucket + stage.ring_rate)
+    shortest = _filler(problem.layers, stage, delays, g, i, lowest) - stage.ring_latency
+    above, j = num_levels, end
+    while j >= lowest:
+        at, skipped = level, 1
+        if j > i:
+            first_full, others = _delay(problem.layers, stage, problem.max_bucket, delays, num_cuts, i, j)
+            ns = max(0.0, first_full + others) + _filler(problem.layers, stage, delays, g, i, j)
+            at = max(level, min(num_levels - 1, int(max(0.0, (ns - delays.least_ns) / delays.level_ns))))
+            # Of no use are levels in which others reach as far. Shorter stages stay above a level for a while.
+            below = min(at, above)
+            while problem.is_alike and below > level + 1 and furthest[below - 1, p + most, column] >= j - 1:
+                below -= 1
+            room = others + shortest - delays.least_ns - delays.level_ns * below
+            skipped = 1 if room <= 0 else 1 + int(min(room / max(drop, 1e-9), 1e6))
+        if at < above:
+            for to in range(p + stage.few, p + most + 1):
+                if j >= first[to] and j > furthest[at, to, column]:
+                    furthest[at, to, column] = j
+            above = at
+            if at == level:
+                return
+        j = max(j - skipped, lowest) if j > lowest else lowest - 1
+
+
+@compiled
+def _delay(
+    layers: NDArray[Any], stage: Any, max_bucket: float, delays: Delays, num_cuts: int, i: int, j: int
+) -> tuple[float, float]:
+    """What follows behind a backward before the stage of the layers [i, j) is done, less the way back from its end.
+
+    In ns at least: until the first bucket is full, and the rest.
+    """
+    begin, end = layers[stage.own, i], layers[stage.own, j]
+    gradients = end.gradients - begin.gradients
+    ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
+    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.fastest
+    way_back = layers[stage.before, j].backward * stage.until + delays.back[min(num_cuts, delays.back.size - 1)]
+    return float(first_full), float(ring - way_back)
+
+
+@compiled
+def _filler(layers: NDArray[Any], stage: Any, delays: Delays, g: int, i: int, j: int) -> float:
+    """The backwards of a stage in front of that, less what the micro-batches count for; it rises with the stage."""
+    b = (layers[stage.own, j].backward - layers[stage.own, i].backward) * stage.fastest
+    rounds, filler = delays.rounds[g], delays.filler[g]
+    if rounds < 1:
+        return float(filler[0])
+    return float(min(filler[0], min((rounds - 1) * b + filler[1], rounds * b + filler[2])))
