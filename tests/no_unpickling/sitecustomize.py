@@ -18,7 +18,7 @@ NOT_FROM_FILES = ("/bapipe/processes.py", "/bapipe/runtime/checkpoint/old_index.
 
 
 CODE_KEPT_BY_NUMBA = "/numba/core/caching.py"
-"""Reads what numba compiled and wrote beside the modules, as Python does with `.pyc` files."""
+"""Reads what numba compiled and kept in the cache, as Python does with `.pyc` files."""
 
 
 class UnpickledFile(BaseException):

@@ -10,8 +10,8 @@
     5. climb             from the best of the plans found since
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them; with replicas
                          and long transfers also before step 5, and then step 3 is short and step 4 left out
-    7. raise_by_rings    alike devices, instead of step 6: bisection by ranges of the number of cuts and of the replicas
-                         of the last stage, with the rings of early stages behind the backwards of later ones
+    7. raise_by_rings    1F1B and GPipe with replicas, instead of step 6: bisection by ranges of the number of cuts and
+                         of the replicas of the last stage, with the rings of early stages behind later backwards
     8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
 
 If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
@@ -382,7 +382,7 @@ class LineSearch:
         return problem.round_trip_ns(len(self.best.plan.counts) - 1) > min_share * self.best.step_ns
 
     def _raise_by_rings(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
-        """Step 7: of alike devices, also with the rings of early stages behind the backwards of later ones."""
+        """Step 7: bounds by ranges, also with the rings of early stages behind the backwards of later ones."""
         if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
         if self._ring_ranges is None:
