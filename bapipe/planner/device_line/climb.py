@@ -12,8 +12,9 @@ from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
 
-MIN_ACTIONS, MAX_ACTIONS = 8_000_000, 160_000_000
-"""A walk ends after estimates of as many actions as the third power of the devices, within these: up to 1.5 seconds."""
+MIN_ACTIONS, MAX_ACTIONS = 8_000_000, 320_000_000
+"""A walk ends after estimates of as many actions as twice the micro-batches and the square of the devices say, within
+these: up to three seconds."""
 
 MAX_TRIES, MAX_WORSE = 6_000, 1_800
 """Other climbs end after so many neighbours, and after so many in a row without a better one."""
@@ -83,7 +84,9 @@ class Climbs:
                 return 1.0
             return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
 
-        max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, len(line.cluster.devices) ** 3))
+        num_microbatches = line.options.minibatch_size // timed.plan.microbatch_size
+        max_actions = 2 * num_microbatches * len(line.cluster.devices) ** 2
+        max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, max_actions))
         return estimate.walk(timed.plan, max_actions << self._num_doublings, part_done, self._seed)
 
     def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
