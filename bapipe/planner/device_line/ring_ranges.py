@@ -27,6 +27,9 @@ PRECISION, PART_OF_GAP = 250, 10
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
 plan if that is more."""
 
+MANY_REPLICAS = 20
+"""Without delays they are divided down to one part in so many of the micro-batches."""
+
 SMALL, FEW_REPLICAS = 1.1, 50
 """With delays ranges of the replicas of the last stage are divided down to this, or to one part in so many of the
 micro-batches."""
@@ -104,7 +107,8 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
-            goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
+            # A low goal needs fewer questions; one that is too low is soon followed by the next.
+            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on, high_ns):
                 low_ns = goal_ns + 1
             else:
@@ -178,6 +182,9 @@ class RingRanges:
             ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
             for before, after in pairwise(ends):
                 yield replace(whole, cuts=(before + 1, after), depth=whole.depth + 1, is_likely=False)
+        elif problem.are_forwards_first and (high - low) * MANY_REPLICAS > problem.num_microbatches:
+            for replicas in _halves(low, high):
+                yield replace(whole, last_replicas=replicas, depth=whole.depth + 1, is_likely=False)
         else:
             yield replace(whole, has_delays=True, counts_cuts=False, depth=0, is_likely=False)
 
@@ -195,9 +202,14 @@ class RingRanges:
         elif not whole.counts_cuts:
             yield replace(whole, counts_cuts=True, is_likely=True)
         elif problem.are_forwards_first and is_wide:
-            middle = isqrt(low * high)
-            for replicas in ((low, middle), (middle + 1, high)):
+            for replicas in _halves(low, high):
                 yield replace(whole, last_replicas=replicas, is_likely=True)
+
+
+def _halves(low: int, high: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Ranges whose ends are in equal proportion to their begins."""
+    middle = isqrt(low * high)
+    return (low, middle), (middle + 1, high)
 
 
 def _widths(fewest: int, most: int) -> Iterator[tuple[int, int]]:
