@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DENSITY = 0.7
 """Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
 
-MIN_LEVELS, MAX_LEVELS, LEVELS_OF_BOUNDARIES = 48, 192, 25_600
+MIN_LEVELS, MAX_LEVELS, LEVELS_OF_BOUNDARIES = 16, 192, 24_000
 """Levels of delays: the third divided by the boundaries, within the first two."""
 
 
