@@ -108,7 +108,7 @@ class RingRanges:
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
             # A low goal needs fewer questions; one that is too low is soon followed by the next.
-            goal_ns = max((3 * low_ns + high_ns) // 4, high_ns * MIN_GOAL // 100)
+            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on, high_ns):
                 low_ns = goal_ns + 1
             else:
