@@ -1,6 +1,6 @@
-"""Raises the bound of plans on alike devices by taking them apart: by their last stage, by cuts, and by delays.
+"""Raises the bound of plans with replicas by taking them apart: by their last stage, by cuts, and by delays.
 
-The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, many at once. A
+The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, one at a time. A
 goal is asked of wide ranges first; of one in which the relaxation has a plan within it, narrow ones are asked, then
 with the delays of rings, which take the longest. A range with a plan within an earlier goal comes first, so that a goal
 that fails fails soon. What is proven of a range holds for lower goals.
@@ -28,7 +28,8 @@ PRECISION, PART_OF_GAP = 250, 10
 plan if that is more."""
 
 MANY_REPLICAS = 20
-"""Without delays they are divided down to one part in so many of the micro-batches."""
+"""GPipe: without delays ranges of the replicas of the last stage are divided down to one part in so many of the
+micro-batches."""
 
 SMALL, FEW_REPLICAS = 1.1, 50
 """With delays ranges of the replicas of the last stage are divided down to this, or to one part in so many of the
@@ -137,8 +138,7 @@ class RingRanges:
             asked = (
                 likely[-1] if likely else min(left, key=lambda each: (each.has_delays, each.counts_cuts, each.depth))
             )
-            is_far = high_ns is not None and asked.has_delays and not self._is_likely(asked)
-            asked_ns = high_ns if high_ns is not None and is_far else goal_ns
+            asked_ns = high_ns if high_ns is not None and asked.has_delays and not likely else goal_ns
             kind = PlanKind(*asked.cuts, *asked.last_replicas)
             if not asked.problem.is_feasible(
                 kind, asked_ns, deadline, has_delays=asked.has_delays, counts_cuts=asked.counts_cuts

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
-from bapipe.planner.device_line.stage_limits import Boundaries, Floats, Problem
+from bapipe.planner.device_line.stage_limits import Boundaries, Floats, Problem, rings_ns
 
 
 class Delays(NamedTuple):
@@ -92,8 +92,7 @@ def _delay(
     In ns at least: until the first bucket is full, and the rest.
     """
     begin, end = layers[stage.own, i], layers[stage.own, j]
-    gradients = end.gradients - begin.gradients
-    ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
+    ring = rings_ns(stage, max_bucket, end.gradients - begin.gradients)
     first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.fastest
     way_back = layers[stage.before, j].backward * stage.until + delays.back[min(num_cuts, delays.back.size - 1)]
     return float(first_full), float(ring - way_back)

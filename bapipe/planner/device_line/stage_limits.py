@@ -128,6 +128,12 @@ def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
 
 
 @compiled
+def rings_ns(stage: Any, max_bucket: float, gradients: float) -> float:
+    """Returns what the rings of a stage with so many bytes of gradients take at least, in ns."""
+    return float(stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients)
+
+
+@compiled
 def _excess(
     layers: NDArray[Any],
     stage: Any,
@@ -156,8 +162,7 @@ def _excess(
     work = arrival + stage.busiest * (end.work - begin.work + again) + stage.last_ring + update
     around = f + r + (rest[-1].trip - rest[j].trip) * stage.behind_ns + start.behind
     returned = max(stage.busiest * (end.trip - begin.trip + again), around + start.once + (n - 1) * r + start.apart * f)
-    gradients = end.gradients - begin.gradients
-    ring = stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients
+    ring = rings_ns(stage, max_bucket, end.gradients - begin.gradients)
     first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.backward
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
     after = arrival + again * stage.backward + first_full + ring + update

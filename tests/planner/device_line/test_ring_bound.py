@@ -58,7 +58,7 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
         checked += len(timed)
         infeasible += not bound.is_feasible(prefix.kind, best_ns * 3 // 4, UNLIMITED, has_delays=True)
     assert checked > 60
-    assert infeasible >= 2
+    assert infeasible >= (3 if make_line is alike_line else 2)
 
 
 def test_rings_behind_the_backwards_of_later_stages_raise_the_bound() -> None:
